@@ -12,7 +12,10 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 # A test is repeated once, and counted as "rerun", where gloo could not connect the ranks' sockets: some sandboxes' networks
 # drop a connection on loopback now and then. Nothing else is repeated.
-PYTEST := -m pytest -n $(WORKERS) --dist worksteal --reruns 1 --only-rerun "Gloo connectFullMesh failed"
+# Tests run in random order, files and the tests of each: with SEED in the order of an earlier run.
+ORDER := $(or $(SEED),$(shell od -An -N2 -tu2 /dev/urandom | tr -d ' '))
+PYTEST := -m pytest -n $(WORKERS) --dist worksteal --reruns 1 --only-rerun "Gloo connectFullMesh failed" \
+	--randomly-seed=$(ORDER)
 
 export TOKENIZERS_PARALLELISM = false
 
@@ -30,7 +33,7 @@ FROM_$(ENGINE_OF_SOURCE) = $(SOURCE)
 TRANSFORMERS := transformers-4.51.3
 WITH_transformers-4.51.3 := 'tokenizers<0.22' 'huggingface_hub<1'
 
-.PHONY: help demo test test-all test-nccl-rules test-versions test-torch test-source test-te-source test-te-units source-tree test-frameworks test-engines test-gpu check format plan plan-pipeline bench bench-gpu docs dist clean
+.PHONY: help demo test test-all mutants test-nccl-rules test-versions test-torch test-source test-te-source test-te-units source-tree test-frameworks test-engines test-gpu check format plan plan-pipeline bench bench-gpu docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -76,10 +79,10 @@ KEEP_EAGER := tests/distributed tests/experimental
 # What reads the sources alone, for `make check`.
 LINTS := tests/test_layout.py tests/test_iteration_order.py tests/test_ratchets.py
 
-test: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## the tests, on CPU, under 5 minutes on 2 cores
-	$(PY) $(PYTEST) -m "not slow and not gpu" $(addprefix --ignore ,$(LINTS))
+test: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## the product's tests, on CPU, in random order: SEED=N repeats one
+	$(PY) $(PYTEST) -m "not slow and not gpu and not aside" $(addprefix --ignore ,$(LINTS))
 	$(ON_NCCL_RULES) lazy -m "several_ranks and not slow" tests/distributed tests/head/test_linear.py tests/tensor_parallel/test_mappings.py
-	$(ON_ENGINE) -m "not slow"
+	$(ON_ENGINE) -m "not slow and not aside"
 
 test-all: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## all CPU tests, the slow matrices and the other versions too
 	$(PY) $(PYTEST) -m "not gpu" $(addprefix --ignore ,$(LINTS))
@@ -87,6 +90,11 @@ test-all: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## all CPU tests, the slow mat
 	$(ON_NCCL_RULES) eager -m "several_ranks and not slow and not gpu" $(KEEP_EAGER)
 	$(ON_ENGINE)
 	$(MAKE) test-versions
+
+# Of COUNT lines of the package, one is changed at a time; ONLY="losses dtensor/plans.py" takes these folders and files.
+COUNT ?= 200
+mutants: $(VENV)/.ready  ## are changes of single lines noticed? make mutants SEED=1 COUNT=200 ONLY=FOLDERS
+	$(PY) -m tests.mutants --seed $(or $(SEED),1) --count $(COUNT) $(ONLY)
 
 test-nccl-rules: $(VENV)/.ready  ## every test of several ranks over NCCL's rules, the slow ones too: RULES=lazy or eager
 	$(ON_NCCL_RULES) $(RULES) -m "several_ranks and not gpu"

@@ -152,6 +152,13 @@ def liger_hopper(per_token: bool) -> Callable[[Case, Group], Head]:
     return build
 
 
+def quack(case: Case, group: Group) -> Head:
+    """QuACK's, a mean loss alone, as its layer calls it: in chunks of 4096 tokens."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return lambda x, w, y: chunked_linear_cross_entropy(x, w, y, chunk_size=4096)
+
+
 def cut_cross_entropy(case: Case, group: Group) -> Head:
     from cut_cross_entropy import linear_cross_entropy as cce
 
@@ -197,6 +204,7 @@ def available(case: Case, on_gpu: bool = False) -> tuple[list[Implementation], l
                 ("liger", ("liger_kernel",), liger, 8.5),
                 ("liger, Hopper, mean", ("liger_kernel", "cutlass"), liger_hopper(False), 2.5),
                 ("liger, Hopper, per token", ("liger_kernel", "cutlass"), liger_hopper(True), 8.5),
+                ("quack", ("quack", "cutlass"), quack, 8.5),
                 ("cut-cross-entropy", ("cut_cross_entropy",), cut_cross_entropy, 13.0),
             ):
                 missing = [module for module in modules if importlib.util.find_spec(module) is None]

@@ -12,19 +12,18 @@ model at every size of tensor, pipeline and expert parallelism, and for every sp
 import inspect
 import multiprocessing
 import os
+import sys
 import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_on_cpu import megatron_on_cpu
-from tests.left_behind import end_groups, groups
 
 VOCAB = 64
 SEQUENCE = 16
@@ -44,20 +43,13 @@ def model_parallel(
 ) -> Iterator[None]:
     """Emulation and Megatron's groups over the ranks of this world; the rest of the ranks are data parallel.
 
-    `sizes` go to `initialize_model_parallel`. Nothing is left for the next test: groups are destroyed, scales are 1.
+    `sizes` go to `initialize_model_parallel`. Nothing is left for the next test: Megatron has no groups, scales are 1.
     """
-    with megatron_on_cpu(), patch.dict(os.environ):  # models write NVTE_FLASH_ATTN and its kin
+    with megatron_on_cpu():
         from megatron.core import num_microbatches_calculator, parallel_state
-        from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
-        from megatron.core.tensor_parallel import random
         from megatron.core.transformer.moe import moe_utils
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
-        groups_before = groups()
-        # Megatron's own functions forget some of them.
-        before = [
-            (module, {k: v for k, v in vars(module).items() if k.isupper()}) for module in (parallel_state, random)
-        ]
         try:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=tp,
@@ -72,8 +64,7 @@ def model_parallel(
             yield
         finally:
             parallel_state.destroy_model_parallel()
-            for module, variables in before:
-                vars(module).update(variables)
+            forget_megatron()
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             MTPLossLoggingHelper.tracker.clear()
             moe_utils.get_moe_layer_wise_logging_tracker().clear()
@@ -83,9 +74,19 @@ def model_parallel(
             # 100 times a second: the hook is left with nothing.
             while _wrapped:
                 vars(_wrapped.pop()).clear()
-            for kind in RotaryEmbedding, YarnRotaryEmbedding:  # a cache of their forward keeps models alive
-                getattr(kind.forward, "cache_clear", int)()
-            end_groups(but=groups_before)  # Megatron only forgets them
+
+
+def forget_megatron() -> None:
+    """Reset what Megatron's models and seeds set and Megatron's own functions do not reset."""
+    if embeddings := sys.modules.get("megatron.core.models.common.embeddings"):
+        for kind in embeddings.RotaryEmbedding, embeddings.YarnRotaryEmbedding:
+            getattr(kind.forward, "cache_clear", int)()  # it keeps models alive
+    for name in "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN":
+        os.environ.pop(name, None)
+    random = sys.modules.get("megatron.core.tensor_parallel.random")
+    for name, unset in ("_CUDA_RNG_STATE_TRACKER", None), ("_CUDA_RNG_STATE_TRACKER_INITIALIZED", False):
+        if hasattr(random, name):
+            setattr(random, name, unset)
 
 
 def seed_ranks(seed: int = 123) -> None:

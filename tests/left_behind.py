@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -22,8 +22,10 @@ from torch.distributed.tensor import debug
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as torch_optimizer
 
+TRACKER = "megatron_ext.tensor_parallel._random.process_tracker"
 # Globals of these modules hold what Megatron-Core, its schedules and its training loop share.
 STATE = [
+    TRACKER,
     "megatron.core.num_microbatches_calculator",
     "megatron.core.parallel_state",
     "megatron.core.rerun_state_machine",
@@ -51,21 +53,22 @@ CLEARS = [  # one function from torch 2.11 on, before it two
 def of_test() -> dict[str, object]:
     """The environment, torch's flags, hooks and handlers, and Megatron's globals."""
     state: dict[str, object] = {
-        f"os.environ[{name!r}]": value for name, value in os.environ.items() if not name.startswith("PYTEST")
+        f"os.environ[{name!r}]": value for name, value in os.environ.items() if not name.startswith(("PYTEST", "RAY_"))
     }
     state |= _flags_of_torch()
     state |= {
         "the working directory": os.getcwd(),
-        "sys.path": tuple(sys.path),
+        "sys.path": tuple(path for path in sys.path if "site-packages" not in path),  # Ray adds a part of itself
         "sys.meta_path": tuple(map(id, sys.meta_path)),
         "handlers of the root logger": [repr(h) for h in logging.root.handlers if not _of_pytest(h)],
         "handlers of signals": tuple(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM, signal.SIGALRM))),
     }
-    if tracker := sys.modules.get("megatron_ext.tensor_parallel._random.process_tracker"):
-        state["megatron_ext's tracker of random numbers"] = id(tracker.Process.tracker)
+    if TRACKER in sys.modules:
+        state[f"{TRACKER}.Process.tracker"] = id(sys.modules[TRACKER].Process.tracker)
     for name in STATE:
         if name in sys.modules:
-            state |= {f"{name}.{key}": _value(value) for key, value in vars(sys.modules[name]).items()}
+            variables = vars(sys.modules[name])
+            state |= {f"{name}.{key}": _value(variables[key]) for key in _reset(variables)}
     return state
 
 
@@ -97,18 +100,14 @@ def _flags_of_torch() -> dict[str, object]:
     }
 
 
-def _handlers() -> dict[str, object]:
-    """The handlers of all loggers but those of torch, which come when they are first needed."""
-    loggers = logging.root.manager.loggerDict.items()
-    return {
-        f"handlers of the logger {name}": repr(logger.handlers)
-        for name, logger in loggers
-        if getattr(logger, "handlers", None) and not name.startswith("torch")
-    }
-
-
 def _of_pytest(handler: logging.Handler) -> bool:
     return type(handler).__module__.startswith("_pytest")
+
+
+def _reset(variables: dict[str, object]) -> Iterable[str]:
+    """The module's variables that hold a state, and can be reset: Megatron's function for that leaves some."""
+    destroy = getattr(variables.get("destroy_model_parallel"), "__code__", None)
+    return (name for name in variables if name.isupper() and (destroy is None or name in destroy.co_names))
 
 
 def _value(value: object) -> object:
@@ -117,18 +116,23 @@ def _value(value: object) -> object:
         return value
     if isinstance(value, (Mapping, list, set)):
         return f"{type(value).__name__} of {len(value)}"
-    return type(value).__name__
+    return bool(value) and type(value).__name__
 
 
 def of_file() -> dict[str, object]:
     """Open files, threads, loggers' handlers, and functions of ours in others' modules."""
     state: dict[str, object] = {}
     descriptors = Counter(map(_target, os.listdir("/proc/self/fd"))) if os.path.isdir("/proc/self/fd") else Counter()
-    del descriptors["socket"]  # the connections to ranks, which come and go
+    for passing in ("socket", "pipe", "anon_inode", "gone"):  # of ranks, gloo and stores, and what lists them
+        del descriptors[passing]
     state |= {f"open files {target}": count for target, count in descriptors.items()}
     threads = Counter(type(thread).__qualname__ for thread in threading.enumerate())
-    state |= {f"threads of the class {name}": count for name, count in threads.items() if name != "TMonitor"}  # tqdm's
-    state |= _handlers()
+    for passing in ("TMonitor", "_DummyThread"):  # tqdm's, and those that Python has not started
+        del threads[passing]
+    state |= {f"threads of the class {name}": count for name, count in threads.items()}
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith(("megatron", "tests")) and getattr(logger, "handlers", None):
+            state[f"handlers of the logger {name}"] = repr(logger.handlers)
     for name, module in list(sys.modules.items()):
         if type(module) is types.ModuleType and (name.startswith(REPLACEABLE) or name == "torch"):
             values = {key: value for key, value in vars(module).items() if type(value) in KINDS}
@@ -185,7 +189,10 @@ def groups() -> set:
 
 
 def end_groups(but: set) -> None:
-    """End all process groups `but` these: each has open files, and threads that wake 100 times a second."""
+    """End all process groups `but` these: each has open files, and threads that wake 100 times a second.
+
+    No rank may use them any more, nor be about to connect: a group that has ended elsewhere closes the connection.
+    """
     made = list(groups() - but)
     if not made:
         return
@@ -223,9 +230,12 @@ def begin_file() -> None:
         _last.update(of_file())
 
 
-def end_file() -> None:
-    """Fail where the file that ends has left something behind."""
-    models = new_models()
+def end_file(on_rank: bool = False) -> None:
+    """Fail where the file that ends has left something behind.
+
+    Ranks may keep models: autograd holds the hooks of DistributedDataParallel and FSDP2 for good, and with them models.
+    """
+    models = {} if on_rank else new_models()
     before, after = dict(_last), of_file()
     _last.clear()
     _last.update(after)
@@ -233,7 +243,7 @@ def end_file() -> None:
 
 
 def _compare(before: dict[str, object], after: dict[str, object], who: str) -> None:
-    imported = [module for module in STATE if f"{module}.__name__" in after and f"{module}.__name__" not in before]
+    imported = [module for module in STATE if not any(name.startswith(module) for name in before)]
     changed = [
         f"{name}: {before.get(name, 'nothing')!s:.200} became {after.get(name, 'nothing')!s:.200}"
         for name in before | after

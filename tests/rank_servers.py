@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 _RUN = "MEGATRON_EXT_TEST_RUN"  # the environment variable that names the run's folder
 FOLDER = "MEGATRON_EXT_RANKS_FOLDER"  # the same, in the environment of the ranks
-_PRELOAD = [
+PRELOAD = [
     # Where Transformer Engine's Python part is installed, all ranks emulate the rest of it.
     *(["tests.on_transformer_engine.preload"] if importlib.util.find_spec("transformer_engine") else []),
     "torch.distributed.tensor",
@@ -109,7 +109,7 @@ def _server(rank: int) -> Path:
 
 def serve(listener_fd: int, alive: int) -> None:
     """Fork a child for each connection, as long as somebody holds the other end of `alive`."""
-    for name in _PRELOAD:
+    for name in PRELOAD:
         # A machine may lack some: what needs them will say so.
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")

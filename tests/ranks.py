@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import inspect
+import logging
 import os
 import pickle
 import tempfile
@@ -80,6 +81,7 @@ def _work(jobs, rank, world_size, store, rules):
 
     prepare_process()
     faulthandler.enable()  # a crash says where
+    logging.basicConfig()  # a library's first warning would
     gc.freeze()  # the garbage collector need not look at what was preloaded: half of the time of many tests went there
     dist.init_process_group(
         _backend(rules),
@@ -105,7 +107,7 @@ def _error_of(module, name, kwargs):
 
     try:
         if (module, name) == END_OF_FILE:
-            left_behind.end_file()
+            left_behind.end_file(on_rank=True)
         else:
             function = getattr(importlib.import_module(module), name)
             calls = recorded(f"{module.replace('.', '/')}.py::{name}")

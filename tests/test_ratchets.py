@@ -24,7 +24,7 @@ LINES = {
     "megatron_ext/distributed": 831,
     "megatron_ext/dtensor": 3432,
     "megatron_ext/experimental": 2365,
-    "megatron_ext/head": 10397,
+    "megatron_ext/head": 10644,
     "megatron_ext/integrations": 712,
     "megatron_ext/losses": 1686,
     "megatron_ext/megatron": 3472,

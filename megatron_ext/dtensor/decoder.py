@@ -85,7 +85,7 @@ def tie_word_embeddings(model: nn.Module) -> None:
 
 
 def _ties(model: Any) -> bool:
-    """Whether transformers ties the model's weights; some classes never do, whatever their config says (Inkling2)."""
+    """Tell whether transformers ties the model's weights; some classes never do, whatever the config (Inkling2)."""
     return bool(model.config.get_text_config().tie_word_embeddings and getattr(model, "_tied_weights_keys", None))
 
 

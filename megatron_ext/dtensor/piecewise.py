@@ -16,7 +16,7 @@ _D, _F, _R = 6, 8, 2
 
 
 def adds_up(block: nn.Module, column: Collection[str], row: Collection[str], halves: Collection[str]) -> bool | None:
-    """Whether pieces of `block` add up to it; None where it cannot be run on a tensor alone.
+    """Tell whether pieces of `block` add up to it; None where it cannot be run on a tensor alone.
 
     Args:
         column, row: names of its linear layers, which ranks cut along their outputs and along their inputs.

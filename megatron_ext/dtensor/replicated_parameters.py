@@ -39,7 +39,7 @@ def modules_of(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 
 
 def cuts_heads(model: nn.Module, plan: Plan) -> bool:
-    """Whether `plan` cuts the heads of every `self_attn` of `model`, so that each rank attends with its own."""
+    """Tell whether `plan` cuts the heads of every `self_attn` of `model`, so that each rank attends with its own."""
     styles = _styles(model, plan)
     blocks = [name for name, module in model.named_modules() if name.endswith(".self_attn") and list(module.children())]
     return all(_cut(model.get_submodule(name), name, styles)[1] for name in blocks)

@@ -160,11 +160,9 @@ class LmHead:
         Raises:
             ValueError: what every rank sees wrong with them.
         """
-        argument_checks.check_one_piece(self.weight)
         group = tensor_parallel_group(self.tp_group)
         guessed, in_slices = self.vocab is None, self.hidden_layout == "sequence"
-        if group is None and self.tp_group is None and guessed:
-            argument_checks.check_whole(self.weight)
+        argument_checks.check_marks(self.weight, alone=group is None and self.tp_group is None and guessed)
         if self.lora is not None:
             check_dropout(adapters_of(self.lora), 1 if group is None else group.size(), in_slices)
         rows = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1
@@ -186,7 +184,8 @@ class LmHead:
     @property
     def tensors(self) -> HeadTensors:
         """Its tensors, and the dtype of its logits."""
-        return HeadTensors(self.weight, self.bias, adapters_of(self.lora), self.logit_dtype)
+        adapters = () if self.lora is None else adapters_of(self.lora)
+        return HeadTensors(self.weight, self.bias, adapters, self.logit_dtype)
 
     @property
     def transform(self) -> LogitTransform:

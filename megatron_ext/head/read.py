@@ -23,7 +23,7 @@ from megatron_ext.head.engine.autograd import Read
 from megatron_ext.head.engine.chunked.sources import LogitTransform, Rule, gather_tokens, of_each
 from megatron_ext.head.engine.chunked.ways import OfChunks, OfLogits
 from megatron_ext.head.engine.flatten import Flat
-from megatron_ext.head.engine.linear import OfSoftmax
+from megatron_ext.head.engine.linear import LinearHead
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.linear import OfSoftmaxFixed
@@ -92,10 +92,9 @@ def read_hidden(
     """See `LmHead.read`. `given`: the caller's fault."""
     argument_checks.check_floating("hidden", hidden)
     ranks = head.ranks
-    readouts, fault = checked(asked, head)
-    teachers = [r.teacher for r in readouts if r.teacher is not None]
+    readouts, teachers, fault = checked(asked, head)
     leading, found = _leading(hidden, readouts, ranks, head.in_slices)
-    fault = own.fault(hidden, head.given_vocab, ranks) or found or fault
+    fault = own.fault(hidden, None if head.guessed else head.vocab, ranks) or found or fault
     if head.bits != "fast":
         fault = bits_fault(head, ranks, hidden, readouts) or fault
     if head.fuse_main_grad and torch.is_grad_enabled():
@@ -125,7 +124,9 @@ def read_hidden(
     plan = Plan(readouts, head, flat, tokens, hidden.device, options_of(adapters) if adapters else None)
     if left is not None and sizes is None:  # ranks that leave out others learn it then
         plan.places_T, plan.all_tokens = left.kept_T, leading.numel() + left.fills
-    sides = [_computed(hidden, own.weight), *(_computed(t.hidden.detach(), t.head.weight) for t in teachers)]
+    sides = [_computed(hidden, own.weight)]
+    for t in teachers:
+        sides.append(_computed(t.hidden.detach(), t.head.weight))
     if sides[0].dtype != hidden.dtype and not own.adapters and not torch.is_autocast_enabled(hidden.device.type):
         plan.held = hidden.dtype
     if fault is not None:
@@ -134,7 +135,8 @@ def read_hidden(
             repeats = [1, *(hidden.shape[-2] if each else 1 for each in shared)]
             _gather_zeros(sides, [own, *(t.head.tensors for t in teachers)], repeats, sizes, head.group)
         plan.raise_on_all_ranks(fault, accumulation_dtype(sides[0].dtype), hidden.device)
-    plan.choose_columns()
+    if plan.needs_logits:
+        plan.choose_columns()
     if left is not None:
         sides = [left.of_mine(of_each(x, len(sides[0]))) for x in sides]
     if head.fuse_main_grad:
@@ -152,7 +154,10 @@ def _run(
 ) -> Sequence[Tensor]:
     """The results of all read-outs, one after the other, by the autograd function that serves them."""
     head = plan.call
-    x_TD, weight, bias, low = own.inputs(sides[0], head)
+    if own.adapters:
+        x_TD, weight, bias, low = own.inputs(sides[0], head)
+    else:
+        x_TD, weight, bias, low = sides[0], own.weight, own.bias, None
     keep = torch.is_grad_enabled() and (
         x_TD.requires_grad
         or weight.requires_grad
@@ -173,9 +178,9 @@ def _run(
         plan.call = replace(head, vocab=nowhere, fuse_main_grad=False)
         weight, bias = F.pad(numbers(weight), (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
         low = None if low is None else F.pad(low, (0, 0, 0, 1))
-    if head.fixed:
+    if head.bits != "fast":
         return _apply_eagerly(OfSoftmaxFixed(sizes, keep), plan, x_TD, weight, bias, low)
-    return Read.apply(OfSoftmax(sizes, keep), plan, x_TD, weight, bias, low)
+    return LinearHead.apply(plan, sizes, keep, x_TD, weight, bias, low)
 
 
 @_disable_dynamo  # what holds of this processor's products is found out by running some
@@ -186,11 +191,12 @@ def _apply_eagerly(*arguments: Any) -> Sequence[Tensor]:
 def read_logits(head: ResolvedHead, given: GivenLogits, asked: Sequence[ReadOut], callers: ValueError | None) -> Any:
     """See `Logits.read`. `callers`: the caller's fault."""
     logits, ranks = given.logits, head.ranks
-    readouts, fault = checked(asked, head)
-    for name, x in _per_token(readouts):
-        argument_checks.check_tokens_of(name, x, given.name, logits)
+    readouts, teachers, fault = checked(asked, head)
+    for r in readouts:
+        each = r.per_token()
+        if each is not None:
+            argument_checks.check_tokens_of(each[0], each[1], given.name, logits)
     fault = argument_checks.shard_fault(head.vocab, logits.shape[-1], given.name, ranks) or fault
-    teachers = [r.teacher for r in readouts if r.teacher is not None]
     for teacher in teachers:
         fault = _teacher_logits_fault(teacher, given, head.vocab, ranks) or fault
     fault = callers or fault
@@ -213,15 +219,20 @@ def read_logits(head: ResolvedHead, given: GivenLogits, asked: Sequence[ReadOut]
     return _as_asked(plan, [flat.up(x) for x in found])
 
 
-def checked(asked: Sequence[ReadOut], head: ResolvedHead) -> tuple[list[ReadOut], ValueError | None]:
-    """Copies of the caller's read-outs for this call, which were checked, and what this rank alone may see wrong."""
-    fault, labels, found = None, None, []
+def checked(asked: Sequence[ReadOut], head: ResolvedHead) -> tuple[list[ReadOut], list[Any], ValueError | None]:
+    """Copies of the caller's read-outs for this call, which were checked, their teachers, and what this rank alone may
+    see wrong."""
+    fault, labels, vocab = None, None, None if head.guessed else head.vocab
+    found: list[ReadOut] = []
+    teachers: list[Any] = []
     for given in asked:
         if not isinstance(given, ReadOut):
             raise ValueError(f"readouts hold {given!r}: each must be a read-out, as LogProbs(labels) or Entropy()")
         r = given.copied()
         found.append(r)
-        fault = r.check(head.vocab.size, head.given_vocab, head.group) or fault
+        if r.teacher is not None:
+            teachers.append(r.teacher)
+        fault = r.check(head.vocab.size, vocab, head.group) or fault
         if r.reads_labels:
             labels = r if labels is None else labels
             if r.labels is not labels.labels or r.ignore_index != labels.ignore_index:
@@ -233,34 +244,28 @@ def checked(asked: Sequence[ReadOut], head: ResolvedHead) -> tuple[list[ReadOut]
                 )
     if not found:
         raise ValueError("readouts are none: there is nothing to read; pass LogProbs(labels), Entropy() or another")
-    return found, fault
+    return found, teachers, fault
 
 
 def _leading(
     hidden: Tensor, readouts: Sequence[ReadOut], ranks: int, in_slices: bool
 ) -> tuple[torch.Size, ValueError | None]:
     """The leading dims of all ranks' tokens, and whether hidden states fit them."""
-    given = _per_token(readouts)
-    if not given:
-        lead = hidden.shape[:-1]
-        if in_slices and ranks > 1:
-            lead = torch.Size((lead[0] * ranks, *lead[1:]))
-        return lead, None
-    name, first = given[0]
-    fault = argument_checks.layout_fault(hidden, first, in_slices, ranks, name)
-    for other, x in given[1:]:
-        argument_checks.check_same_shape(other, x, first)
-    return first.shape, fault
-
-
-def _per_token(readouts: Sequence[ReadOut]) -> list[tuple[str, Tensor]]:
-    """The arguments that have one entry for each token, with their names."""
-    found = []
+    first: Any = None
+    fault = None
     for r in readouts:
-        each = r.per_token()
-        if each is not None:
-            found.append(each)
-    return found
+        given = r.per_token()
+        if given is None:
+            continue
+        if first is None:
+            first = given[1]
+            fault = argument_checks.layout_fault(hidden, first, in_slices, ranks, given[0])
+        elif given[1] is not first:
+            argument_checks.check_same_shape(*given, first)
+    if first is not None:
+        return first.shape, fault
+    lead = hidden.shape[:-1]
+    return torch.Size((lead[0] * ranks, *lead[1:])) if in_slices and ranks > 1 else lead, None
 
 
 def _teacher_fault(teacher: Any, hidden: Tensor, student: ResolvedHead) -> ValueError | None:
@@ -345,8 +350,10 @@ def _gather_zeros(
 
 
 def _computed(hidden: Tensor, weight: Any) -> Tensor:
-    """`[T, D]` in the dtype to compute in."""
-    x = hidden.to(computed_dtype(hidden, weight))
+    """Hidden states `[T, D]` in the dtype to compute in; as they are where the weight, refused, has no dtype."""
+    dtype = getattr(weight, "dtype", None)
+    alike = dtype is None or (hidden.dtype == dtype and not torch.is_autocast_enabled(hidden.device.type))
+    x = hidden if alike else hidden.to(computed_dtype(hidden, weight))
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 

@@ -23,7 +23,8 @@ from megatron_ext.distributed.groups import is_registered
 from megatron_ext.megatron import versions
 from megatron_ext.tensor_parallel import random as our_random
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import drain_embedding_wgrad_compute
-from megatron_ext.tensor_parallel._random.process_tracker import Kind, Process
+from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer
+from megatron_ext.tensor_parallel._random.process_tracker import Process, TrackerOptions
 from megatron_ext.tensor_parallel._random.transformer_engine import is_te_tracker
 from megatron_ext.tensor_parallel._replaced_functions import HONOURED, is_megatrons_own
 
@@ -70,12 +71,12 @@ class _Swap:
         return self._new.get(id(value), (value, value))[1]
 
     def subclasses(self) -> list[type]:
-        """Those made of classes that are to be replaced."""
+        """Classes made of those that are to be replaced; our own mean the one or the other on purpose."""
         found: list[type] = []
         for old in self.old:
             if isinstance(old, type):
                 found.extend(type.__subclasses__(old))
-        return found
+        return [kind for kind in found if not kind.__module__.startswith("megatron_ext.")]
 
     def inverted(self) -> "_Swap":
         return _Swap((new, old) for old, new in self._new.values())
@@ -227,7 +228,7 @@ def _in_use(kinds: tuple[type, ...]) -> list[Any]:
         # What the garbage collector does not track (numbers, strings, ...) holds no other objects.
         new = list({id(t): t for t in reached if gc.is_tracked(t) and id(t) not in seen}.values())
         seen.update(map(id, new))
-        found.extend(thing for thing in new if issubclass(type(thing), kinds) and _has_its_group(thing))
+        found.extend(thing for thing in new if _is_theirs(thing, kinds) and _has_its_group(thing))
         reached = gc.get_referents(*new)
     return found
 
@@ -237,7 +238,12 @@ def _instances(kinds: tuple[type, ...]) -> list[Any]:
     classes: list[type] = list(kinds)
     for kind in classes:  # which grows meanwhile
         classes.extend(type.__subclasses__(kind))
-    return [thing for thing in gc.get_referrers(*classes) if issubclass(type(thing), kinds)]
+    return [thing for thing in gc.get_referrers(*classes) if _is_theirs(thing, kinds)]
+
+
+def _is_theirs(thing: Any, kinds: tuple[type, ...]) -> bool:
+    """True for a layer of these kinds, but those of our layer specs, which are subclasses."""
+    return issubclass(type(thing), kinds) and not issubclass(type(thing), ShardedLayer)
 
 
 def _has_its_group(layer: Any) -> bool:
@@ -318,7 +324,7 @@ class _Active(NamedTuple):
     report: Substitution
     swap: _Swap
     known: set[str]  # modules that were loaded before
-    tracker: tuple[Any, Kind]  # of our own package, before
+    tracker: tuple[Any, TrackerOptions]  # of our own package, before
 
 
 _active: _Active | None = None
@@ -388,6 +394,12 @@ def restore_tensor_parallel() -> Substitution | None:
     Process.tracker, Process.kind = tracker
     _active = None
     return report
+
+
+def megatrons_own_layer(ours: type) -> type:
+    """Megatron's class in whose place ours is put."""
+    found = getattr(importlib.import_module(f"{_THEIRS}.layers"), ours.__name__)
+    return next((old for old in _active.swap.old if old.__name__ == ours.__name__), found) if _active else found
 
 
 def _their_random() -> Any:

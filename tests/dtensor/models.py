@@ -281,7 +281,14 @@ def loss_and_gradients(model, **given):
 
 
 _OF_GATES = ("in_proj_a.weight", "in_proj_ba.weight")
-_SUMMED_WITH = {"bias": ("weight",), "dt_bias": _OF_GATES, "A_log": _OF_GATES}
+_OF_BLOCK = ("up_proj.weight",)
+_SUMMED_WITH = {
+    "bias": ("weight",),
+    "dt_bias": _OF_GATES,
+    "A_log": _OF_GATES,
+    "alpha_p": _OF_BLOCK,
+    "alpha_n": _OF_BLOCK,
+}
 
 
 def check_gradients(model, gradients, tolerance=3e-6):
@@ -290,7 +297,7 @@ def check_gradients(model, gradients, tolerance=3e-6):
     errors = {}
     for name, true in gradients.items():
         # A bias's gradient may be a sum in which most cancels: its rounding is that of what was summed.
-        layer, _, kind = name.rpartition(".")
+        layer, _, kind = name.replace(".act_fn.", ".").rpartition(".")
         summed = [gradients[key] for part in _SUMMED_WITH.get(kind, ()) if (key := f"{layer}.{part}") in gradients]
         errors[name] = error(found[name], true, max((x.norm() for x in summed), default=0.0))
     assert len(errors) == len(gradients)

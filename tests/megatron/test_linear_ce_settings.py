@@ -149,6 +149,11 @@ def test_options_in_the_layer_spec(build):
             unpatch()
 
 
+def test_chunks_of_made_logits_are_of_sequences():
+    made = HeadSettings(nemo_rl_chunk_size=3).of_made(torch.zeros(5, 2, 7), None)  # [S, B, V]
+    assert made.chunk_tokens == 3 * 2
+
+
 @ranks(2)
 def test_the_z_loss_in_megatrons_log():
     """By the script's own weights of the tokens, and in the form in which the script logs its loss."""
@@ -200,6 +205,7 @@ def test_the_z_loss_in_megatrons_log():
                 for name, expected in (("lm loss", loss), ("z loss", z_loss)):
                     total = (expected * mask).sum()
                     torch.testing.assert_close(log[name], forms(total, mask.sum())[form], rtol=2e-6, atol=1e-6)
+                    assert not log[name].requires_grad, "a log keeps the step's graph"
             assert not z_loss_log._last, "a later step would log it again"
 
 

@@ -164,7 +164,8 @@ assert schedules.drain_embedding_wgrad_compute.__module__ == "megatron.core.util
 assert user._reduce is tp.mappings._reduce
 assert tp.mappings._reduce.__module__ == "megatron.core.tensor_parallel.mappings"
 assert ours.ColumnParallelLinear.__module__.startswith("megatron_ext.")
-assert our_specs.gpt_layer_spec.submodules.mlp.submodules.linear_fc1 is ours.ColumnParallelLinear
+assert our_specs.gpt_layer_spec.submodules.mlp.submodules.linear_fc1.__mro__[1:] == (
+    *ours.ColumnParallelLinear.__mro__[:-2], stock[0], *ours.ColumnParallelLinear.__mro__[-2:])
 assert megatron_ext.restore_tensor_parallel() is None
 """
     command = [sys.executable, "-W", "ignore", "-c", code]

@@ -1,6 +1,7 @@
 """`ResolvedHead`: a head in one call, with its group and shard found, and which sums over rows are wanted."""
 
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -8,6 +9,17 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.validation.option_checks import Bits, Cache
+
+
+class RowOptions(TypedDict):
+    """The number of columns that count, the transform of logits, and the sums that are wanted beside the softmax's."""
+
+    counted: int
+    softcap: float | None
+    temperature: float
+    with_mean: bool
+    with_entropy: bool
+    with_hits: bool
 
 
 @dataclass(frozen=True)
@@ -57,11 +69,6 @@ class ResolvedHead:
     guessed: bool = False
 
     @property
-    def given_vocab(self) -> VocabShard | None:
-        """This rank's columns, where the caller gave them."""
-        return None if self.guessed else self.vocab
-
-    @property
     def fixed(self) -> bool:
         """Whether every sum has one order, which other tokens do not change."""
         return self.bits != "fast"
@@ -71,9 +78,16 @@ class ResolvedHead:
         """How many columns of the logits that are made count, from the first one on."""
         return self.vocab.counted if self.chosen is None else self.chosen.shape[0]
 
-    def sums(self, counted: int) -> tuple[int, float | None, float, bool, bool, bool]:
-        """The last arguments of `row_statistics`, of logits of which `counted` columns count."""
-        return counted, self.softcap, self.temperature, self.mean, self.expected, self.hits
+    def sums(self, counted: int) -> RowOptions:
+        """The options of `row_statistics`, of logits of which `counted` columns count."""
+        return {
+            "counted": counted,
+            "softcap": self.softcap,
+            "temperature": self.temperature,
+            "with_mean": self.mean,
+            "with_entropy": self.expected,
+            "with_hits": self.hits,
+        }
 
     def place(self, columns: Tensor) -> Tensor:
         """Where `columns` of this rank's shard are among the logits that are made."""

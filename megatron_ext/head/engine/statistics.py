@@ -60,7 +60,7 @@ def own_rows(call: ResolvedHead) -> int:
 
 def shared_rows(call: ResolvedHead) -> int:
     """Number of rows before those of read-outs' own: those of the shared pass, and what fills them up to `SENT`."""
-    return max(own_rows(call), SENT)
+    return max(3 + 2 * call.mean + call.expected + call.hits + (call.softcap is not None), SENT)
 
 
 def new_statistics(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.device, more: int = 0) -> Tensor:

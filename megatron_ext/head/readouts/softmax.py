@@ -13,7 +13,7 @@ from megatron_ext.distributed import collectives
 from megatron_ext.head.engine import statistics
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.row_passes.dispatch import row_statistics
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation import argument_checks
@@ -44,7 +44,7 @@ class DenseSoftmax(torch.autograd.Function):
         counted, temperature = call.vocab.counted, call.temperature
         nowhere_T = torch.full((z_TV.shape[0],), -1, device=z_TV.device)
         stats_KT = statistics.new_statistics(z_TV.shape[0], call, accumulation_dtype(z_TV.dtype), z_TV.device)
-        row_statistics(z_TV, nowhere_T, stats_KT[:, :-1], None, None, None, *call.sums(counted))
+        passes_of(z_TV).row_statistics(z_TV, nowhere_T, stats_KT[:, :-1], **call.sums(counted))
         statistics.sign(stats_KT, call, lambda: f"logarithm {logarithm}", [], places_T)
         stats_RKT = statistics.exchange(stats_KT, call, places_T)
         argument_checks.check_exchange(stats_RKT, nowhere_T, call)

@@ -32,8 +32,15 @@ _RULES: dict[str, tuple[tuple[str | None, ...], str, Callable[[float], bool], st
 
 
 def one_of(argument: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError unless the value is one of the allowed words."""
+    words = ", ".join(map(repr, allowed))
+    if value is not None and not isinstance(value, str | int | float):
+        raise ValueError(
+            f"{argument} is a {type(value).__name__}: it must be one of {words}; if it was meant for another argument, "
+            f"pass it by that one's name, a bias as bias="
+        )
     if value not in allowed:
-        raise ValueError(f"{argument} is {value!r}: it must be one of {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{argument} is {value!r}: it must be one of {words}")
 
 
 def check_ignore_index(value: Any) -> None:

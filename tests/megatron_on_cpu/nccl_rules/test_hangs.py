@@ -31,6 +31,7 @@ def test_receive_before_send_passes_on_gloo():
     exchange_receiving_first()
 
 
+@pytest.mark.essential
 @ranks(2, rules=LAZY)
 def test_receive_before_send_hangs():
     start = time.monotonic()
@@ -90,6 +91,7 @@ def test_different_operations_are_told_on_both_ranks():
         dist.all_reduce(x) if dist.get_rank() else dist.broadcast(x, 0)
 
 
+@pytest.mark.essential
 @ranks(2, rules=LAZY)
 def test_different_sizes_are_told_on_both_ranks():
     with pytest.raises(CommunicationMismatch, match=r"12 bytes|16 bytes|sends 12|sends 16"):

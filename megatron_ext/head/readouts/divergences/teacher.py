@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.leaves import added
 from megatron_ext.head.readouts.read_out import ReadOut
-from megatron_ext.head.row_passes.dispatch import row_statistics
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
 
 SIDE = 3  # rows of each side, those of `row_statistics`
@@ -53,8 +53,8 @@ def side_statistics(logits: Sequence[Tensor], stats_Kt: Tensor, call: ResolvedHe
     for i, z_tV in enumerate(logits):
         nowhere = torch.full((z_tV.shape[0],), -1, device=z_tV.device)
         rows_Kt = stats_Kt[i * SIDE : (i + 1) * SIDE]
-        last = (call.vocab.counted, None, call.temperature, False, False, False)
-        row_statistics(z_tV, nowhere, rows_Kt, None, None, None, *last)
+        options = call.vocab.counted, call.temperature
+        passes_of(z_tV).row_statistics(z_tV, nowhere, rows_Kt, counted=options[0], temperature=options[1])
 
 
 def normaliser(stats_RKT: Tensor, side: int, call: ResolvedHead) -> Normaliser:
