@@ -38,7 +38,7 @@ class FirstPass(NamedTuple):
 def statistics_pass(
     hidden_TD: Tensor, weight_VD: Operand, bias_V: Tensor | None, plan: Plan, sizes: list[int] | None, keep: bool
 ) -> FirstPass:
-    """Logits, their statistics, and what is kept of them. `sizes`, `keep`, and what is communicated: see `OfSoftmax`,
+    """Logits, their statistics, and what is kept of them. `sizes`, `keep`, and what is communicated: see `LinearHead`,
     which has the exchange of statistics besides."""
     call, tokens, columns, dtype = plan.call, plan.tokens, weight_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
     w_VD = weight_VD.to(hidden_TD.dtype)
