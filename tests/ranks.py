@@ -107,11 +107,12 @@ def _error_of(module, name, kwargs):
 
     try:
         if (module, name) == END_OF_FILE:
-            left_behind.end_file(on_rank=True)
+            with left_behind.told():
+                left_behind.end_file(on_rank=True)
         else:
             function = getattr(importlib.import_module(module), name)
             calls = recorded(f"{module.replace('.', '/')}.py::{name}")
-            with left_behind.nothing_left_by_test(), calls:
+            with left_behind.told(), left_behind.nothing_left_by_test(), calls:
                 function.body(**kwargs)
     except pytest.skip.Exception as skipped:
         return Skipped(str(skipped))
