@@ -63,6 +63,7 @@ def model_parallel(
                 **sizes,
             )
             seed_ranks(seed)
+            dist.barrier()  # all are connected: none finds a group ended by a rank that is quicker
             yield
         finally:
             parallel_state.destroy_model_parallel()
