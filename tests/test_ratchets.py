@@ -27,7 +27,7 @@ LINES = {
     "megatron_ext/head": 10948,
     "megatron_ext/integrations": 712,
     "megatron_ext/losses": 1687,
-    "megatron_ext/megatron": 3567,
+    "megatron_ext/megatron": 3570,
     "megatron_ext/model_utils": 1510,
     "megatron_ext/numerics": 1007,
     "megatron_ext/policy": 6873,
