@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
-from megatron_ext.policy.checkpoint import worker_state
+from megatron_ext.policy.worker import checkpoints
 from tests.marks import slow
 from tests.policy.problems import held_by, shard, tiny_batch, tiny_config
 from tests.policy.test_tensor_index import change_index, sign
@@ -59,7 +59,7 @@ def held(worker):
     """All that a load may change."""
     return (
         copy.deepcopy(held_by(worker)),
-        copy.deepcopy(worker_state._groups(worker.optimizer)),
+        copy.deepcopy(checkpoints._groups(worker.optimizer)),
         copy.deepcopy(worker.scheduler.state_dict()),
         worker._loss_scale.state_dict(),
         torch.get_rng_state(),

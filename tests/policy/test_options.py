@@ -139,7 +139,7 @@ def test_a_loss_scale_that_is_too_large_is_halved_and_the_step_left_out():
 
 
 def test_the_loss_scale_grows_after_good_steps_and_stops_at_one():
-    from megatron_ext.policy.worker.loss_scale import GROWTH_STEPS, LossScale
+    from megatron_ext.policy.worker.optimizer import GROWTH_STEPS, LossScale
 
     scale = LossScale(dynamic=True)
     assert not any(scale.overflowed(1.0) for _ in range(GROWTH_STEPS))
@@ -150,7 +150,7 @@ def test_the_loss_scale_grows_after_good_steps_and_stops_at_one():
 
 
 def test_a_loss_scale_does_not_take_over_the_one_of_a_precision_without():
-    from megatron_ext.policy.worker.loss_scale import LossScale
+    from megatron_ext.policy.worker.optimizer import LossScale
 
     scale, none = LossScale(dynamic=True), LossScale(dynamic=False)
     scale.load_state_dict(none.state_dict())

@@ -13,12 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.head import ReadOut, batch_invariant_mode
+from megatron_ext.policy import device_memory
 from megatron_ext.policy.config import Settings, read_config
 from megatron_ext.policy.data.batch_plan import Place
 from megatron_ext.policy.data.packed_rows import Rows
-from megatron_ext.policy.worker import device_memory
-from megatron_ext.policy.worker.loss_scale import LossScale
-from megatron_ext.policy.worker.optimizer import make_optimizer, make_scheduler
+from megatron_ext.policy.worker.optimizer import LossScale, make_optimizer, make_scheduler
 
 
 class Export(NamedTuple):

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron_ext.head import LogProbs, LogSumExp, ReadOut, Sampled, TopK
 from megatron_ext.head.validation.option_checks import rounds
+from megatron_ext.policy import device_memory
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Shape, Step, scoring_step
 from megatron_ext.policy.data.kept_ids import KEPT_IDS, replayed
 from megatron_ext.policy.data.packed_rows import Rows, inside_rows
 from megatron_ext.policy.data.timer import Timer, timed
-from megatron_ext.policy.worker import device_memory
 from megatron_ext.policy.worker.backend import Asked, Backend
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from megatron_ext.losses.worker_protocol import LossFunction
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import RuntimeErrorElsewhere
 from megatron_ext.policy.data.batch_plan import Counts, Shape, Step, training_steps
-from megatron_ext.policy.data.loss_inputs import inputs_of
 from megatron_ext.policy.data.timer import Timer, timed
+from megatron_ext.policy.worker.loss_inputs import inputs_of
 from megatron_ext.policy.worker.scoring import Scoring
 
 Metrics = list[dict[str, float]]  # of each micro-batch
@@ -47,7 +47,7 @@ class Training(Scoring):
                 count), `input_lengths` `[B]` (needed for dynamic or packed micro-batches), and what the loss reads;
                 `kept_token_ids` as for `get_logprobs`.
             loss_fn: see `megatron_ext.policy.losses`; it gets log-probabilities `[rows, S]`, 0 in the first column, or
-                what its `input_type` says: see `megatron_ext.policy.data.loss_inputs`. NeMo-RL's own may be given.
+                what its `input_type` says: see `megatron_ext.policy.worker.loss_inputs`. NeMo-RL's own may be given.
             gbs: rows of a global batch over all data-parallel ranks; None: `train_global_batch_size`.
             mbs: rows of a micro-batch on this rank; None: `train_micro_batch_size`.
             timer: as NeMo-RL's, measures "train".
