@@ -55,7 +55,7 @@ def test_ours_take_what_theirs_take():
 
 
 def test_names_that_a_version_lacks_are_logged(caplog):
-    seam = substitution.Seam("json", "no_such_name", lambda: None, required=False)
+    seam = substitution.ReplacedName("json", "no_such_name", lambda: None, required=False)
     found = substitution.Substitution("json", lambda: [seam])
     with caplog.at_level("INFO", logger=substitution.__name__):
         found.apply()
