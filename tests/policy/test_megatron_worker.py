@@ -242,8 +242,8 @@ def test_a_token_that_the_model_does_not_know_is_an_error_on_all():
 @pytest.mark.parametrize(
     "options, layers",
     [
-        ({}, [1, 1, 1, 1]),
-        ({"decoder_sparse_step": 2}, [0, 1, 0, 1]),
+        ({"mlp_only_layers": []}, [1, 1, 1, 1]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": []}, [0, 1, 0, 1]),
         ({"mlp_only_layers": [0, 3]}, [0, 1, 1, 0]),
         ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [0, 0, 0, 1]),
     ],
