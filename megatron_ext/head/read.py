@@ -34,6 +34,7 @@ from megatron_ext.head.tokens_that_count import Left, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.argument_checks import computed_dtype
 from megatron_ext.head.validation.bits_checks import bits_fault
+from megatron_ext.numerics.fixed_order import products_fault
 from megatron_ext.numerics.matrices import accumulation_dtype
 
 __all__ = ["HeadTensors", "LogitTransform", "read_hidden", "read_logits"]
@@ -129,6 +130,9 @@ def read_hidden(
         sides.append(_computed(t.hidden.detach(), t.head.weight))
     if sides[0].dtype != hidden.dtype and not own.adapters and not torch.is_autocast_enabled(hidden.device.type):
         plan.held = hidden.dtype
+    if head.bits != "fast":
+        for side in sides:
+            fault = fault or products_fault(side)
     if fault is not None:
         if sizes is not None and tokens:
             shared = [left is None and t.hidden.dim() < hidden.dim() for t in teachers]
