@@ -14,7 +14,7 @@ from benchmarks.pipeline.costs import LINKS, Model, Setup
 from benchmarks.pipeline.figure import FIGURE, draw
 from benchmarks.pipeline.schedules import SCHEDULES, Timeline
 from benchmarks.progress import say, shown
-from megatron_ext.head.row_passes.gpu_properties import DEVICES
+from megatron_ext.head.call.gpu_properties import DEVICES
 
 CSV = record.RESULTS / "pipeline.csv"
 LLAMA_8B = Model("Llama-3 8B", 32, 4096, 14336, 32, 8, 128256)

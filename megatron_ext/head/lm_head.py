@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.adapters.lora import LoRA, adapters_of, check_adapters, check_dropout
-from megatron_ext.head.engine.resolved_head import ResolvedHead
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.layer_facts import head_facts
 from megatron_ext.head.options_by_mode import bits_or_mode
 from megatron_ext.head.read import HeadTensors, LogitTransform, read_hidden, read_logits

@@ -19,17 +19,17 @@ from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.adapters.lora import LoRA, low_rank, options_of, rows_fault, widened
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.side_by_side import numbers
 from megatron_ext.head.engine.autograd import Read
 from megatron_ext.head.engine.chunked.sources import LogitTransform, Rule, gather_tokens, of_each
 from megatron_ext.head.engine.chunked.ways import OfChunks, OfLogits
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.engine.linear import LinearHead
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.linear import OfSoftmaxFixed
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
-from megatron_ext.head.row_passes.side_by_side import numbers
 from megatron_ext.head.tokens_that_count import Left, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.argument_checks import computed_dtype

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.logit_gradient import Basis
-from megatron_ext.head.engine.resolved_head import ResolvedHead
+from megatron_ext.head.call import statistics
+from megatron_ext.head.call.logit_gradient import Basis
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.kernels import label_terms as twin_terms
 from megatron_ext.head.kernels import nucleus as twin_nucleus
 from megatron_ext.head.kernels import selection as twin_selection

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron_ext import main_grad
-from megatron_ext.head.engine.chunk_sizes import pieces
+from megatron_ext.head.call.chunk_sizes import pieces
+from megatron_ext.head.call.side_by_side import Operand, column_spans, tensors_of
 from megatron_ext.head.engine.linear_passes import counted, weighed_sum
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.row_passes.side_by_side import Operand, column_spans, tensors_of
 from megatron_ext.head.row_passes.token_terms import Gradient
 from megatron_ext.numerics import cpu_products
 from megatron_ext.numerics.matrices import on_tensor_cores

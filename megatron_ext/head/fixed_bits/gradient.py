@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine import chunk_sizes, linear_passes
+from megatron_ext.head.call import chunk_sizes
+from megatron_ext.head.call.leaves import total_of
+from megatron_ext.head.call.statistics import Statistics
+from megatron_ext.head.engine import linear_passes
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.engine.statistics import Statistics
-from megatron_ext.head.fixed_bits.leaves import total_of
 from megatron_ext.head.fixed_bits.source import Source, part_kept
 from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
-from megatron_ext.head.row_passes.logit_passes import part_of, parts_of
 from megatron_ext.numerics import fixed_order
+from megatron_ext.numerics.matrices import part_of, parts_of
 
 
 class Gradient:

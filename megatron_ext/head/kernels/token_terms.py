@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_ext.head.engine.logit_gradient import Basis, PassCoefficients
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.engine.statistics import START, Statistics, own_rows
+from megatron_ext.head.call.logit_gradient import Basis, PassCoefficients
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import START, Statistics, own_rows
 from megatron_ext.head.row_passes.token_terms import Gradient
 
 _TOKENS, _WARPS = 128, 4  # of a program: 8192 tokens fill 64 of a GPU's multiprocessors

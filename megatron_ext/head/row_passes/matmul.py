@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext import main_grad
-from megatron_ext.head.row_passes.side_by_side import Operand, SideBySide
+from megatron_ext.head.call.side_by_side import Operand, SideBySide
 from megatron_ext.numerics import cpu_products
 from megatron_ext.numerics.matrices import accumulation_dtype, new_matrix, widens
 

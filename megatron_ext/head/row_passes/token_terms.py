@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine import logit_gradient, statistics
-from megatron_ext.head.engine.logit_gradient import Basis
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.engine.statistics import Statistics
+from megatron_ext.head.call import logit_gradient, statistics
+from megatron_ext.head.call.logit_gradient import Basis
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import Statistics
 
 
 class Gradient(NamedTuple):

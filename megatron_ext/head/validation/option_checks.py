@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_ext.head.call.resolved_head import Bits as Bits
+from megatron_ext.head.call.resolved_head import Cache as Cache
+
 HiddenLayout = Literal["replicated", "sequence"]
 Reduction = Literal["none", "sum", "mean"]
-Bits = Literal["fast", "batch", "tensor_parallel"]
-Cache = float | Literal["bounded", "auto"]
 
 LOGIT_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.statistics import Statistics, log_prob
+from megatron_ext.head.call.statistics import Statistics, log_prob
 
 
 class Basis(NamedTuple):
