@@ -19,8 +19,8 @@ from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.adapters.lora import LoRA, low_rank, options_of, rows_fault, widened
+from megatron_ext.head.call.matmul import numbers
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.call.side_by_side import numbers
 from megatron_ext.head.engine.autograd import Read
 from megatron_ext.head.engine.chunked.sources import LogitTransform, Rule, gather_tokens, of_each
 from megatron_ext.head.engine.chunked.ways import OfChunks, OfLogits

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.call.gpu_properties import TILE_M, TILE_N, Device, device_of, product_seconds
+from megatron_ext.head.call.matmul import Operand
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.call.side_by_side import Operand
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.matrices import on_tensor_cores
 from megatron_ext.numerics.readable_values import has_values

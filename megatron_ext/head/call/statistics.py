@@ -134,7 +134,7 @@ def refuse(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.de
     exchange(new_statistics(tokens, call, dtype, device, more).fill_(REFUSED), call)
 
 
-def combine(stats_RKT: Tensor, own_KT: Tensor, call: ResolvedHead, shift_T: Tensor | None = None) -> Statistics:
+def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor | None, call: ResolvedHead) -> Statistics:
     """The statistics of all shards together; `own_KT` are this rank's. The last column of both is left out.
 
     `shift_T`: what the kept exponentials are relative to; None: the shard's maximum, as nothing is kept of them.

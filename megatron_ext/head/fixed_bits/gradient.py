@@ -21,7 +21,7 @@ from megatron_ext.numerics.matrices import part_of, parts_of
 
 
 class Gradient:
-    """Gradient of logits, by the parts of `token_terms.Gradient` for each leaf, whose exponentials have a shift of
+    """Gradient of logits, by the parts of `GradientParts` for each leaf, whose exponentials have a shift of
     their own."""
 
     def __init__(self, source: Source, plan: Plan, kept: list[Tensor], stats: Statistics, shift_LT: Tensor, basis: Any):

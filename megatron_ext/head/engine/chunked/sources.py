@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
+from megatron_ext.head.call import matmul
 from megatron_ext.head.call.leaves import leaves_of
+from megatron_ext.head.call.matmul import in_one, operand
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.call.side_by_side import in_one, operand
 from megatron_ext.head.engine.flatten import rows_of
-from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.logit_passes import bend, transformed
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.matrices import accumulation_dtype, new_matrix

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext import main_grad
-from megatron_ext.head.call import chunk_sizes, statistics
+from megatron_ext.head.call import chunk_sizes, matmul, statistics
 from megatron_ext.head.call.leaves import of_shard, total_of
-from megatron_ext.head.call.side_by_side import WeightSums, column_spans
+from megatron_ext.head.call.matmul import WeightSums, column_spans
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
 from megatron_ext.head.engine.chunked import kept_gradient, sources
@@ -25,7 +25,7 @@ from megatron_ext.head.engine.chunked.sources import LogitTransform, Product, Ru
 from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import Chunk
-from megatron_ext.head.row_passes import engine_order, matmul
+from megatron_ext.head.row_passes import engine_order
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.numerics import fixed_order, matrices
 from megatron_ext.numerics.matrices import accumulation_dtype, part_of
@@ -229,7 +229,7 @@ def _read(
     stats_RKT = plan.exchange(stats_KT)
     stats = None
     if plan.softmax and call.fixed:
-        stats = statistics.combine(stats_RKT, stats_KT, call, shifts[0])
+        stats = statistics.combine(stats_RKT, stats_KT, shifts[0], call)
         if engine_order.applies(call, like):
             stats = engine_order.rounded(stats, stats_RKT)
     elif plan.softmax:
