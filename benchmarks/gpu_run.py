@@ -26,7 +26,7 @@ from benchmarks.measure import (
     run_once,
     truth,
 )
-from megatron_ext.head.row_passes.gpu_properties import device_of, product_seconds
+from megatron_ext.head.call.gpu_properties import device_of, product_seconds
 
 NOT_MEASURED, NOT_INSTALLED = "not measured", "not installed"
 ENDED, ENDED_TWICE = "the program ended while this was measured", "the program ended twice while this was measured"

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("megatron_ext", "megatron_on_cpu")
 
 # Pairs of folders inside these that import each other.
-MUTUAL_FOLDERS = {"head": 4, "policy": 0}
-CLASS_NAMES_TWICE = 8
+MUTUAL_FOLDERS = {"head": 0, "policy": 0}
+CLASS_NAMES_TWICE = 7
 # Docstrings that begin with a pronoun or a question word: the noun is left out.
 PRONOUN_DOCSTRINGS = 39
 LONG_TEST_NAMES = 27
@@ -22,12 +22,12 @@ LONG_TEST_NAMES = 27
 LINES = {
     "megatron_ext/*.py": 1179,
     "megatron_ext/distributed": 862,
-    "megatron_ext/dtensor": 4286,
+    "megatron_ext/dtensor": 4285,
     "megatron_ext/experimental": 2365,
-    "megatron_ext/head": 10948,
+    "megatron_ext/head": 10909,
     "megatron_ext/integrations": 712,
     "megatron_ext/losses": 1687,
-    "megatron_ext/megatron": 3570,
+    "megatron_ext/megatron": 3569,
     "megatron_ext/model_utils": 1510,
     "megatron_ext/numerics": 1007,
     "megatron_ext/policy": 6874,

@@ -14,7 +14,7 @@ from benchmarks.pipeline.figure import FIGURE, draw
 from benchmarks.pipeline.schedules import SCHEDULES, Timeline
 from benchmarks.pipeline.setups import WORDS_256K, setups
 from benchmarks.progress import say, shown
-from megatron_ext.head.row_passes.gpu_properties import DEVICES
+from megatron_ext.head.call.gpu_properties import DEVICES
 
 CSV = record.RESULTS / "pipeline.csv"
 STEP, GAIN, BUSIEST, BUBBLE, LOAD = "step", "throughput / 1F1B", "busiest stage, a micro-batch", "idle", "link busy"

@@ -25,7 +25,7 @@ from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import (
     pass_order,
     simulate,
 )
-from megatron_ext.head.row_passes.gpu_properties import DEVICES
+from megatron_ext.head.call.gpu_properties import DEVICES
 from tests.marks import quick_if
 from tests.pages import DOCS
 
