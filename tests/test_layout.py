@@ -18,6 +18,7 @@ ROOMS = [
     "__main__",
     "doctor",
     "run",
+    "memory",
     "experimental",
     "integrations",
     "model_utils",
@@ -37,7 +38,7 @@ ROOMS = [
     "replace",
     "reference",
 ]
-MAY_IMPORT_MEGATRON = {"run", "doctor", "policy", "megatron", "experimental"}
+MAY_IMPORT_MEGATRON = {"run", "doctor", "memory", "policy", "megatron", "experimental"}
 
 # What stands in for Megatron's own, where a process has imported that.
 ASKS_MEGATRON = {"tensor_parallel/generalized_tensor_parallelism.py"}

@@ -20,7 +20,7 @@ PRONOUN_DOCSTRINGS = 39
 LONG_TEST_NAMES = 93
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1179,
+    "megatron_ext/*.py": 1186,
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4286,
     "megatron_ext/experimental": 2365,
@@ -28,6 +28,7 @@ LINES = {
     "megatron_ext/integrations": 712,
     "megatron_ext/losses": 1687,
     "megatron_ext/megatron": 3570,
+    "megatron_ext/memory": 549,
     "megatron_ext/model_utils": 1510,
     "megatron_ext/numerics": 1007,
     "megatron_ext/policy": 6873,
