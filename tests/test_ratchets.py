@@ -20,7 +20,8 @@ PRONOUN_DOCSTRINGS = 39
 LONG_TEST_NAMES = 93
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1186,
+    "megatron_ext/verify": 263,
+    "megatron_ext/*.py": 1285,
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4286,
     "megatron_ext/experimental": 2365,
