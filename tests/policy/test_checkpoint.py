@@ -121,7 +121,7 @@ def test_a_save_before_the_first_step_changes_nothing():
     ],
 )
 @ranks(2)
-def test_what_is_not_whole_is_refused_on_every_rank_and_changes_nothing(part, how):
+def test_incomplete_checkpoint_is_refused_and_changes_nothing(part, how):
     folder, paths = new_checkpoint()
     worker = worker_of()
     train(worker, 0)
@@ -291,7 +291,7 @@ def test_a_worker_made_from_a_checkpoint_goes_on_as_without(scheduler):
 
 
 @ranks(1)
-def test_a_schedule_that_a_file_cannot_hold_is_refused_before_anything_is_written():
+def test_schedule_that_no_file_holds_is_refused_before_writing():
     folder, paths = new_checkpoint()
     worker = worker_of()
     worker.scheduler.end_factor = torch.tensor(1.0)
