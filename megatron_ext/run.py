@@ -15,6 +15,7 @@ import argparse
 import atexit
 import functools
 import io
+import logging
 import os
 import sys
 import warnings
@@ -23,6 +24,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
+
+_LOG = logging.getLogger(__name__)
 
 # What Megatron and torch warn of in every job on a CPU, and nobody can change there: kernels that are missing, one of
 # Megatron's own defaults, functions of torch that Megatron calls.
@@ -189,6 +192,8 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
             f"--linear-ce, --tensor-parallel, --pipeline-vocab and --check are about Megatron-Core, which is not to be "
             f"found: {error}"
         )
+    from megatron_ext.proof import why_fusion_is_off
+
     if options.tensor_parallel:
         from megatron_ext import substitute_tensor_parallel
 
@@ -202,7 +207,9 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
         except ValueError as refusal:
             parser.error(str(refusal))
         _report_after_first_step()
-    if options.pipeline_vocab:
+    if options.pipeline_vocab and (off := why_fusion_is_off()) is not None:
+        _LOG.warning("pipeline stages share no vocabulary: %s", off)
+    elif options.pipeline_vocab:
         from megatron_ext.experimental import pipeline_vocabulary
 
         try:
