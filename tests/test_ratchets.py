@@ -21,9 +21,9 @@ LONG_TEST_NAMES = 93
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
     "megatron_ext/verify": 263,
-    "megatron_ext/*.py": 1292,
+    "megatron_ext/*.py": 1297,
     "megatron_ext/distributed": 862,
-    "megatron_ext/dtensor": 4289,
+    "megatron_ext/dtensor": 4375,
     "megatron_ext/experimental": 2365,
     "megatron_ext/head": 10948,
     "megatron_ext/integrations": 719,

@@ -26,6 +26,7 @@ from megatron_ext.proof import why_fusion_is_off
 
 _HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
 _RULE = "_megatron_ext_head_rule"
+KEEPS_LOGITS = "_megatron_ext_keeps_logits"  # where a model says why its logits are made, if a user wants them
 
 
 class Read(NamedTuple):
@@ -63,7 +64,8 @@ def is_registered(model: nn.Module) -> bool:
 
 def rule_or_reason(model: nn.Module) -> tuple[HeadRule | None, str]:
     """Return what `model` makes of hidden states at its head; or None, and why its logits are made."""
-    if (off := why_fusion_is_off()) is not None:
+    off = why_fusion_is_off() or model.__dict__.get(KEEPS_LOGITS)
+    if off is not None:
         return None, off
     name = type(model).__name__.removeprefix("FSDP")
     rule = model.__dict__[_RULE] if is_registered(model) else head_rule(model)
