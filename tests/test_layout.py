@@ -17,7 +17,10 @@ ON_CPU = ROOT / "megatron_on_cpu"  # a package of its own
 ROOMS = [
     "__main__",
     "doctor",
+    "compare",
     "run",
+    "memory",
+    "verify",
     "experimental",
     "integrations",
     "model_utils",
@@ -37,7 +40,7 @@ ROOMS = [
     "replace",
     "reference",
 ]
-MAY_IMPORT_MEGATRON = {"run", "doctor", "policy", "megatron", "experimental"}
+MAY_IMPORT_MEGATRON = {"run", "doctor", "memory", "verify", "policy", "megatron", "experimental"}
 
 # What stands in for Megatron's own, where a process has imported that.
 ASKS_MEGATRON = {"tensor_parallel/generalized_tensor_parallelism.py"}

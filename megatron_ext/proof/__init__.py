@@ -10,7 +10,7 @@ from megatron_ext.proof.basis import Basis, config_values, module_parts
 from megatron_ext.proof.comparison import compare
 from megatron_ext.proof.ledger import Proofs
 from megatron_ext.proof.result import Proof
-from megatron_ext.proof.settings import SAMPLE_TOKENS, ProofMode, fusion_is_on, proof_mode
+from megatron_ext.proof.settings import SAMPLE_TOKENS, ProofMode, fusion_is_on, proof_mode, why_fusion_is_off
 
 __all__ = [
     "SAMPLE_TOKENS",
@@ -24,4 +24,5 @@ __all__ = [
     "fusion_is_on",
     "module_parts",
     "proof_mode",
+    "why_fusion_is_off",
 ]

@@ -17,6 +17,7 @@ from megatron.core.transformer import multi_token_prediction
 
 from megatron_ext.megatron.fused_loss.module_calls import innermost
 from megatron_ext.megatron.output_layer import why_not_product
+from megatron_ext.proof import why_fusion_is_off
 
 FORWARD = "forward"
 POSTPROCESS = "_postprocess"
@@ -118,7 +119,7 @@ def why_not_fused(model: Any) -> str | None:
     Only what is known to be a product of hidden states and weight, plus bias, capped or not, can be; and only
     Megatron's own loss is known to be a cross entropy.
     """
-    reason = why_not_linear(output_layer(model))
+    reason = why_fusion_is_off() or why_not_linear(output_layer(model))
     if reason is None and not innermost(getattr(model, LOSS)).__module__.startswith("megatron.core."):
         reason = f"it has a {LOSS} of its own"
     return reason
