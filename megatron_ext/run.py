@@ -88,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--bits", choices=["fast", "batch", "tensor_parallel"], help="which bits of the head are equal")
     parser.add_argument("--logit-dtype", type=_dtype, metavar="X", help="bfloat16 or float16: logits are rounded to it")
+    parser.add_argument(
+        "--proof", choices=["first", "always", "off"], help="when the head is compared with the model's own loss"
+    )
     parser.add_argument("--check", action="store_true", help="build the models, say what would be fused, train nothing")
     parser.add_argument("--pipeline-vocab", action="store_true", help="pipeline stages share embedding and lm head")
     parser.add_argument("--tensor-parallel", action="store_true", help="megatron.core.tensor_parallel is ours")
@@ -98,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the fused head that were given."""
-    names = ("chunk_tokens", "cache", "z_loss", "label_smoothing", "softcap", "temperature", "skip_ignored")
+    names = ("chunk_tokens", "cache", "z_loss", "label_smoothing", "softcap", "temperature", "skip_ignored", "proof")
     return {name: value for name in (*names, "bits", "logit_dtype") if (value := getattr(options, name)) is not None}
 
 

@@ -24,9 +24,9 @@ from megatron_ext.head.reduction import log_prob_readouts
 from megatron_ext.head.validation.argument_checks import or_refuse
 from megatron_ext.head.validation.option_checks import Bits, Cache
 from megatron_ext.megatron.fused_loss import log_probs, patch_points
-from megatron_ext.megatron.fused_loss.fused_region import Region, must_stay_stock
+from megatron_ext.megatron.fused_loss.fused_region import CALL, Region, must_stay_stock
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.fused_loss.module_calls import split_hooks
+from megatron_ext.megatron.fused_loss.module_calls import split_hooks, stands_in_this_call
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, Terms, promise_logits
 from megatron_ext.megatron.fusion_report import counters_of
 
@@ -61,7 +61,7 @@ class _Processor:
         """Called by the model; `given` are the other arguments that Megatron passes to an output processor, and where
         the model is patched itself, as `model`."""
         hooks, others = split_hooks(output_layer)
-        promising = getattr(vars(output_layer).get(patch_points.FORWARD), "promises", False)
+        promising = stands_in_this_call(output_layer, CALL)
         reason = None if promising else patch_points.why_not_linear(output_layer)
         if reason is None and (others.before or others.after):
             reason = "its output layer has forward hooks, which would not run"

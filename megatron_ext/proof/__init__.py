@@ -10,9 +10,10 @@ from megatron_ext.proof.basis import Basis, config_values, module_parts
 from megatron_ext.proof.comparison import compare
 from megatron_ext.proof.ledger import Proofs
 from megatron_ext.proof.result import Proof
-from megatron_ext.proof.settings import SAMPLE_TOKENS, ProofMode, fusion_is_on, proof_mode
+from megatron_ext.proof.settings import FUSION_VARIABLE, SAMPLE_TOKENS, ProofMode, fusion_is_on, proof_mode
 
 __all__ = [
+    "FUSION_VARIABLE",
     "SAMPLE_TOKENS",
     "Basis",
     "Proof",

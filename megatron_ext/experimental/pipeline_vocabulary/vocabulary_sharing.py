@@ -199,7 +199,7 @@ def output_layer_fault(model: Any) -> ValueError | None:
             f"prediction: a vocabulary shared over pipeline stages wants all of them there; change "
             f"pipeline_model_parallel_layout, or train without sharing"
         )
-    reason = patch_points.why_not_fused(model)
+    reason = patch_points.why_not_fused(model) or patch_points.what_is_not_known(model)
     if reason is None and is_bent(layer):
         reason = "its output layer has a bias, or caps its logits"
     asked = function_wrapping.settings_of(model, patch_points.region(type(model))).logit_dtype

@@ -26,6 +26,9 @@ class Patch(Replacement):
 
     settings: HeadSettings | None = None
 
+    def __init__(self, owner: Any, name: str):
+        super().__init__(owner, name, original_of)
+
     def set(self, make: Make, settings: HeadSettings | None) -> None:
         """Put what `make` makes for the settings in the place, or let that stand there which stands there already."""
         wanted = functools.partial(_made_by_spec if isinstance(self.owner, type) else _made, make, settings)
@@ -54,7 +57,7 @@ def settings_of_spec(model: Any) -> HeadSettings | None:
     return next((vars(spec)[HEAD] for spec in vars(model).values() if HEAD in getattr(spec, "__dict__", ())), None)
 
 
-def _made(make: Make, settings: HeadSettings, original: Any) -> Any:
+def _made(make: Make, settings: Any, original: Any) -> Any:
     """`make` for the method of one model; the patch of its class is left out."""
     return make(original_of(original), settings)
 
@@ -80,7 +83,7 @@ def wrap_models(makes: dict[str, Make], settings: HeadSettings | None) -> None:
 
     def wrap(kind: type) -> None:
         for name in patch_points.methods(kind):
-            patch = _of_classes.setdefault((kind, name), Patch(kind, name, makes[name]))
+            patch = _of_classes.setdefault((kind, name), Patch(kind, name))
             patch.set(makes[name], settings)
 
     def created(kind: type, **arguments: Any) -> None:
@@ -115,7 +118,7 @@ def wrap_model(model: Any, makes: dict[str, Make], settings: HeadSettings) -> No
             )
     for name in dict.fromkeys((patch_points.FORWARD, patch_points.region(type(model)))):
         if name not in patches:
-            patches[name] = Patch(model, name, makes[name])
+            patches[name] = Patch(model, name)
         patches[name].set(makes[name], settings)
     # Held by the function that it has placed, and not here: a patch holds its model.
     _of_models[model] = [weakref.ref(patch) for patch in patches.values()]
