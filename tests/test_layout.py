@@ -188,6 +188,7 @@ NAME_THE_SOFTCAP = {
     "reference.py",
     "run.py",
     "megatron/output_layer.py",
+    "megatron/fused_loss/patch_points.py",
     "megatron/fused_loss/head_settings.py",
     "dtensor/output/head_rule.py",
     "integrations/trl.py",
