@@ -12,7 +12,10 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 # A test is repeated once, and counted as "rerun", where gloo could not connect the ranks' sockets: some sandboxes' networks
 # drop a connection on loopback now and then. Nothing else is repeated.
-PYTEST := -m pytest -n $(WORKERS) --dist worksteal --reruns 1 --only-rerun "Gloo connectFullMesh failed"
+# Tests run in random order, files and the tests of each: with SEED in the order of an earlier run.
+ORDER := $(or $(SEED),$(shell od -An -N2 -tu2 /dev/urandom | tr -d ' '))
+PYTEST := -m pytest -n $(WORKERS) --dist worksteal --reruns 1 --only-rerun "Gloo connectFullMesh failed" \
+	--randomly-seed=$(ORDER)
 
 export TOKENIZERS_PARALLELISM = false
 
@@ -30,7 +33,7 @@ FROM_$(ENGINE_OF_SOURCE) = $(SOURCE)
 TRANSFORMERS := transformers-4.51.3
 WITH_transformers-4.51.3 := 'tokenizers<0.22' 'huggingface_hub<1'
 
-.PHONY: help demo test test-all test-nccl-rules test-versions test-torch test-source test-te-source source-tree test-frameworks test-engines test-gpu check format plan plan-pipeline bench bench-gpu docs dist clean
+.PHONY: help demo test test-all mutants test-nccl-rules test-versions test-torch test-source test-te-source test-te-units source-tree test-frameworks test-engines test-gpu check format plan plan-pipeline bench bench-gpu docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -41,6 +44,7 @@ FRAMEWORKS = $(NEMO_RL_SRC)$(VERL_SRC)
 ASK_FRAMEWORKS := which sources: NEMO_RL_SRC=TREE, VERL_SRC=TREE, or both
 ASK_MEGATRON := which sources: MEGATRON=TREE, or CLONE@REF
 ASK_TORCH := which torch: TORCH=2.15.0, or another version
+ASK_TE := where Transformer Engine's sources are: TE=TREE
 ASK_VLLM := where vLLM's source is: VLLM=TREE
 told-%:
 	@test -n "$($*)" || { echo "make $(MAKECMDGOALS): say $(ASK_$*)"; exit 2; }
@@ -75,10 +79,10 @@ KEEP_EAGER := tests/distributed tests/experimental
 # What reads the sources alone, for `make check`.
 LINTS := tests/test_layout.py tests/test_iteration_order.py tests/test_ratchets.py
 
-test: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## the tests, on CPU, under 5 minutes on 2 cores
-	$(PY) $(PYTEST) -m "not slow and not gpu" $(addprefix --ignore ,$(LINTS))
+test: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## the product's tests, on CPU, in random order: SEED=N repeats one
+	$(PY) $(PYTEST) -m "not slow and not gpu and not aside" $(addprefix --ignore ,$(LINTS))
 	$(ON_NCCL_RULES) lazy -m "several_ranks and not slow" tests/distributed tests/head/test_linear.py tests/tensor_parallel/test_mappings.py
-	$(ON_ENGINE) -m "not slow"
+	$(ON_ENGINE) -m "not slow and not aside"
 
 test-all: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## all CPU tests, the slow matrices and the other versions too
 	$(PY) $(PYTEST) -m "not gpu" $(addprefix --ignore ,$(LINTS))
@@ -86,6 +90,11 @@ test-all: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## all CPU tests, the slow mat
 	$(ON_NCCL_RULES) eager -m "several_ranks and not slow and not gpu" $(KEEP_EAGER)
 	$(ON_ENGINE)
 	$(MAKE) test-versions
+
+# Of COUNT lines of the package, one is changed at a time; ONLY="losses dtensor/plans.py" takes these folders and files.
+COUNT ?= 200
+mutants: $(VENV)/.ready  ## are changes of single lines noticed? make mutants SEED=1 COUNT=200 ONLY=FOLDERS
+	$(PY) -m tests.mutants --seed $(or $(SEED),1) --count $(COUNT) $(ONLY)
 
 test-nccl-rules: $(VENV)/.ready  ## every test of several ranks over NCCL's rules, the slow ones too: RULES=lazy or eager
 	$(ON_NCCL_RULES) $(RULES) -m "several_ranks and not gpu"
@@ -180,6 +189,10 @@ test-te-source: source-tree .venvs/$(ENGINE_OF_SOURCE)/.ready  ## Transformer En
 	$(ON_SOURCE) .venvs/$(ENGINE_OF_SOURCE)/bin/python $(PYTEST) tests/on_transformer_engine
 	$(ON_SOURCE) .venvs/$(ENGINE_OF_SOURCE)/bin/python -W ignore -m tests.megatron.matrix \
 		--commit $(or $(COMMIT),$(notdir $(MEGATRON:%/=%)))
+
+# Those of a list, which must pass: 2.11's sources, whose list is tests/on_transformer_engine/units_2.11.0.txt.
+test-te-units: told-TE .venvs/$(ENGINE)/.ready  ## Transformer Engine's own unit tests on the stand-in: make test-te-units TE=TREE
+	.venvs/$(ENGINE)/bin/python -W ignore -m tests.on_transformer_engine.units "$(TE)"
 
 test-frameworks: told-FRAMEWORKS $(VENV)/.ready  ## RL frameworks from source: make test-frameworks NEMO_RL_SRC=TREE VERL_SRC=TREE
 	$(if $(NEMO_RL_SRC),NEMO_RL_SRC="$(NEMO_RL_SRC)") $(if $(VERL_SRC),VERL_SRC="$(VERL_SRC)") \

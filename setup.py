@@ -1,6 +1,12 @@
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+
+# The version is written in one place, the package itself, which cannot be imported without torch.
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', Path(__file__).with_name("megatron_ext").joinpath("__init__.py").read_text(), re.M
+)
 
 # Without psutil, which it does not ask for, Megatron-Core's dist_checkpointing.save() hangs.
 MEGATRON = ["megatron-core>=0.14", "psutil"]
@@ -9,7 +15,7 @@ HF = ["transformers>=4.51,<6", "accelerate>=1.6", "safetensors"]
 
 setup(
     name="megatron-ext",
-    version="0.1.0",
+    version=VERSION[1],
     description="Tensor-parallel core and lm head for NVIDIA Megatron-Core: right, small and fast",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -30,6 +36,7 @@ setup(
     packages=find_packages(include=["megatron_ext", "megatron_ext.*", "megatron_on_cpu", "megatron_on_cpu.*"]),
     package_data={"megatron_ext": ["py.typed"], "megatron_on_cpu": ["py.typed"]},
     install_requires=["torch>=2.10"],
+    entry_points={"console_scripts": ["megatron-ext = megatron_ext.__main__:main"]},
     extras_require={
         "test": [*MEGATRON, "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "numpy", "greenlet>=3"],
         "examples": [*MEGATRON, "tokenizers>=0.20", "tqdm>=4.60", "matplotlib>=3.8", "numpy"],

@@ -5,10 +5,8 @@ So these are fake CPU tensors that answer `is_cuda` with True, which is what the
 way.
 """
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -18,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.meter import one_rank_of
 from megatron_ext.head.engine import statistics
-from megatron_ext.head.row_passes import dispatch, logit_passes
+from megatron_ext.head.row_passes import dispatch
 from megatron_ext.head.validation import argument_checks
 from megatron_ext.numerics import readable_values
 
@@ -40,7 +38,9 @@ def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup |
         mock.patch.object(torch.cuda, "device_of", _no_device),
         mock.patch.object(FakeTensor, "data_ptr", _place, create=True),
         mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(dispatch, "_side", kernels_of),
+        mock.patch.object(dispatch, "has_values", _always),
+        mock.patch.object(dispatch, "_interpreted", return_value=False),
+        mock.patch.object(dispatch, "triton_passes", kernels),
         mock.patch.object(readable_values, "has_values", return_value=True),  # checks are launched, as on a GPU
         mock.patch.object(argument_checks, "has_values", return_value=True),
         mock.patch.object(statistics, "has_values", return_value=True),
@@ -48,13 +48,21 @@ def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup |
         yield group
 
 
+def _always(x: torch.Tensor) -> bool:
+    """Not a mock, which keeps the tensors that it is called with."""
+    return True
+
+
 def _no_device(x: torch.Tensor) -> nullcontext:
     return nullcontext()
 
 
-def kernels_of(x: torch.Tensor, plain: ModuleType = logit_passes) -> ModuleType:
-    """Triton's kernels for one of the modules of plain passes, wherever `x` is."""
-    return importlib.import_module(plain.__name__.replace(".row_passes.", ".kernels."))
+def kernels() -> dispatch.RowPasses:
+    """The passes in Triton, whether or not there is a device for them."""
+    from megatron_ext.head.kernels.triton_passes import TRITON
+
+    found: dispatch.RowPasses = TRITON
+    return found
 
 
 def _place(x: torch.Tensor) -> int:

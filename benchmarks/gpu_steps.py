@@ -1,12 +1,14 @@
-"""`python -m benchmarks.gpu_steps`: all that docs/gpu.md has to run on a GPU, the measurements and then the tests.
+"""`python -m benchmarks.gpu_steps`: all that docs/gpu.md has to run on a GPU, the measurements and the tests.
 
-It ends within `--minutes`, and what matters most comes first. What is measured and what has passed is kept in
-`--folder`, which git does not ignore: called again, it goes on there, or where the folder `--resume-from` ended.
-The exit status is 0 when all is done and right, 1 where something failed, 2 where time was short. It installs nothing:
-torch, Triton and pytest have to be there; what else is missing leaves a row or a line that says so.
+It ends within `--minutes`, what matters most comes first, and each step has a time of its own: one that fails or takes
+longer does not stop the next. What is measured and what has passed is kept in `--folder`, which git does not ignore:
+called again, it goes on there, or where the folder `--resume-from` ended. The exit status is 0 when all is done and
+right, 1 where something failed, 2 where time was short. It needs no network: torch, Triton and pytest have to be there;
+what else is missing leaves a row or a line that says so.
 """
 
 import argparse
+import importlib.util
 import os
 import shutil
 import signal
@@ -14,47 +16,113 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 FAILED, SHORT_OF_TIME = 1, 2
-ROWS, PASSED, LAUNCHES = "rows.csv", "passed.txt", "launches.txt"
+ROWS, PASSED, LAUNCHES, PROFILE = "rows.csv", "passed.txt", "launches.txt", "profile.txt"
+WORKERS = 12  # processes of the tests
+
+# Adds a folder of unpacked wheels, runs a module.
+_WITH_WHEELS = """
+import runpy, site, sys
+site.addsitedir(sys.argv.pop(1))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+_UNPACKED = """
+import sys
+from pathlib import Path
+from benchmarks import wheels
+print(*wheels.unpack(Path(sys.argv[1]), Path(sys.argv[2])), sep="\\n")
+"""
+# Small cases of each kernel, compared with the plain passes while the tool looks on.
+_CHECKED = "from tests.head import twins; twins.main('{device}', every={every})"
 
 
-def commands(folder: Path, rehearse: bool) -> dict[str, list[str]]:
-    """The steps, in order: what is measured is compared with fp64 first, so it is right without the tests."""
-    tests = [sys.executable, "-u", "-m", "pytest", "-m", "gpu", "-ra", f"--resume={folder / PASSED}"]
+@dataclass(frozen=True)
+class Step:
+    """A command, and the seconds that it may take on a GPU."""
+
+    name: str
+    seconds: float
+    command: list[str]
+
+
+def steps(folder: Path, rehearse: bool, wheels: Path | None = None) -> list[Step]:
+    """What is run, in order. What is measured is compared with fp64 first, so it is right without the tests."""
+    own = ["--rehearse"] if rehearse else []
+    rows = ["--out", str(folder / ROWS), *own]
+    measured = ["-m", "benchmarks.run", "gpu", "--seconds", "2", *rows]
+    tests = ["-m", "pytest", "-m", "gpu", "-ra", f"--resume={folder / PASSED}", *own]
     if rehearse:
         tests.append(f"--launches={folder / LAUNCHES}")
-    measurements = [sys.executable, "-u", "-m", "benchmarks.run", "gpu", "--out", str(folder / ROWS)]
-    return {
-        name: command + (["--rehearse"] if rehearse else [])
-        for name, command in (("measurements", measurements), ("tests", tests))
-    }
+    elif importlib.util.find_spec("xdist") is not None:
+        tests += ["-n", str(WORKERS)]
+    found = [
+        Step("in a row", 30, _python("-m", "benchmarks.gpu_in_a_row", *rows)),
+        Step("probes", 25, _python("-m", "benchmarks.gpu_probes", *rows)),
+        Step("measurements", 130, _python(*measured)),
+        Step("tests", 95, _python(*tests)),
+        Step("memcheck", 30, _sanitized("memcheck", rehearse)),
+        Step("racecheck", 30, _sanitized("racecheck", rehearse)),
+    ]
+    if wheels is not None:
+        site = str(folder / "site")
+        found += [
+            Step("wheels", 15, _python("-c", _UNPACKED, str(wheels), site)),
+            Step("peers from wheels", 90, _python("-c", _WITH_WHEELS, site, *measured[1:])),
+        ]
+    return [
+        *found,
+        Step("profile", 15, _python("-m", "benchmarks.gpu_probes", "--profile", str(folder / PROFILE), *rows)),
+    ]
 
 
-def run(steps: dict[str, list[str]], folder: Path, seconds: float) -> int:
-    """Runs the steps one after the other, each with what is left of `seconds`; what it prints goes to a file, too."""
+def _python(*arguments: str) -> list[str]:
+    return [sys.executable, "-u", *arguments]
+
+
+def _sanitized(tool: str, rehearse: bool) -> list[str]:
+    if rehearse:
+        return _python("-c", _CHECKED.format(device="cpu", every=60))
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
+    return [*command, *_python("-c", _CHECKED.format(device="cuda", every=20))]
+
+
+def run(todo: list[Step], folder: Path, seconds: float, at_any_pace: bool = False) -> int:
+    """Runs the steps one after the other, each with its own seconds or what is left of all; what it prints goes to a
+    file, too. `at_any_pace`: only the seconds of all count."""
     folder.mkdir(parents=True, exist_ok=True)
+    budget = sum(step.seconds for step in todo)
+    print("\n".join(f"{step.seconds:5.0f} s  {step.name}" for step in todo))
+    print(f"{budget:5.0f} s  all, of {seconds:.0f}", flush=True)
     deadline, status = time.monotonic() + seconds, 0
-    for name, command in steps.items():
-        found = _step(command, folder / f"{name}.log", deadline)
-        said = "done" if found == 0 else "no time left, call this again" if found is None else f"exit status {found}"
-        print(f"{name}: {said}", flush=True)
+    for step in todo:
+        began = time.monotonic()
+        until = deadline if at_any_pace else min(deadline, began + step.seconds)
+        found = _run(step.command, folder / f"{step.name.replace(' ', '-')}.log", until)
+        said = "done" if found == 0 else "out of time, call this again" if found is None else f"{found}"
+        print(f"{step.name}: {said}, {time.monotonic() - began:.0f} s", flush=True)
         if found is None:
             forget_ended(folder / ROWS)
-            return status or SHORT_OF_TIME
-        status = status or (FAILED if found else 0)
+        status = status if found == 0 else FAILED if found or status == FAILED else SHORT_OF_TIME
     return status
 
 
-def _step(command: list[str], log: Path, deadline: float) -> int | None:
-    """The exit status of a command; None where it was not done by the deadline, and was ended with its children."""
+def _run(command: list[str], log: Path, deadline: float) -> int | str | None:
+    """0, or how a command ended; None where it was not done by the deadline, and was ended with its children."""
     if time.monotonic() >= deadline:
         return None
+    if shutil.which(command[0]) is None:
+        return f"{command[0]} is not installed"
+    env = {**os.environ, "TRITON_INTERPRET": "1"} if "--rehearse" in command or "'cpu'" in command[-1] else None
     with subprocess.Popen(["tee", "-a", log], stdin=subprocess.PIPE) as tee:
-        with subprocess.Popen(command, stdout=tee.stdin, stderr=subprocess.STDOUT, start_new_session=True) as process:
+        with subprocess.Popen(
+            command, stdout=tee.stdin, stderr=subprocess.STDOUT, start_new_session=True, env=env
+        ) as process:
             try:
-                return process.wait(deadline - time.monotonic())
+                status = process.wait(deadline - time.monotonic())
+                return status and f"exit status {status}"
             except subprocess.TimeoutExpired:
                 return None
             finally:
@@ -86,12 +154,19 @@ def main() -> int:
         "--folder", type=Path, default=Path("benchmarks/results/gpu"), help="for rows and logs (default: %(default)s)"
     )
     parser.add_argument("--resume-from", type=Path, metavar="FOLDER", help="of an earlier call")
-    parser.add_argument("--minutes", type=float, default=9, help="end within these (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=8, help="end within these (default: %(default)s)")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="of peers, as benchmarks.wheels packed them")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps (default: all)")
     parser.add_argument("--rehearse", action="store_true", help="the same on a CPU, at toy sizes")
     options = parser.parse_args()
     if options.resume_from is not None:
         resume(options.folder, options.resume_from)
-    return run(commands(options.folder, options.rehearse), options.folder, 60 * options.minutes)
+    todo = steps(options.folder, options.rehearse, options.wheels)
+    unknown = {*(options.only or ())} - {step.name for step in todo}
+    if unknown:
+        parser.error(f"--only {sorted(unknown)}: steps are {[step.name for step in todo]}")
+    todo = [step for step in todo if options.only is None or step.name in options.only]
+    return run(todo, options.folder, 60 * options.minutes, at_any_pace=options.rehearse)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from benchmarks import peers
 from benchmarks.cases import MEGATRON, Case
 from megatron_ext import VocabShard, linear_cross_entropy
 from megatron_ext.distributed.groups import Group
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.chunk_sizes import cached_columns
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.validation.option_checks import Bits
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -67,7 +67,7 @@ def _with_bits(group: Group, bits: Bits, x: Tensor, w: Tensor, y: Tensor) -> Ten
 
 def kept_by_default(case: Case) -> float:
     """The fraction of the columns, as the head chooses it."""
-    options = Call(None, VocabShard(0, case.columns, case.columns))
+    options = ResolvedHead(None, VocabShard(0, case.columns, case.columns))
     like = torch.empty(0, case.width, dtype=case.dtype)
     return cached_columns(options, case.tokens, case.columns, like) / case.columns
 
@@ -152,6 +152,13 @@ def liger_hopper(per_token: bool) -> Callable[[Case, Group], Head]:
     return build
 
 
+def quack(case: Case, group: Group) -> Head:
+    """QuACK's, a mean loss alone, as its layer calls it: in chunks of 4096 tokens."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return lambda x, w, y: chunked_linear_cross_entropy(x, w, y, chunk_size=4096)
+
+
 def cut_cross_entropy(case: Case, group: Group) -> Head:
     from cut_cross_entropy import linear_cross_entropy as cce
 
@@ -197,6 +204,7 @@ def available(case: Case, on_gpu: bool = False) -> tuple[list[Implementation], l
                 ("liger", ("liger_kernel",), liger, 8.5),
                 ("liger, Hopper, mean", ("liger_kernel", "cutlass"), liger_hopper(False), 2.5),
                 ("liger, Hopper, per token", ("liger_kernel", "cutlass"), liger_hopper(True), 8.5),
+                ("quack", ("quack", "cutlass"), quack, 8.5),
                 ("cut-cross-entropy", ("cut_cross_entropy",), cut_cross_entropy, 13.0),
             ):
                 missing = [module for module in modules if importlib.util.find_spec(module) is None]

@@ -1,6 +1,11 @@
-"""Triton's interpreter, with the rounding of a GPU: by itself it cuts fp32 off where bf16 is written."""
+"""Triton's interpreter, with the rounding of a GPU, and the bytes that it reads.
+
+By itself it cuts fp32 off where bf16 is written, and rounds the product of a fused multiply-add.
+"""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -18,4 +23,31 @@ def round_to_bfloat16() -> None:
         data = torch.tensor(src.data).bfloat16().view(torch.uint16).numpy()
         return TensorHandle(data, dst_type.scalar)
 
+    def create_fma(self, x, y, z):
+        if x.dtype.scalar != tl.float32:
+            return TensorHandle(x.data * y.data + z.data, x.dtype.scalar)
+        wide = x.data.astype(float) * y.data.astype(float) + z.data.astype(float)
+        return TensorHandle(wide.astype(x.data.dtype), x.dtype.scalar)
+
     InterpreterBuilder.create_fp_trunc = create_fp_trunc
+    InterpreterBuilder.create_fma = create_fma
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """The bytes of each load of interpreted kernels, without those that a mask leaves out."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    found: list[int] = []
+    load = InterpreterBuilder.create_masked_load
+
+    def counting(self, pointers, mask, *arguments, **options):
+        element = pointers.get_element_ty().primitive_bitwidth // 8
+        found.append(element * int(mask.data.sum()))
+        return load(self, pointers, mask, *arguments, **options)
+
+    InterpreterBuilder.create_masked_load = counting
+    try:
+        yield found
+    finally:
+        InterpreterBuilder.create_masked_load = load

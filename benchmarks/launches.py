@@ -211,6 +211,10 @@ def _gradient(given: dict[str, Any]) -> Traffic:
     return _bytes(given["source_ptr"]), _bytes(given["out_ptr"]), 0
 
 
+def _group_maxima(given: dict[str, Any]) -> Traffic:
+    return _bytes(given["z_ptr"]), _bytes(given["out_ptr"]), 0
+
+
 def _owned(given: dict[str, Any], tokens: int) -> int:
     """How many of the tokens have a label of this rank."""
     return tokens if given["worst_labels"] else -(-tokens // given["ranks"])
@@ -258,6 +262,25 @@ def _of_tokens(given: dict[str, Any]) -> Traffic:
     return sum(map(_bytes, tensors.values())) - written, written, 0
 
 
+def _nucleus(given: dict[str, Any]) -> Traffic:
+    """Of normally distributed logits: for the maximum, twice for sums, and once to copy a list, which is short."""
+    return 4 * _bytes(given["z_ptr"]), sum(_bytes(given[name]) for name in ("cut_ptr", "peak_ptr", "sum_ptr")), 0
+
+
+def _first_columns(given: dict[str, Any]) -> Traffic:
+    """Of each row the columns of its groups and those behind the last, or all."""
+    z_TV, groups_TN = given["z_ptr"], given["groups_ptr"]
+    if groups_TN is None:
+        return _bytes(z_TV), _bytes(given["out_ptr"]), 0
+    columns = groups_TN.shape[1] * given["WIDTH"] + z_TV.shape[1] % given["WIDTH"]
+    return _bytes(z_TV[:, :columns]) + _bytes(groups_TN), _bytes(given["out_ptr"]), 0
+
+
+def _equal_counts(given: dict[str, Any]) -> Traffic:
+    """The candidates alone: no row has equals of its k-th beyond them."""
+    return _bytes(given["found_ptr"]), _bytes(given["count_ptr"]), 0
+
+
 KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
     "whole_row_kernel": _whole_rows,
     "long_row_kernel": _long_rows,
@@ -269,6 +292,10 @@ KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
     "fixed_product_kernel": _fixed_product,
     "_combined_kernel": _of_tokens,
     "_token_gradient_kernel": _of_tokens,
+    "nucleus_kernel": _nucleus,
+    "group_maxima_kernel": _group_maxima,
+    "first_columns_kernel": _first_columns,
+    "equal_counts_kernel": _equal_counts,
 }
 
 

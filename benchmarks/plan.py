@@ -2,6 +2,7 @@
 
 The head's own code runs on fake tensors (`launches.py`), so the rows change when it does. Times are estimates from the
 table in `megatron_ext/head/row_passes/gpu_properties.py`: matrix products by whole waves of tiles, the rest by bytes.
+Beside it is what the same launches take at the limit of the card's power (`power.py`), and what was measured.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,11 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks import record
+from benchmarks import gpu_reads, power, record
 from benchmarks.cases import GPU_CASES, Case
 from benchmarks.implementations import UNFUSED, Implementation, kept_by_default, of_bits, ours
 from benchmarks.launches import Launch, Plan, planned
 from benchmarks.meter import measure
+from megatron_ext.head import LmHead
 from megatron_ext.head.row_passes.gpu_properties import DEVICES, Device
 
 A = Case("A", 8192, 4096, 128256, 1, torch.bfloat16)
@@ -39,6 +41,7 @@ Cache = float | None  # None: as the head has it by default
 PEERS = (of_bits("batch"), of_bits("tensor_parallel"), UNFUSED)
 MILLISECONDS, FLOOR, ABOVE = "planned time", "floor", "above the floor"
 EPILOGUES, WORST = "of it epilogues", "planned time, worst labels"
+SUSTAINED, ENERGY, MEASURED = "time at 700 W", "energy", "measured / time at 700 W"
 BESIDE, PEAK, LAUNCHES = "beside the products / (T V / R)", "peak / (T V / R)", "launches"
 
 Row = tuple[str, str, str, list[float]]  # implementation, metric, unit, values
@@ -120,6 +123,7 @@ def rows(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H2
         (impl, ABOVE, "%", [(found.seconds / floor - 1) * 100]),
         (impl, EPILOGUES, "ms", [sum(launch.epilogue for launch in found.launches) * 1e3]),
         (impl, WORST, "ms", [plan(case, cache, device, worst_labels=True)[0].seconds * 1e3]),
+        *_powered(impl, found, measured_rows(case, _implementation(cache).name, device)),
         (impl, BESIDE, "bytes", [found.elementwise_bytes / logits]),
         (impl, PEAK, "bytes", [peak / logits]),
         (impl, LAUNCHES, "1", [float(len(found.launches))]),
@@ -128,6 +132,39 @@ def rows(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H2
         shapes = launch.shapes.replace(",", " ")
         name = f"{at:02d} {launch.phase}: {launch.name} {shapes}" + (f" x{times}" if times > 1 else "")
         made.append((impl, name, "ms", [launch.seconds * 1e3]))
+    return made
+
+
+def _powered(impl: str, found: Plan, measured: Iterable[record.Row]) -> list[Row]:
+    """At the limit of an H200's power, and what was measured over that."""
+    if found.device.name != "H200":
+        return []
+    milliseconds = power.seconds(found) * 1e3
+    return [
+        (impl, SUSTAINED, "ms", [milliseconds]),
+        (impl, ENERGY, "J", [power.step_joules(found)]),
+        *((impl, MEASURED, "1", [row.p50 / milliseconds]) for row in measured),
+    ]
+
+
+def reads(case: Case, device: Device = DEVICES["H200"]) -> dict[str, Plan]:
+    """What the read-outs of `gpu_reads.py` launch, of one rank that has its shard for the whole vocabulary."""
+    found = {}
+    for name, (asked, _) in gpu_reads.READS.items():
+        with planned(device, 1) as (recorder, _), torch.no_grad(), recorder:
+            x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype)
+            w_VD = torch.empty(case.columns, case.width, dtype=case.dtype)
+            LmHead(w_VD).read(x_TD, *asked(torch.empty(case.tokens, dtype=torch.int64)))
+        found[f"read: {name}"] = recorder.plan
+    return found
+
+
+def read_rows(case: Case, device: Device) -> list[Row]:
+    """Totals of the read-outs, whose passes were changed since they were measured."""
+    made: list[Row] = []
+    for name, found in reads(case, device).items():
+        impl = f"{name}, {device.name}"
+        made += [(impl, MILLISECONDS, "ms", [found.seconds * 1e3]), *_powered(impl, found, ())]
     return made
 
 
@@ -169,6 +206,8 @@ def summary(path: Path) -> str:
     lines.append("|" + "---|" * 10)
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in record.read(path):
+        if row.impl.startswith("read: "):
+            continue
         head = row.impl.rsplit(", ", 1)[0].removeprefix("ours, ").removeprefix("cache ")
         found.setdefault((row.case, head), {})[row.metric] = row.p50
     for (case, cache), totals in found.items():
@@ -194,16 +233,24 @@ def main(out: Path | None, device: Device) -> None:
             print(text(case, cache, device) + measured_beside(case, cache, device) + "\n", flush=True)
             if out is not None:
                 record.add(out, [origin.row(case.name, *row) for row in rows(case, cache, device)])
+        if case in (A, B) and out is not None:
+            record.add(out, [origin.row(case.name, *row) for row in read_rows(case, device)])
 
 
 def measured_beside(case: Case, cache: Cache | Implementation, device: Device) -> str:
-    """What was measured on that device, if it was: its rows are in a file that is named for it."""
-    lines = []
-    for path in sorted(record.RESULTS.glob(f"*{device.name.lower()}*.csv")):
-        for row in record.read(path):
-            if row.impl == _implementation(cache).name and row.metric == "time" and _same_sizes(row.case, case):
-                lines.append(f"\nmeasured on {row.device}: {row.p50:.3f} ms")
-    return "".join(lines)
+    """What was measured on that device, if it was, for reading."""
+    found = measured_rows(case, _implementation(cache).name, device)
+    return "".join(f"\nmeasured on {row.device}: {row.p50:.3f} ms" for row in found)
+
+
+def measured_rows(case: Case, name: str, device: Device) -> list[record.Row]:
+    """Times of that device: its rows are in a file that is named for it."""
+    return [
+        row
+        for path in sorted(record.RESULTS.glob(f"*{device.name.lower()}*.csv"))
+        for row in record.read(path)
+        if row.impl == name and row.metric == "time" and _same_sizes(row.case, case)
+    ]
 
 
 def _same_sizes(name: str, case: Case) -> bool:

@@ -32,6 +32,7 @@ STYLE = {
 # The ones a reader knows, by what the pictures call them.
 BESIDE = {MEGATRON: "Megatron unfused", "pytorch chunked": "PyTorch chunked"}
 OVERVIEW = BESIDE | {"megatron fused": "Megatron fused", "liger": "Liger", "verl's algorithm": "verl's algorithm"}
+OVERVIEW["cut-cross-entropy"] = "cut-cross-entropy"
 
 
 def cache_figure(rows: list[Row], path: Path = FIGURES / "head_cache.png") -> Path:

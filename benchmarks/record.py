@@ -134,6 +134,23 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
+def by_device(rows: Iterable[Row], metric: str) -> str:
+    """The medians of one metric in Markdown: a block for each case, a line for each head, a column for each device."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        if row.metric == metric:
+            found.setdefault(row.case, {}).setdefault(row.impl, {})[row.device] = row.p50
+    lines = []
+    for case, impls in found.items():
+        devices = sorted({device for medians in impls.values() for device in medians})
+        lines += [f"{case}: {metric}", "", f"| head | {' | '.join(devices)} |", "|" + "---|" * (1 + len(devices))]
+        for impl, medians in impls.items():
+            cells = [f"{medians[device]:.4g}" if device in medians else "" for device in devices]
+            lines.append(f"| {impl} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def _version(package: str) -> str:
     if package == "torch":
         return torch.__version__

@@ -1,8 +1,9 @@
 """`python -m benchmarks.run cpu`: measures, writes benchmarks/results/*.csv, prints a table, draws.
 
-`gpu` is in gpu.py, `plan` in plan.py. On the CPU, exact counts at full size come first, from fake tensors; then the
-heads, all of one case by turns; then a step of the layers, log-probabilities from logits, losses and the memory of the
-policy worker, the last two in modules that also run alone. Every case's rows are written once it is measured.
+`gpu` is in gpu.py, `plan` in plan.py; `devices` prints the times of all GPUs side by side. On the CPU, exact counts at
+full size come first, from fake tensors; then the heads, all of one case by turns; then a step of the layers,
+log-probabilities from logits, losses and the memory of the policy worker, the last two in modules that also run alone.
+Every case's rows are written once it is measured.
 """
 
 import argparse
@@ -122,7 +123,7 @@ PARTS = {
 def main() -> None:
     quiet()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("machine", choices=["cpu", "gpu", "plan"])
+    parser.add_argument("machine", choices=["cpu", "gpu", "plan", "devices"])
     parser.add_argument("--only", choices=list(PARTS), nargs="+", help="cpu: these parts (default: all)")
     parser.add_argument("--seconds", type=float, help="for the times of one case (default: 10 or fewer)")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("T", "D", "V"), help="cpu: cases of other sizes")
@@ -132,6 +133,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.machine == "plan":
         return plan.main(options.out, DEVICES[options.device])
+    if options.machine == "devices":
+        files = [options.out] if options.out else sorted(record.RESULTS.glob("nvidia-*.csv"))
+        rows = [row for file in files for row in record.read(file)]
+        return print("\n".join(record.by_device(rows, metric) for metric in ("time", "energy of a step")))
     if options.machine == "gpu":
         if options.rehearse:
             if os.environ.get("TRITON_INTERPRET") != "1":  # Triton asks when it is imported

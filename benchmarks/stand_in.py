@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.fake_cuda import kernels_of
+from benchmarks.fake_cuda import kernels
 from benchmarks.gpu import Machine
 from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.head.row_passes import dispatch
@@ -75,6 +75,10 @@ def stood_in_for_cuda() -> Iterator[Machine]:
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("a rehearsal runs Triton's kernels on the CPU: set TRITON_INTERPRET=1 in the environment")
     round_to_bfloat16()
-    chosen = (torch.cuda, "device_of", lambda x: nullcontext()), (dispatch, "_side", kernels_of)
+    chosen = (
+        (torch.cuda, "device_of", lambda x: nullcontext()),
+        (dispatch, "_interpreted", lambda: False),
+        (dispatch, "triton_passes", kernels),
+    )
     with replaced(*ON_CUDA, *chosen), megatron_on_cpu():
         yield Machine("cpu", Event, lambda: None, lambda: None, lambda: 0, lambda: 0, lambda: None)

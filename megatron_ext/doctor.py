@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import megatron_ext
 from megatron_ext import reference
 from megatron_ext.head import linear_cross_entropy
 from megatron_ext.integrations.frameworks import ways
@@ -69,6 +70,7 @@ def versions() -> dict[str, str | None]:
     """By name; None for what is not installed."""
     has_nccl = dist.is_available() and dist.is_nccl_available() and torch.version.cuda is not None
     found = {
+        "megatron_ext": megatron_ext.__version__,
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda,
@@ -237,10 +239,11 @@ def _compare(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 def screen(found: dict[str, Any]) -> str:
     """The report for people."""
-    there = {name: version for name, version in found["versions"].items() if version}
+    there = {name: version for name, version in found["versions"].items() if version and name != "megatron_ext"}
     built_with = [f", {name} {there.pop(name)}" for name in ("CUDA", "NCCL") if name in there]
     there = {name: version + "".join(built_with) if name == "torch" else version for name, version in there.items()}
-    lines = ["Versions", *(f"  {name:<20}{version}" for name, version in there.items())]
+    lines = [f"megatron_ext {megatron_ext.__version__}, with these versions"]
+    lines += [f"  {name:<20}{version}" for name, version in there.items()]
     lines += [f"  not here: {', '.join(name for name, version in found['versions'].items() if not version)}"]
     lines += ["", "Ways into Megatron-Core"]
     megatron = found["megatron"]

@@ -60,6 +60,7 @@ def promise(weight: Tensor) -> None:
         return
     if weight.requires_grad and torch.is_grad_enabled() and torch.compiler.is_compiling():
         weight.grad_added_to_main_grad = True
+        _keep_gradients_of_lookups(weight)
 
 
 def finish(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -71,9 +72,20 @@ def finish(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         return None
     if not torch.compiler.is_compiling():  # else see promise()
         weight.grad_added_to_main_grad = True
+        _keep_gradients_of_lookups(weight)
     zero = bool(getattr(weight, "zero_out_wgrad", False))
     lend = getattr(sys.modules.get("transformer_engine.pytorch.module.base"), "get_dummy_wgrad", None)
     if lend is not None and weight.is_cuda and weight.dim() == 2 and not torch.compiler.is_compiling():
         return lend(list(weight.shape), dtype, zero=zero)
     make = torch.zeros if zero else torch.empty
     return make(weight.shape, dtype=dtype, device=weight.device, requires_grad=False)
+
+
+def _keep_gradients_of_lookups(weight: Tensor) -> None:
+    """Have Megatron add autograd's gradient too for a table of embeddings that a later pipeline stage has a copy of.
+
+    Of weights that stages share Megatron marks the output layer's own one by `is_embedding_or_output_parameter`, and of
+    tables that of the first stage.
+    """
+    if getattr(weight, "shared_embedding", False) and not getattr(weight, "is_embedding_or_output_parameter", False):
+        weight.zero_out_wgrad = True  # type: ignore[attr-defined]

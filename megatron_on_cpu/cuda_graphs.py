@@ -113,7 +113,7 @@ def _as_it_draws_now(func: Any) -> Callable[..., Any]:
 
 
 def _finished(out: Any) -> Any:
-    """What an operator gave; a collective has ended, as gloo makes some tensors only when it is waited for."""
+    """Returns what an operator gave; a collective has ended, as gloo makes some tensors only when it is waited for."""
 
     def finish(work: torch.ScriptObject) -> Any:
         if not hasattr(work, "wait"):
@@ -144,7 +144,7 @@ def graph(
 
 
 def is_current_stream_capturing() -> bool:
-    """Of this thread."""
+    """Tells whether this thread captures a graph."""
     return getattr(_here, "capturing", False)
 
 
@@ -157,7 +157,7 @@ def read_by_the_host(values: Tensor, name: str) -> list[int]:
         if now != captured:
             raise RuntimeError(
                 f"{name} was {captured} when the CUDA graph was captured and is {now} now: the CPU emulation replays "
-                "the lengths that were captured; train without CUDA graphs (cuda_graph_impl='none')"
+                "the numbers that were captured; train without CUDA graphs (cuda_graph_impl='none')"
             )
 
     if is_current_stream_capturing():

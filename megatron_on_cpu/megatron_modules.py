@@ -1,4 +1,4 @@
-"""What is replaced in Megatron's own modules, once they are imported: the little that cannot be answered from torch.
+"""Replacements in Megatron's own modules, once they are imported: the little that cannot be answered from torch.
 
 Here runs what Megatron falls back to without Transformer Engine and Apex, on paths that nobody takes on GPUs.
 """
@@ -17,7 +17,7 @@ Replacements = Iterable[tuple[Any, dict[str, Any]]]
 
 
 def always(**replacements: Any) -> Callable[[ModuleType], Replacements]:
-    """These, whatever is in the module."""
+    """Replaces these names, whatever is in the module."""
     return lambda module: [(module, replacements)]
 
 

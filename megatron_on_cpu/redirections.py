@@ -1,4 +1,4 @@
-"""What megatron_on_cpu() replaces in torch, and with what: one table, and the few stand-ins that it needs.
+"""Replacements of megatron_on_cpu() in torch: one table, and the few stand-ins that it needs.
 
 Megatron-Core takes a CUDA device for granted. Here the CPU is that device: it has number 0, its memory is the host's,
 its random numbers come from a generator of its own (`random_numbers.py`), its one stream is the program itself, and
@@ -38,8 +38,8 @@ _DEVICE = torch.device  # its own, which answers isinstance sooner than what sta
 # Everything that takes `device=` and makes a tensor.
 _FACTORIES = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand "
-    "rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros "
-    "zeros_like"
+    "rand_like randint randint_like randn randn_like randperm range scalar_tensor tensor tril_indices triu_indices "
+    "zeros zeros_like"
 )
 _TENSOR_FACTORIES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
 

@@ -40,7 +40,7 @@ class GatedRMSNorm(torch.nn.Module):
         self.eps, self.group_size, self.norm_before_gate = eps, group_size or hidden_size, norm_before_gate
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Of `[..., hidden]`, and the gate `z` of the same shape or None."""
+        """Normalises `[..., hidden]`, with the gate `z` of the same shape or None."""
         wide = _wide(x)
         if z is not None and not self.norm_before_gate:
             wide = wide * F.silu(z.to(wide.dtype))

@@ -12,9 +12,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
+from tests import left_behind
+from tests.calls import RECORD, Durations, recorded
 from tests.passed import Passed
 from tests.rank_servers import begin_run, end_run
-from tests.ranks import TIMEOUT_S, choose_backend, close_pools, prepare_process
+from tests.ranks import TIMEOUT_S, choose_backend, close_pools, end_file_on_ranks, prepare_process
+
+FOLDER = Path(__file__).parent
+ASIDE = {"experimental", "megatron_on_cpu", "on_transformer_engine"}
 
 
 def pytest_addoption(parser):
@@ -48,7 +53,9 @@ def pytest_configure(config):
     # Ray starts its actors with niceness 15: beside the other tests they would hardly get a turn.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_worker_register_timeout_seconds", str(TIMEOUT_S))
-    begin_run(first=not hasattr(config, "workerinput"))
+    begin_run()
+    if RECORD in os.environ and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations())
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -63,9 +70,13 @@ def pytest_ignore_collect(collection_path, config):
     return True if "mark.gpu" not in collection_path.read_text() else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are chosen
 def pytest_collection_modifyitems(config, items):
     """Tests marked `gpu` run wherever there is a CUDA device; elsewhere they are left out of the run, not skipped, but
-    for those that can be rehearsed, where that is asked for."""
+    for those that can be rehearsed, where that is asked for. Those `ASIDE` are marked so, but for essential ones."""
+    for item in items:
+        if item.path.relative_to(FOLDER).parts[0] in ASIDE and item.get_closest_marker("essential") is None:
+            item.add_marker("aside")
     if torch.cuda.is_available():
         return
 
@@ -81,9 +92,31 @@ def pytest_collection_finish(session):
     gc.freeze()  # the tests and what they import stay: the garbage collector need not look at them again and again
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    """Failed tests can be repeated in their order."""
+    if terminalreporter.stats.keys() & {"failed", "error"} and config.pluginmanager.hasplugin("randomly"):
+        terminalreporter.write_line(
+            f"the tests ran in the order of --randomly-seed={config.getoption('randomly_seed')}"
+        )
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(request):
+    with left_behind.nothing_left_by_test(), recorded(request.node.nodeid.split("[")[0]):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _file_leaves_nothing_behind():
+    left_behind.begin_file()
+    yield
+    left_behind.end_file()
+    end_file_on_ranks()
 
 
 @pytest.fixture(autouse=True)
@@ -106,5 +139,4 @@ def _as_users_run(request):
 
 def pytest_unconfigure(config):
     close_pools()
-    if not hasattr(config, "workerinput"):
-        end_run()
+    end_run()

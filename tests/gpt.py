@@ -11,28 +11,20 @@ model at every size of tensor, pipeline and expert parallelism, and for every sp
 
 import inspect
 import multiprocessing
+import os
+import sys
 import weakref
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import debug
 
 from megatron_on_cpu import megatron_on_cpu
 
-_CLEARS = [  # one function from torch 2.11 on, before it two
-    getattr(debug, name)
-    for name in (
-        ["_clear_sharding_prop_cache"]
-        if hasattr(debug, "_clear_sharding_prop_cache")
-        else ["_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"]
-    )
-]
 VOCAB = 64
 SEQUENCE = 16
 # What makes a tiny model one of experts.
@@ -51,14 +43,13 @@ def model_parallel(
 ) -> Iterator[None]:
     """Emulation and Megatron's groups over the ranks of this world; the rest of the ranks are data parallel.
 
-    `sizes` go to `initialize_model_parallel`. Nothing is left for the next test: groups are destroyed, scales are 1.
+    `sizes` go to `initialize_model_parallel`. Nothing is left for the next test: Megatron has no groups, scales are 1.
     """
     with megatron_on_cpu():
         from megatron.core import num_microbatches_calculator, parallel_state
         from megatron.core.transformer.moe import moe_utils
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
-        groups = set(dist.distributed_c10d._world.pg_map)
         try:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=tp,
@@ -73,6 +64,7 @@ def model_parallel(
             yield
         finally:
             parallel_state.destroy_model_parallel()
+            forget_megatron()
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             MTPLossLoggingHelper.tracker.clear()
             moe_utils.get_moe_layer_wise_logging_tracker().clear()
@@ -82,17 +74,19 @@ def model_parallel(
             # 100 times a second: the hook is left with nothing.
             while _wrapped:
                 vars(_wrapped.pop()).clear()
-            # DTensor's shardings name groups, and the next test's have the same names.
-            for clear in _CLEARS:
-                clear()
-            made = list(set(dist.distributed_c10d._world.pg_map) - groups)  # Megatron only forgets its groups
-            for group in made:
-                dist.destroy_process_group(group)
-            # gloo ends a group with the last reference to it, and waits for its threads: all at once.
-            group = None
-            with ThreadPoolExecutor(max(1, len(made))) as pool:
-                for _ in range(len(made)):
-                    pool.submit(made.__delitem__, -1)
+
+
+def forget_megatron() -> None:
+    """Reset what Megatron's models and seeds set and Megatron's own functions do not reset."""
+    if embeddings := sys.modules.get("megatron.core.models.common.embeddings"):
+        for kind in embeddings.RotaryEmbedding, embeddings.YarnRotaryEmbedding:
+            getattr(kind.forward, "cache_clear", int)()  # it keeps models alive
+    for name in "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN":
+        os.environ.pop(name, None)
+    random = sys.modules.get("megatron.core.tensor_parallel.random")
+    for name, unset in ("_CUDA_RNG_STATE_TRACKER", None), ("_CUDA_RNG_STATE_TRACKER_INITIALIZED", False):
+        if hasattr(random, name):
+            setattr(random, name, unset)
 
 
 def seed_ranks(seed: int = 123) -> None:

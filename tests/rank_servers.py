@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 _RUN = "MEGATRON_EXT_TEST_RUN"  # the environment variable that names the run's folder
 FOLDER = "MEGATRON_EXT_RANKS_FOLDER"  # the same, in the environment of the ranks
-_PRELOAD = [
+PRELOAD = [
     # Where Transformer Engine's Python part is installed, all ranks emulate the rest of it.
     *(["tests.on_transformer_engine.preload"] if importlib.util.find_spec("transformer_engine") else []),
     "torch.distributed.tensor",
@@ -35,6 +35,7 @@ _PRELOAD = [
     "transformers.models.qwen2.modeling_qwen2",
 ]
 _environment: dict[str, str] = {}
+_began: list[int] = []  # the process that began the run
 
 
 class Child:
@@ -45,7 +46,8 @@ class Child:
         self.pid: int = connection.recv()
 
     def kill(self) -> None:
-        """End the process at once, if it has not ended; who reads `connection` then finds its end."""
+        """End the process at once, if it has not ended, and close `connection`."""
+        self.connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
@@ -61,21 +63,23 @@ def fork(count: int, function: Callable[..., object], *arguments: Any) -> list[C
     return [Child(connection) for connection in connections]
 
 
-def begin_run(first: bool = True) -> None:
-    """Begin a run, of which this process is the `first` or one that the first has started.
+def begin_run() -> None:
+    """Begin a run, or take part in that of the process that has started this one.
 
-    Servers get the environment as it is now, and end when the first process does.
+    Servers get the environment as it is now, and end when the run's first process does.
     """
     _environment.update(os.environ)
-    if first:
+    if _RUN not in os.environ:
         folder = tempfile.mkdtemp(prefix="ranks_")
         os.environ[_RUN] = folder
+        _began.append(os.getpid())
         os.mkfifo(f"{folder}/alive")
         os.open(f"{folder}/alive", os.O_RDWR)  # stays open as long as this process lives
 
 
 def end_run() -> None:
-    shutil.rmtree(os.environ.pop(_RUN, ""), ignore_errors=True)
+    if os.getpid() in _began:
+        shutil.rmtree(os.environ.pop(_RUN, ""), ignore_errors=True)
 
 
 def _server(rank: int) -> Path:
@@ -105,7 +109,7 @@ def _server(rank: int) -> Path:
 
 def serve(listener_fd: int, alive: int) -> None:
     """Fork a child for each connection, as long as somebody holds the other end of `alive`."""
-    for name in _PRELOAD:
+    for name in PRELOAD:
         # A machine may lack some: what needs them will say so.
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -4,8 +4,7 @@ Ranks are what users have: each has an interpreter, a hash seed and imports of i
 
 `@ranks(1, 2, 4)` above a module-level test function runs its body on all ranks, once per world size. A rank that fails
 fails the test with its traceback. A pool in which a rank failed or fell silent is killed and replaced, so that neither
-a hang nor a crash outlives its test. So is one whose ranks have gathered threads: every gloo group has some, which wake
-100 times a second, and torch's caches of shardings keep groups for good. A new pool is forked in a fifth of a second.
+a hang nor a crash outlives its test.
 """
 
 import contextlib
@@ -14,6 +13,7 @@ import functools
 import gc
 import importlib
 import inspect
+import logging
 import os
 import pickle
 import tempfile
@@ -26,11 +26,13 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.calls import recorded
 from tests.rank_servers import FOLDER, fork
 
 TIMEOUT_S = 900  # of ranks and programs, only to end what hangs: no machine is so slow that a test takes that long
-CROWD = 64  # threads of one rank at which its pool is replaced
 STRAGGLERS_S = 3  # how long the other ranks may go on once one has failed
+
+END_OF_FILE = ("", "end of file")  # a job of the ranks, in the place of a test's module and name
 
 _pools: dict[int, "_Pool"] = {}
 
@@ -79,6 +81,7 @@ def _work(jobs, rank, world_size, store, rules):
 
     prepare_process()
     faulthandler.enable()  # a crash says where
+    logging.basicConfig()  # a library's first warning would
     gc.freeze()  # the garbage collector need not look at what was preloaded: half of the time of many tests went there
     dist.init_process_group(
         _backend(rules),
@@ -87,24 +90,36 @@ def _work(jobs, rank, world_size, store, rules):
         world_size=world_size,
         timeout=timedelta(seconds=10 * TIMEOUT_S),  # the pool decides when a test hangs, not gloo
     )
+    from tests import left_behind
+
+    left_behind.begin_file()
+    world = left_behind.groups()
     while (job := pickle.loads(jobs.recv_bytes())) is not None:
-        module, name, kwargs = job
+        left_behind.end_groups(but=world)  # of the test before: now no rank uses them any more
         torch.manual_seed(0)
-        try:
-            getattr(importlib.import_module(module), name).body(**kwargs)
-            error = None
-        except pytest.skip.Exception as skipped:
-            error = Skipped(str(skipped))
-        except BaseException:  # also SystemExit: a rank must always answer
-            error = traceback.format_exc()
-        jobs.send((error, _threads()))
+        jobs.send(_error_of(*job))
     dist.destroy_process_group()
 
 
-def _threads():
-    """The threads of this process, 0 where that is not known."""
-    tasks = "/proc/self/task"
-    return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
+def _error_of(module, name, kwargs):
+    """What is wrong after the body of a test, or a look at what the tests of a file have left, on this rank."""
+    from tests import left_behind
+
+    try:
+        if (module, name) == END_OF_FILE:
+            left_behind.end_file(on_rank=True)
+        else:
+            function = getattr(importlib.import_module(module), name)
+            calls = recorded(f"{module.replace('.', '/')}.py::{name}")
+            with left_behind.nothing_left_by_test(), calls:
+                function.body(**kwargs)
+    except pytest.skip.Exception as skipped:
+        return Skipped(str(skipped))
+    except left_behind.LeftBehind as left:
+        return str(left)
+    except BaseException:  # also SystemExit: a rank must always answer
+        return traceback.format_exc()
+    return None
 
 
 class Skipped(NamedTuple):
@@ -118,22 +133,22 @@ class _Pool:
         handle, self.store = tempfile.mkstemp(prefix="gloo_")
         os.close(handle)
         os.unlink(self.store)
-        self.crowded = False
+        self.used = False
         self.workers = fork(world_size, _work, world_size, self.store, rules or _rules_of_run())
 
     def run(self, module, name, kwargs):
+        self.used = True
         self._tell((module, name, kwargs))
         pending = {worker.connection: rank for rank, worker in enumerate(self.workers)}
         errors, deadline, ended = {}, time.monotonic() + TIMEOUT_S, False
         while pending and not ended and (left := deadline - time.monotonic()) > 0:
             for connection in wait(list(pending), left):
                 try:
-                    error, threads = connection.recv()
+                    error = connection.recv()
                 except EOFError:
                     ended = True
                     continue
                 rank = pending.pop(connection)
-                self.crowded |= threads > CROWD
                 if error:
                     errors[rank] = error
                     deadline = min(deadline, time.monotonic() + STRAGGLERS_S)
@@ -188,7 +203,7 @@ def ranks(*world_sizes, rules=None):
             pool = None if rules else _pools.pop(world_size, None)
             pool = pool or _Pool(world_size, rules)
             pool.run(body.__module__, body.__name__, kwargs)  # on failure the pool stays out of _pools
-            if pool.crowded or rules:
+            if rules:
                 pool.kill()
             else:
                 _pools[world_size] = pool
@@ -207,6 +222,15 @@ def shared_folder():
     name = [tempfile.mkdtemp(dir=os.environ[FOLDER]) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(name)
     return Path(name[0])
+
+
+def end_file_on_ranks():
+    """Fail where a file's tests have left something behind in the processes of their ranks."""
+    for size in [size for size, pool in _pools.items() if pool.used]:
+        pool = _pools.pop(size)
+        pool.run(*END_OF_FILE, {})  # on failure the pool stays out of _pools
+        pool.used = False
+        _pools[size] = pool
 
 
 def close_pools():

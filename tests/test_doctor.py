@@ -33,7 +33,7 @@ def test_the_program_prints_json():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found.keys() == {"versions", "megatron", "frameworks", "kernels", "engines", "self_test"}
-    assert set(found["versions"]) == {"Python", "torch", "CUDA", "NCCL", "device", *doctor.PACKAGES}
+    assert set(found["versions"]) == {"megatron_ext", "Python", "torch", "CUDA", "NCCL", "device", *doctor.PACKAGES}
     assert found["versions"]["torch"] == torch.__version__
     imported = found["megatron"]
     assert found["versions"]["Megatron-Core"] == imported["version"] == megatron.core.__version__

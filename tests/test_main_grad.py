@@ -48,6 +48,18 @@ def test_transformer_engine_is_asked_for_matrices_alone(monkeypatch):
             assert main_grad.finish(weight, torch.bfloat16).shape == shape
 
 
+@pytest.mark.parametrize("output_layers", [False, True])
+def test_a_shared_table_keeps_the_gradient_of_its_lookup(output_layers):
+    """Megatron adds autograd's gradient only where `zero_out_wgrad` is set, and sets it on one stage alone."""
+    weight = torch.zeros(N, D)
+    weight.grad_added_to_main_grad, weight.shared_embedding = False, True
+    if output_layers:  # which nobody looks up
+        weight.is_embedding_or_output_parameter = True
+    dummy = main_grad.finish(weight, torch.float32)
+    assert getattr(weight, "zero_out_wgrad", False) != output_layers
+    assert output_layers or not dummy.any()
+
+
 @pytest.mark.gpu
 @pytest.mark.rehearsed
 @pytest.mark.parametrize("operand", [torch.bfloat16, torch.float32])

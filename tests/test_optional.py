@@ -63,11 +63,11 @@ def test_all_names_at_once_without_megatron():
 
 
 def test_the_head_says_that_a_gpu_has_no_triton(monkeypatch):
-    from megatron_ext.head.row_passes import dispatch, logit_passes
+    from megatron_ext.head.row_passes import dispatch
 
     dispatch._say_it_is_slower.cache_clear()
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(dispatch, "_twin", dispatch._twin.__wrapped__)
+    monkeypatch.setattr(dispatch, "triton_passes", dispatch.triton_passes.__wrapped__)
     monkeypatch.setattr(dispatch, "_interpreted", lambda: True)  # a CPU tensor goes the way of a CUDA tensor then
     with pytest.warns(UserWarning, match="Triton is not installed: the head reads each row"):
-        assert dispatch._side(torch.zeros(1), logit_passes) is logit_passes
+        assert dispatch.passes_of(torch.zeros(1)) is dispatch.PYTORCH

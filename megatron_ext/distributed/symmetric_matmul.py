@@ -8,8 +8,11 @@ Legend: T rows of all ranks, t of this rank; D input size, N outputs.
 """
 
 import importlib
+import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +22,17 @@ from torch.distributed import ProcessGroup
 from megatron_ext.distributed.collectives import all_gather_object
 from megatron_ext.distributed.groups import Group
 
+_OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch
 _found: WeakKeyDictionary[ProcessGroup, str | None] = WeakKeyDictionary()
+
+
+class _Rank(NamedTuple):
+    """A rank's machine, its GPU there (index and serial number), and its own reason against symmetric memory."""
+
+    machine: str
+    device: int
+    gpu: str
+    reason: str | None
 
 
 def why_unavailable(group: ProcessGroup) -> str | None:
@@ -28,18 +41,36 @@ def why_unavailable(group: ProcessGroup) -> str | None:
     Communicates the first time that it is asked about a group: one exchange of what each rank has.
     """
     if group not in _found:
-        ranks = all_gather_object(_own_machine(group), group)
-        reasons = [reason for _, reason in ranks if reason is not None]
-        if not reasons and len({machine for machine, _ in ranks}) > 1:
-            reasons.append("the ranks are in several machines")
-        _found[group] = reasons[0] if reasons else None
+        _found[group] = _reason(all_gather_object(_own_rank(group), group))
     return _found[group]
 
 
-def _own_machine(group: ProcessGroup) -> tuple[str, str | None]:
-    """Return the machine that this rank runs on, and what the machine lacks."""
+def _reason(ranks: Sequence[_Rank]) -> str | None:
+    for rank in ranks:
+        if rank.reason is not None:
+            return rank.reason
+    if len({rank.machine for rank in ranks}) > 1:
+        return "the ranks are in several machines"
+    if len({rank.gpu for rank in ranks}) < len(ranks):
+        return "two ranks share a GPU"
+    # torch tells GPUs apart by their index in the process.
+    if len({rank.device for rank in ranks}) < len(ranks) and os.environ.get(_OVERLAP) != "1":
+        return (
+            f"ranks have different GPUs as cuda:{ranks[0].device}, which torch takes for one: let each process see all "
+            f"GPUs of the machine (in Ray RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1), and have each call "
+            f"torch.cuda.set_device with its own"
+        )
+    return None
+
+
+def _own_rank(group: ProcessGroup) -> _Rank:
+    """Return the machine that this rank runs on, its GPU, and what it lacks."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return platform.node() + (boot.read_text() if boot.exists() else ""), _lacking(group)
+    machine, reason = platform.node() + (boot.read_text() if boot.exists() else ""), _lacking(group)
+    if not torch.cuda.is_available():
+        return _Rank(machine, group.rank(), str(group.rank()), reason)
+    own = torch.cuda.current_device()
+    return _Rank(machine, own, str(getattr(torch.cuda.get_device_properties(own), "uuid", own)), reason)
 
 
 def _lacking(group: ProcessGroup) -> str | None:

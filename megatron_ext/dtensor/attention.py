@@ -19,7 +19,7 @@ from megatron_ext.dtensor.decoder import embedding, import_transformers, text_mo
 from megatron_ext.dtensor.input.sequence_arguments import SequenceArguments, SequenceLayout
 from megatron_ext.dtensor.input.token_ids import Refusal, refuse_later, tells_of_token_ids, token_id_fault
 from megatron_ext.dtensor.layers import Unknown, check_attention
-from megatron_ext.dtensor.output.head_rule import OWN_FORWARD
+from megatron_ext.dtensor.output.fused_classes import FUSED
 from megatron_ext.numerics.batch_invariance import attention_kernels
 from megatron_ext.sequence.attention import Window, attend
 
@@ -193,7 +193,7 @@ def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     if tokens is not None:
         args, kwargs = _check_token_ids(embedding(module), tokens, refusal, hook.cp_group, args, kwargs)
     # A forward that makes a loss of labels where logits are sharded takes them; not where sequences are.
-    takes_labels = OWN_FORWARD in module.__dict__ and group_size(hook.cp_group) == 1
+    takes_labels = FUSED in module.__dict__ and group_size(hook.cp_group) == 1
     labels = {name: kwargs[name] for name in ("labels", "shift_labels") if takes_labels and name in kwargs}
     args, kwargs = hook(args, {name: x for name, x in kwargs.items() if name not in labels}, refusal)
     return args, kwargs | labels

@@ -326,6 +326,12 @@ def _on_whole_sequences(
 
 
 def _check(tokens_BS: Tensor, given: Labels, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    for name, x in (("tokens", tokens_BS), *given._asdict().items(), ("attention_mask", attention_mask)):
+        if x is not None and not isinstance(x, Tensor):
+            raise ValueError(
+                f"{name} is a {type(x).__name__}: it must be a tensor [batch, tokens]; of a tokenizer's batch pass "
+                f"batch['input_ids'], and attention_mask=batch['attention_mask'] by its name"
+            )
     if tokens_BS.dim() != 2 or tokens_BS.is_floating_point():
         raise ValueError(f"tokens are {tokens_BS.dtype} {list(tokens_BS.shape)}: they must be integers [batch, tokens]")
     if given.labels is not None and given.shift_labels is not None:

@@ -70,19 +70,23 @@ def output_head_path(model: nn.Module) -> str:
 
 def is_tied(model: nn.Module) -> bool:
     """Whether embedding and head are one parameter, or must become one: on meta devices ties are lost at times."""
-    config: Any = model.config
     rows, head = embedding(model).weight, model.get_submodule(output_head_path(model)).weight
-    return rows is head or (rows.is_meta and config.get_text_config().tie_word_embeddings)
+    return rows is head or (rows.is_meta and _ties(model))
 
 
 def tie_word_embeddings(model: nn.Module) -> None:
-    """Make the head's weight the embedding's where the model's config says that they are one; else change nothing.
+    """Make the head's weight the embedding's where the model's config and class say that they are one; else change
+    nothing.
 
     To be called after a state dict was loaded into a model on the meta device, which gives each name its own parameter.
     """
-    config: Any = model.config
-    if config.get_text_config().tie_word_embeddings:
+    if _ties(model):
         tie(model)
+
+
+def _ties(model: Any) -> bool:
+    """Tell whether transformers ties the model's weights; some classes never do, whatever the config (Inkling2)."""
+    return bool(model.config.get_text_config().tie_word_embeddings and getattr(model, "_tied_weights_keys", None))
 
 
 def tie(model: nn.Module) -> None:

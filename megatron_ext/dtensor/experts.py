@@ -6,8 +6,7 @@ every one. Outputs are summed over the ranks in both; so are the gradients of to
 Legend: T tokens, K experts chosen for each, E experts, F intermediate size, D hidden size, R tensor-parallel ranks.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from megatron_ext.dtensor.styles import own_parts, shard_parameter
+from megatron_ext.dtensor.styles import local_parameters, own_parts, shard_parameter
 
 
 class ExpertsByExpert(ParallelStyle):
@@ -37,7 +36,7 @@ class ExpertsByExpert(ParallelStyle):
             if token.numel() == 0:  # one that does not count: each rank must have gradients for FSDP2 to reduce
                 token = expert = token.new_zeros(1)
                 weight = weights_TK[:1, 0] * 0
-            with _local_parameters(module, {name: _local(p) for name, p in module.named_parameters()}):
+            with local_parameters(module, {name: _local(p) for name, p in module.named_parameters()}):
                 out = compute(hidden_TD[token], expert[:, None], weight[:, None])
             wide = torch.promote_types(hidden_TD.dtype, torch.float32)
             total_TD = torch.zeros(hidden_TD.shape, dtype=wide, device=hidden_TD.device)
@@ -72,7 +71,7 @@ class ExpertsByColumn(ParallelStyle):
 
         def forward(hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
             hidden_TD, weights_TK = _copied(hidden_TD, device_mesh), _copied(weights_TK, device_mesh)
-            with _local_parameters(module, {name: own(name, p) for name, p in module.named_parameters()}):
+            with local_parameters(module, {name: own(name, p) for name, p in module.named_parameters()}):
                 return _summed(compute(hidden_TD, chosen_TK, weights_TK), device_mesh)
 
         module.forward = forward
@@ -134,16 +133,3 @@ def _summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def _local(parameter: Tensor) -> Tensor:
     assert isinstance(parameter, DTensor)
     return parameter.to_local()
-
-
-@contextmanager
-def _local_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, `module` finds these under its parameters' names."""
-    parameters = {name: module._parameters.pop(name) for name in tensors}
-    module.__dict__.update(tensors)
-    try:
-        yield
-    finally:
-        for name, parameter in parameters.items():
-            del module.__dict__[name]
-            module._parameters[name] = parameter

@@ -16,7 +16,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from megatron_ext.dtensor.decoder import text_model
 from megatron_ext.dtensor.experts import ExpertsByColumn, ExpertsByExpert, are_stacked, column_layout
-from megatron_ext.dtensor.styles import AttentionHeads, FusedColwise, ShardedNorm, WholeTokens, source_of
+from megatron_ext.dtensor.piecewise import adds_up
+from megatron_ext.dtensor.styles import (
+    AttentionHeads,
+    FusedColwise,
+    ShardedNorm,
+    ShardwiseModule,
+    WholeTokens,
+    source_of,
+)
 
 Plan = dict[str, ParallelStyle]
 
@@ -80,13 +88,16 @@ def check_attention(model: nn.Module) -> None:
             _heads(attention)
 
 
-def check_draws(model: nn.Module) -> None:
-    """Raises ValueError if training `model` draws random numbers for what all tensor-parallel ranks hold alike."""
+def check_draws(model: nn.Module, heads_are_cut: bool) -> None:
+    """Raises ValueError if training `model` draws random numbers for what all tensor-parallel ranks hold alike.
+
+    `heads_are_cut`: each rank attends with heads of its own, and may draw for them.
+    """
     text: Any = text_model(model)
     for name, value in text.config.to_dict().items():
         if "classifier" in name or not ("drop" in name or "jitter" in name):
             continue
-        of_heads = name in ("attention_dropout", "attn_pdrop") and not _is_latent(text.layers[0].self_attn)
+        of_heads = name in ("attention_dropout", "attn_pdrop") and heads_are_cut
         if not of_heads and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             raise ValueError(
                 f"{name} is {value}: tensor-parallel ranks would draw different numbers for what they all hold; set it "
@@ -256,22 +267,38 @@ def _mlp(mlp: Any, layout: ParallelSizes, output: Placement) -> Plan:
     kind = type(mlp).__name__
     # In the module's order, the same on every rank: torch scatters weights in the order of the plan.
     names = [name for name, child in mlp.named_children() if _has_parameters(child)]
-    if _own_parameters(mlp) or (set(names) != {"gate_up_proj", "down_proj"} and set(names) not in _SPLIT):
+    activations = scalar_functions(mlp)
+    linears = [name for name in names if name not in activations]
+    if _own_parameters(mlp) or (set(linears) != {"gate_up_proj", "down_proj"} and set(linears) not in _SPLIT):
         raise Unknown(f"{kind} of {', '.join(sorted({*names} | _own_parameters(mlp)))}")
-    plan: Plan = {
-        name: RowwiseParallel(output_layouts=output) if name in _ROWWISE else ColwiseParallel() for name in names
-    }
-    if "gate_up_proj" in names:
-        if ".chunk(2, dim=-1)" not in source_of(type(mlp).forward):
-            raise Unknown(f"{kind}, which cuts its gate_up_proj in a way")
+    row = [name for name in linears if name in _ROWWISE]
+    column = [name for name in linears if name not in row]
+    fused = [name for name in column if name == "gate_up_proj"]
+    if all(type(mlp.get_submodule(name)) is nn.Linear for name in linears):  # else they cannot be cut at all
+        added = adds_up(mlp, column, row, fused)
+        if added is False or (added is None and (fused or activations)):
+            raise Unknown(f"{kind}, whose pieces do not add up to the whole,")
+    styles: dict[str, ParallelStyle] = {name: ShardwiseModule() for name in activations}
+    styles |= {name: RowwiseParallel(output_layouts=output) for name in row}
+    styles |= {name: ColwiseParallel() for name in column}
+    if fused:
         size = mlp.gate_up_proj.weight.shape[0] // 2
         if size % layout.tp:
             raise ValueError(
                 f"intermediate_size is {size}: it must be a multiple of the {layout.tp} tensor-parallel ranks, as "
                 f"gate and up are one weight; use a smaller tensor-parallel size"
             )
-        plan["gate_up_proj"] = FusedColwise((size, size))
-    return plan
+        styles["gate_up_proj"] = FusedColwise((size, size))
+    return {name: styles[name] for name in names}
+
+
+def scalar_functions(block: nn.Module) -> list[str]:
+    """The children of `block` whose every parameter is one number, as activation functions have them (xIELU)."""
+    return [
+        name
+        for name, child in block.named_children()
+        if _has_parameters(child) and all(p.numel() == 1 for p in child.parameters())
+    ]
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from megatron_ext.dtensor.output.head_rule import head_rule
 from megatron_ext.dtensor.output.hidden_states_or_logits import register
 from megatron_ext.dtensor.plans import Chosen, Plan, choose_plan
 from megatron_ext.dtensor.pretrained.saving import Ranks, save_as_transformers
+from megatron_ext.dtensor.replicated_parameters import check_first_gradients
 from megatron_ext.dtensor.same_model import groups_of, refuse_parallel, require_same_model
 
 
@@ -230,6 +231,8 @@ def _parallelize_with(
         group = cp_mesh.get_group() if cp_mesh is not None and cp > 1 else None
         use_attention(model, group, tp, sequence_parallel)
     _shard(model, chosen.plan, tp_mesh, wrapping)
+    if tp > 1 and (chosen.unknown is not None or custom_parallel_plan is not None):
+        check_first_gradients(model, decoder_layers(model), tp_mesh.get_group())
     save_as_transformers(model, Ranks(*groups_of(meshes)))
     return model
 

@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -28,6 +27,7 @@ from megatron_ext.dtensor.layers import (
     model_plan,
     takes_attention_functions,
 )
+from megatron_ext.dtensor.replicated_parameters import cuts_heads, modules_of, with_summed_gradients
 from megatron_ext.dtensor.styles import FusedColwise
 
 _OF_LINEARS = (ColwiseParallel, RowwiseParallel, FusedColwise, EmbeddingRows)
@@ -80,18 +80,22 @@ def _chosen(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] |
     if why is not None and any(wanted.values()):
         raise _unsupported(model, next(name for name, asked in wanted.items() if asked), why)
     if custom is not None:
-        return Chosen(custom_plan(custom), why)
+        given = custom_plan(custom)
+        return Chosen(with_summed_gradients(model, given) if layout.tp > 1 else given, why)
     if layout.tp == 1:
         return Chosen({}, why)
     if why is None:
-        check_draws(model)
-        return Chosen(structural_plan(model, layout), None)
+        plan = structural_plan(model, layout)
+        check_draws(model, cuts_heads(model, plan))
+        return Chosen(plan, None)
     if why is _NO_DECODER:
         raise _unsupported(model, "tensor parallelism", why)
     try:
-        plan = get_hf_tp_plan(model, layout.tp)
+        named = get_hf_tp_plan(model, layout.tp)
     except ValueError as error:
         raise _unsupported(model, "tensor parallelism", f"{why}, and {error}") from error
+    # Not every layer has every module: torch warns of each that it does not find.
+    plan = {name: style for path, style in named.items() for name, _ in modules_of(model, path)}
     if not takes_attention_functions(model):  # such forwards know their number of heads by heart
         raise _unsupported(model, "tensor parallelism", why)
     if any(isinstance(style, ExpertsByColumn) for style in plan.values()):
@@ -99,8 +103,8 @@ def _chosen(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] |
         if reason := next(filter(None, (column_layout(module, layout.tp) for module in experts)), None):
             # Whole experts, which it advises, are refused above: not all of the model is known.
             raise _unsupported(model, "tensor parallelism", f"{why}, and {reason.partition(';')[0]}")
-    check_draws(model)
-    return Chosen(plan, why)
+    check_draws(model, cuts_heads(model, plan))
+    return Chosen(with_summed_gradients(model, plan), why)
 
 
 def _check_modules(model: nn.Module, plan: Plan) -> None:
@@ -108,7 +112,7 @@ def _check_modules(model: nn.Module, plan: Plan) -> None:
     for path, style in plan.items():
         if type(style) not in _OF_LINEARS:  # a user's own may cut other modules
             continue
-        for name, module in _matching(model, path):
+        for name, module in modules_of(model, path):
             if not isinstance(module, nn.Linear | nn.Embedding):
                 kind = type(module)
                 raise ValueError(
@@ -117,19 +121,6 @@ def _check_modules(model: nn.Module, plan: Plan) -> None:
                     f"weight first (PEFT's merge_and_unload()), leave the layer out of target_modules, or run the "
                     f"model data parallel alone"
                 )
-
-
-def _matching(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """The modules that a plan's key stands for, which may have wildcards between its dots."""
-    found = [("", model)]
-    for atom in path.split("."):
-        found = [
-            (f"{name}.{inner}".removeprefix("."), child)
-            for name, module in found
-            for inner, child in module.named_children()
-            if fnmatch(inner, atom)
-        ]
-    return found
 
 
 def structural_plan(model: nn.Module, layout: ParallelSizes) -> Plan:
@@ -216,7 +207,8 @@ def get_hf_tp_plan(model: nn.Module, ranks: int = 1) -> Plan:
         # Of experts, transformers names the parameters too; our styles look after them.
         if style != "replicate" and name.rpartition(".")[0] not in stacks
     }
-    plan.setdefault(f"{prefix}embed_tokens", EmbeddingRows(input_layouts=Replicate()))
+    if names.get(f"{prefix}embed_tokens") != "replicate":
+        plan.setdefault(f"{prefix}embed_tokens", EmbeddingRows(input_layouts=Replicate()))
     plan[head] = _head_style(model.get_submodule(head), ranks, Replicate())
     return plan
 

@@ -5,7 +5,8 @@ Legend: B rows, S tokens, D hidden size, R tensor-parallel ranks.
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -155,6 +156,47 @@ class ShardedNorm(ParallelStyle):
         module.register_forward_pre_hook(wrap)
         module.register_forward_hook(unwrap)
         return module
+
+
+class ShardwiseModule(ParallelStyle):
+    """A module that each rank runs on its own shard of an activation, with parameters that all ranks hold whole.
+
+    The gradients of its parameters are summed over the ranks. What the module computes is not looked at.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, _ in list(module.named_parameters()):
+            owner, _, own = name.rpartition(".")
+            shard_parameter(module.get_submodule(owner), own, device_mesh, Replicate())
+        compute = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            local = {name: _summed_in_backward(p) for name, p in module.named_parameters()}
+            with local_parameters(module, local):
+                return compute(*args, **kwargs)
+
+        module.forward = forward
+        return module
+
+
+def _summed_in_backward(parameter: Tensor) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local(grad_placements=[Partial()])
+
+
+@contextmanager
+def local_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, `module` finds these under its parameters' names."""
+    places = {name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in tensors}
+    parameters = {name: owner._parameters.pop(own) for name, (owner, own) in places.items()}
+    for name, (owner, own) in places.items():
+        owner.__dict__[own] = tensors[name]
+    try:
+        yield
+    finally:
+        for name, (owner, own) in places.items():
+            del owner.__dict__[own]
+            owner._parameters[own] = parameters[name]
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:

@@ -78,7 +78,8 @@ def linear_cross_entropy(
     Raises:
         ValueError: an argument breaks its rule; the message says which, and the fix.
     """
-    one_of("reduction", reduction, get_args(Reduction))
+    if reduction != "none":
+        one_of("reduction", reduction, get_args(Reduction))
     head = LmHead(
         weight,
         tp_group,
@@ -94,10 +95,15 @@ def linear_cross_entropy(
         logit_dtype=logit_dtype,
         lora=lora,
     )
-    asked = masked(labels, loss_mask, ignore_index)
-    counts = asked != ignore_index if skip_ignored else None
-    read_out = CrossEntropy(asked, ignore_index, label_smoothing, z_loss)
-    loss = head.read(hidden, read_out, counts=counts, at_most=token_bound(skip_ignored))
+    if skip_ignored or loss_mask is not None:
+        asked = masked(labels, loss_mask, ignore_index)
+        counts = asked != ignore_index if skip_ignored else None
+        read_out = CrossEntropy(asked, ignore_index, label_smoothing, z_loss)
+        loss = head.read(hidden, read_out, counts=counts, at_most=token_bound(skip_ignored))
+    else:
+        loss = head.read(hidden, CrossEntropy(labels, ignore_index, label_smoothing, z_loss))
+    if loss_mask is None and reduction == "none":
+        return loss
     return reduced(loss, labels, loss_mask, ignore_index, reduction)
 
 

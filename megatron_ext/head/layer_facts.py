@@ -1,11 +1,14 @@
 """The facts of a head beside its weight, and what a layer that makes logits says of them: an `nn.Linear`, a DTensor,
 Megatron-Core's output layer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import UNSHARDED
@@ -62,6 +65,41 @@ def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
     if isinstance(bias, Tensor):
         said["bias"] = _local(bias)
     return said | {name: value for name, value in given.items() if value is not None}
+
+
+def with_options(head: Any, given: Mapping[str, Any], by: str, of: str) -> Any:
+    """`head`, a dataclass, with the options that were given beside it: those for which it has its default.
+
+    `by`, `of`: who gave them, and whose head it is.
+
+    Raises:
+        ValueError: one of them is not the default, and the head has another one.
+    """
+    usual = {field.name: field.default for field in fields(head)}
+    found = {}
+    for name, value in given.items():
+        own = getattr(head, name)
+        if _is_same(value, usual[name]) or _is_same(value, own):
+            continue
+        if not _is_same(own, usual[name]):
+            raise ValueError(
+                f"{name} is {value!r} of {by} and {own!r} of {of}: they must be equal; leave it out in one of the two"
+            )
+        found[name] = value
+    return replace(head, **found) if found else head
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Compare two values of an option; groups are equal if they are one, or have the same ranks."""
+    if one is other:
+        return True
+    if isinstance(one, ProcessGroup) and isinstance(other, ProcessGroup):
+        return dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
+    return (type(one) is type(other) and bool(one == other)) or (_is_number(one) and _is_number(other) and one == other)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 def _local(x: Tensor) -> Tensor:

@@ -1,56 +1,45 @@
-"""`LmHead`: the facts of an lm head, checked once, and any set of read-outs of hidden states through it.
+"""`LmHead`: the facts of an lm head, as they were given, and any set of read-outs of hidden states through it.
 
 `Logits` is the same for logits that exist. Shapes: `[...]` are the leading dims of the tokens, D the hidden size, V the
 vocabulary, R the ranks of `group`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once, and that Triton
 
-from megatron_ext import main_grad
-from megatron_ext.distributed.groups import Group, group_rank, group_size, tensor_parallel_group
+from megatron_ext.distributed.groups import Group, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.adapters.lora import LoRA, adapters_of, low_rank, options_of, rows_fault, widened
-from megatron_ext.head.engine.autograd import Read
-from megatron_ext.head.engine.call import Call
-from megatron_ext.head.engine.chunked.sources import Rule, gather_tokens, of_each
-from megatron_ext.head.engine.chunked.ways import OfChunks, OfLogits
-from megatron_ext.head.engine.flatten import Flat
-from megatron_ext.head.engine.linear import OfSoftmax
-from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.fixed_bits.linear import OfSoftmaxFixed
+from megatron_ext.head.adapters.lora import LoRA, adapters_of, check_adapters, check_dropout
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.layer_facts import head_facts
 from megatron_ext.head.options_by_mode import bits_or_mode
-from megatron_ext.head.readouts.divergences.teacher import Teacher
+from megatron_ext.head.read import HeadTensors, LogitTransform, read_hidden, read_logits
 from megatron_ext.head.readouts.read_out import ReadOut
-from megatron_ext.head.row_passes.side_by_side import numbers
-from megatron_ext.head.tokens_that_count import Left, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
-from megatron_ext.head.validation.argument_checks import computed_dtype
-from megatron_ext.head.validation.bits_checks import bits_fault
 from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout
-from megatron_ext.numerics.matrices import accumulation_dtype
+
+_NUMBERS = {"softcap": None, "temperature": 1.0, "logit_scale": 1.0, "cache": "bounded"}
+_NUMBERS_OF_LOGITS = {"softcap": None, "temperature": 1.0}
 
 
 @dataclass(frozen=True, eq=False)
 class LmHead:
     """An lm head: logits are `softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature`.
 
-    A value: nothing in it changes, and what every rank can see wrong with it is raised when it is made. What only one
-    rank may see (its shard of the weight) is told to the other ranks by the first `read`, and raised on all of them.
+    A value: it holds what was given, and nothing in it changes. What is wrong with an option is raised when it is made;
+    what depends on groups and ranks by `read`. What only one rank may see (its shard of the weight) is told to the
+    other ranks by `read`, and raised on all of them.
 
     Attributes:
         weight: `[V/R, D]`, this rank's vocabulary shard, of the hidden states' dtype (any under autocast). In fp32 over
             hidden states of 16 bits: logits and gradients are computed in fp32, and dx is rounded once. A quantised one
             that has `dequantize()` (torchao, quanto), frozen: it is dequantised in each pass, and not held between.
         tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group where `parallel_state` is
-            initialised, else no sharding.
+            initialised when it is read, else no sharding.
         hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each its equal slice of dim 0.
         bias: `[V/R]`. Columns with a bias of -inf do not count.
         vocab: this rank's columns; None: equal shards in rank order, all columns count.
@@ -98,26 +87,19 @@ class LmHead:
     lora: LoRA | Sequence[LoRA] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        option_checks.one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
-        for name in ("softcap", "temperature", "logit_scale", "cache"):
-            option_checks.check_option(name, getattr(self, name))
-        option_checks.check_chunk_tokens(self.chunk_tokens)
+        option_checks.check_options(self, _NUMBERS)
+        if self.hidden_layout != "replicated":
+            option_checks.one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
+        if self.chunk_tokens is not None:
+            option_checks.check_chunk_tokens(self.chunk_tokens)
         if self.bits is not None:  # else as the mode is when it is read
             option_checks.one_of("bits", self.bits, get_args(Bits))
-        option_checks.check_logit_dtype(self.logit_dtype)
-        argument_checks.check_one_piece(self.weight)
-        group = tensor_parallel_group(self.tp_group)
-        if group is None and self.tp_group is None and self.vocab is None:
-            argument_checks.check_whole(self.weight)
-        object.__setattr__(self, "tp_group", group)
-        rows = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1
-        object.__setattr__(self, "shard", argument_checks.shard_of(self.vocab, max(rows, 1), self.tp_group))
-        in_slices = self.hidden_layout == "sequence"
-        adapters = () if self.lora is None else adapters_of(self.lora, self.weight, self.tp_group, in_slices)
-        object.__setattr__(self, "adapters", adapters)
-
-    shard: VocabShard = field(init=False, repr=False)
-    adapters: tuple[LoRA, ...] = field(init=False, repr=False)
+        if self.logit_dtype is not None:
+            option_checks.check_logit_dtype(self.logit_dtype)
+        if self.vocab is not None:
+            argument_checks.check_vocab(self.vocab)
+        if self.lora is not None:
+            check_adapters(adapters_of(self.lora), self.weight)
 
     @classmethod
     def of(
@@ -170,116 +152,23 @@ class LmHead:
         Raises:
             ValueError: an argument breaks its rule; the message says which, and the fix.
         """
-        argument_checks.check_floating("hidden", hidden)
-        given, fault = fault, _checked(readouts, self)
-        ranks, in_slices = group_size(self.tp_group), self.hidden_layout == "sequence"
-        leading, fault = self._leading(hidden, readouts, ranks, in_slices, fault)
-        fault = self.fault_beside(hidden, self.vocab, ranks) or fault
-        call = self.call()
-        if call.fixed:
-            fault = bits_fault(call.bits, self, ranks, hidden, readouts) or fault
-        if self.gradient_accumulation_fusion and torch.is_grad_enabled():
-            fault = fault or argument_checks.main_grad_fault(self.weight)
-        teachers = [r.teacher for r in readouts if r.teacher is not None]
-        for teacher in teachers:
-            fault = _teacher_fault(teacher, hidden, self) or fault
-        fault, tokens = given or fault, leading.numel()
-        sizes = [tokens // ranks] * ranks if in_slices and ranks > 1 else None
+        return read_hidden(self.resolved(), self.tensors, hidden, readouts, counts, at_most, fault)
 
-        left: Left | None = None
-        if counts is None:
-            option_checks.check_no_bound(at_most)
-        else:
-            argument_checks.check_counts(counts, leading)
-            part = group_rank(self.tp_group) if sizes else 0
-            left = left_in(counts.reshape(ranks if sizes else 1, -1), part, at_most)
-            fault = fault or left.fault
-            tokens, sizes = left.kept_T.shape[0], left.sizes if sizes else None
+    def resolved(self) -> ResolvedHead:
+        """This head in one call: group, shard and bits as they are now.
 
-        def flat(x: Tensor) -> Tensor:
-            x_T = x if len(leading) == 1 else x.reshape((leading.numel(), *x.shape[len(leading) :]))
-            return x_T if left is None else left.of_all(x_T)
-
-        adapters = (
-            [*self.adapters, *(each for t in teachers for each in t.head.adapters)] if teachers else self.adapters
-        )
-        options = options_of(adapters) if adapters else None
-        plan = Plan(readouts, call, flat, tokens, hidden.device, options)
-        if left is not None and sizes is None:  # ranks that leave out others learn it then
-            plan.places_T, plan.all_tokens = left.kept_T, leading.numel() + left.fills
-        sides = [_computed(hidden, self.weight), *(_computed(t.hidden.detach(), t.head.weight) for t in teachers)]
-        if sides[0].dtype != hidden.dtype and not self.adapters and not torch.is_autocast_enabled(hidden.device.type):
-            plan.held = hidden.dtype
-        if fault is not None:
-            if sizes is not None and tokens:
-                own = sizes[group_rank(self.tp_group)]
-                shared = [left is None and t.hidden.dim() < hidden.dim() for t in teachers]
-                rows = [own, *(own // hidden.shape[-2] if each else own for each in shared)]
-                more = [sum(len(x.A) for x in head.adapters) for head in (self, *(t.head for t in teachers))]
-                zeros = [
-                    x.new_zeros(count, x.shape[1] + beside) for x, count, beside in zip(sides, rows, more, strict=True)
-                ]
-                gather_tokens(zeros, self.tp_group, sizes)
-            plan.refuse(fault, accumulation_dtype(sides[0].dtype), hidden.device)
-        plan.choose_columns()
-        if left is not None:
-            sides = [left.of_mine(of_each(x, len(sides[0]))) for x in sides]
-        if self.gradient_accumulation_fusion:
-            main_grad.promise(self.weight)
-        return _shaped(plan, self._apply(sides, teachers, plan, sizes), leading, left)
-
-    def _apply(
-        self, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
-    ) -> Sequence[Tensor]:
-        fixed = plan.call.fixed
-        x_TD, weight, bias, low = self.inputs(sides[0], fixed)
-        keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, weight, bias, low))
-        if plan.needs_logits:
-            theirs = [x for side, t in zip(sides[1:], teachers, strict=True) for x in t.head.inputs(side, fixed)]
-            inputs = [None if x is None else x.detach() for x in theirs]
-            rules = [head.rule() for head in (self, *(t.head for t in teachers))]
-            read = _apply_eagerly if fixed else Read.apply
-            return read(OfChunks(rules, sizes, keep), plan, x_TD, weight, bias, low, *inputs)
-        if weight.shape[0] == 0:  # one column that does not count is simpler than none
-            nowhere = VocabShard(self.shard.size, self.shard.size + 1, self.shard.size)
-            plan.call = replace(plan.call, vocab=nowhere, fuse_main_grad=False)
-            weight, bias = F.pad(numbers(weight), (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
-            low = None if low is None else F.pad(low, (0, 0, 0, 1))
-        if fixed:
-            return _apply_eagerly(OfSoftmaxFixed(sizes, keep), plan, x_TD, weight, bias, low)
-        return Read.apply(OfSoftmax(sizes, keep), plan, x_TD, weight, bias, low)
-
-    def _leading(
-        self, hidden: Tensor, readouts: Sequence[ReadOut], ranks: int, in_slices: bool, fault: ValueError | None
-    ) -> tuple[torch.Size, ValueError | None]:
-        """The leading dims of all ranks' tokens, and whether hidden states fit them."""
-        given = _per_token(readouts)
-        if not given:
-            lead = hidden.shape[:-1]
-            if in_slices and ranks > 1:
-                lead = torch.Size((lead[0] * ranks, *lead[1:]))
-            return lead, fault
-        name, first = given[0]
-        found = argument_checks.layout_fault(hidden, first, in_slices, ranks, name)
-        for other, x in given[1:]:
-            argument_checks.check_same_shape(other, x, first)
-        return first.shape, found or fault
-
-    def fault_beside(self, hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = "") -> ValueError | None:
-        """What is wrong with this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
-        fault = argument_checks.linear_fault(hidden, self.weight, self.bias, vocab, ranks, whose)
-        if self.adapters:
-            fault = fault or rows_fault(self.adapters, self.weight)
-        if fault is not None:
-            return fault
-        dtype = computed_dtype(hidden, self.weight)
-        return option_checks.logit_dtype_fault(self.logit_dtype, dtype, f"{whose}hidden")
-
-    def call(self) -> Call:
-        """What the engine takes of it."""
-        return Call(
-            self.tp_group,
-            self.shard,
+        Raises:
+            ValueError: what every rank sees wrong with them.
+        """
+        group = tensor_parallel_group(self.tp_group)
+        guessed, in_slices = self.vocab is None, self.hidden_layout == "sequence"
+        argument_checks.check_marks(self.weight, alone=group is None and self.tp_group is None and guessed)
+        if self.lora is not None:
+            check_dropout(adapters_of(self.lora), 1 if group is None else group.size(), in_slices)
+        rows = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1
+        return ResolvedHead(
+            group,
+            argument_checks.equal_shard(max(rows, 1), group) if self.vocab is None else self.vocab,
             self.softcap,
             self.temperature,
             self.chunk_tokens,
@@ -287,18 +176,21 @@ class LmHead:
             self.gradient_accumulation_fusion,
             bits=bits_or_mode(self.bits),
             logit_scale=self.logit_scale,
-            rounds=option_checks.rounds(self.logit_dtype),
+            rounds=self.logit_dtype is not None and self.logit_dtype.itemsize == 2,
+            in_slices=in_slices,
+            guessed=guessed,
         )
 
-    def rule(self) -> tuple[float | None, float, bool]:
-        """Softcap and scale of its logits, and whether they are rounded."""
-        return self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype)
+    @property
+    def tensors(self) -> HeadTensors:
+        """Its tensors, and the dtype of its logits."""
+        adapters = () if self.lora is None else adapters_of(self.lora)
+        return HeadTensors(self.weight, self.bias, adapters, self.logit_dtype)
 
-    def inputs(self, x_TD: Tensor, fixed: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What the engine takes: hidden states, with the columns of the low rank if there is one, weight, bias, it."""
-        if self.adapters:
-            x_TD = widened(x_TD, self.adapters, self.tp_group, self.hidden_layout == "sequence", fixed)
-        return x_TD, self.weight, self.bias, low_rank(self.adapters)
+    @property
+    def transform(self) -> LogitTransform:
+        """Softcap and scale of its product's logits, and their rounding."""
+        return LogitTransform(self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,14 +217,11 @@ class Logits:
 
     def __post_init__(self) -> None:
         argument_checks.check_floating(self.name, self.logits)
-        for name in ("softcap", "temperature"):
-            option_checks.check_option(name, getattr(self, name))
-        option_checks.check_chunk_tokens(self.chunk_tokens)
-        object.__setattr__(self, "tp_group", tensor_parallel_group(self.tp_group))
-        columns = max(self.logits.shape[-1], 1)
-        object.__setattr__(self, "shard", argument_checks.shard_of(self.vocab, columns, self.tp_group))
-
-    shard: VocabShard = field(init=False, repr=False)
+        option_checks.check_options(self, _NUMBERS_OF_LOGITS)
+        if self.chunk_tokens is not None:
+            option_checks.check_chunk_tokens(self.chunk_tokens)
+        if self.vocab is not None:
+            argument_checks.check_vocab(self.vocab)
 
     def read(self, *readouts: ReadOut, fault: ValueError | None = None) -> Any:
         """What `readouts` read out; see `LmHead.read`. Nothing of vocabulary size is saved beside the logits, whose
@@ -340,119 +229,11 @@ class Logits:
 
         Communicates: forward 1 collective at R > 1, backward none; what a read-out needs besides is said there.
         """
-        logits = self.logits
-        given, fault = fault, _checked(readouts, self)
-        for name, x in _per_token(readouts):
-            argument_checks.check_tokens_of(name, x, self.name, logits)
-        ranks = group_size(self.tp_group)
-        fault = argument_checks.shard_fault(self.shard, logits.shape[-1], self.name, ranks) or fault
-        teachers = [r.teacher for r in readouts if r.teacher is not None]
-        for teacher in teachers:
-            fault = _teacher_logits_fault(teacher, self, ranks) or fault
-        fault = given or fault
-        in_step = any(r.in_step for r in readouts) and ranks > 1
-        flat = Flat(logits, as_given=in_step)  # the ranks exchange rows of the same tokens, chunk by chunk
-        plan = Plan(readouts, self.call(), flat, flat.shape.numel(), logits.device)
-        if fault is not None:
-            plan.refuse(fault, accumulation_dtype(logits.dtype), logits.device)
-        z = flat.rows(logits)
-        base = logits if logits._base is None else logits._base
-        of_a_leaf = base.is_leaf and base.requires_grad  # whose values outlive backward
-        in_place = all(stride or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True))
-        own_memory = in_place and not of_a_leaf
-        both = self, *teachers
-        rules = [Rule(None, each.softcap) for each in both] if plan.needs_logits else [Rule()] * len(both)
-        into_logits = self.gradient_into_logits and own_memory and not plan.needs_logits
-        others = [flat.rows(teacher.logits.detach()) for teacher in teachers]
-        plan.places_T = flat.places(z.device, ranks)
-        found = Read.apply(OfLogits(rules, into_logits), plan, z, *others)
-        return _given_back(plan, [flat.up(x) for x in found])
+        return read_logits(self.resolved(), self, readouts, fault)
 
-    def call(self) -> Call:
-        """What the engine takes of it."""
-        return Call(self.tp_group, self.shard, self.softcap, self.temperature, self.chunk_tokens)
-
-
-@_disable_dynamo  # what holds of this processor's products is found out by running some
-def _apply_eagerly(*arguments: Any) -> Sequence[Tensor]:
-    return Read.apply(*arguments)
-
-
-def _checked(readouts: Sequence[ReadOut], facts: LmHead | Logits) -> ValueError | None:
-    """Raises what every rank sees wrong with the read-outs, returns what this rank alone may see."""
-    fault, labels = None, None
-    for r in readouts:
-        if not isinstance(r, ReadOut):
-            raise ValueError(f"readouts hold {r!r}: each must be a read-out, as LogProbs(labels) or Entropy()")
-        fault = r.check(facts.shard.size, facts.vocab, facts.tp_group) or fault
-        if r.reads_labels:
-            labels = r if labels is None else labels
-            if r.labels is not labels.labels or r.ignore_index != labels.ignore_index:
-                raise ValueError(
-                    f"{type(labels).__name__} and {type(r).__name__} do not have the same labels: a call reads one "
-                    f"tensor of them, with one ignore_index; pass both the same tensor, or read the log-probabilities "
-                    f"of the other labels with Gather(labels.clamp(min=0).unsqueeze(-1)) and set those of ignored "
-                    f"tokens to 0"
-                )
-    if not readouts:
-        raise ValueError("readouts are none: there is nothing to read; pass LogProbs(labels), Entropy() or another")
-    return fault
-
-
-def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError | None:
-    if not isinstance(teacher, Teacher):
-        raise ValueError(
-            f"teacher is {type(teacher).__name__}: beside hidden states it must be a Teacher(LmHead(weight), hidden)"
-        )
-    option_checks.check_teachers_temperature("teacher's head", teacher.head.temperature, student.temperature)
-    argument_checks.check_floating("teacher_hidden", teacher.hidden)
-    tokens = (hidden.shape[:-1], hidden.shape[:-2])  # the second: each of the teacher's is of n of the student's
-    if teacher.hidden.shape[:-1] not in tokens or teacher.hidden.device != hidden.device:
-        return ValueError(
-            f"teacher_hidden has shape {tuple(teacher.hidden.shape)} on {teacher.hidden.device}, student_hidden "
-            f"{tuple(hidden.shape)} on {hidden.device}: both must be hidden states of the same tokens, on one device; "
-            f"or the student's [..., n, D] and the teacher's [..., D]"
-        )
-    return teacher.head.fault_beside(teacher.hidden, student.shard, group_size(student.tp_group), "teacher_")
-
-
-def _teacher_logits_fault(teacher: Any, student: Logits, ranks: int) -> ValueError | None:
-    if not isinstance(teacher, Logits):
-        raise ValueError(f"teacher is {type(teacher).__name__}: beside Logits it must be Logits of the same tokens")
-    option_checks.check_teachers_temperature("teacher", teacher.temperature, student.temperature)
-    theirs, logits = teacher.logits, student.logits
-    if theirs.shape[:-1] != logits.shape[:-1] or theirs.device != logits.device:
-        raise ValueError(
-            f"teacher_logits have shape {tuple(theirs.shape)} on {theirs.device}, student_logits "
-            f"{tuple(logits.shape)} on {logits.device}: both must be logits of the same tokens, on one device"
-        )
-    return argument_checks.shard_fault(student.shard, theirs.shape[-1], "teacher_logits", ranks)
-
-
-def _per_token(readouts: Sequence[ReadOut]) -> list[tuple[str, Tensor]]:
-    """The arguments that have one entry for each token, with their names."""
-    given = [r.per_token() for r in readouts]
-    return [each for each in given if each is not None]
-
-
-def _computed(hidden: Tensor, weight: Any) -> Tensor:
-    """`[T, D]` in that dtype."""
-    x = hidden.to(computed_dtype(hidden, weight))
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def _shaped(plan: Plan, found: Sequence[Tensor], leading: torch.Size, left: Left | None) -> Any:
-    """The results with the leading dims of the tokens, 0 where a token was left out."""
-    if left is not None:
-        found = [left.spread(x, leading.numel()) for x in found]
-    if len(leading) != 1:
-        found = [x.reshape((*leading, *x.shape[1:])) for x in found]
-    return _given_back(plan, found)
-
-
-def _given_back(plan: Plan, found: Sequence[Tensor]) -> Any:
-    """The result of each read-out, a tuple where it gives several; alone where it is the only one."""
-    rest = iter(found)
-    each = [tuple(next(rest) for _ in range(r.count)) for r in plan.readouts]
-    results = tuple(one[0] if len(one) == 1 else one for one in each)
-    return results[0] if len(results) == 1 else results
+    def resolved(self) -> ResolvedHead:
+        """These logits in one call: group and shard as they are now."""
+        group, guessed = tensor_parallel_group(self.tp_group), self.vocab is None
+        columns = max(self.logits.shape[-1], 1)
+        vocab = argument_checks.equal_shard(columns, group) if self.vocab is None else self.vocab
+        return ResolvedHead(group, vocab, self.softcap, self.temperature, self.chunk_tokens, guessed=guessed)

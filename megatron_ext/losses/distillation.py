@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head import KL, Entropy, Gather, JensenShannon, LmHead, Logits, ReadOut, Teacher, TopK
+from megatron_ext.head.layer_facts import with_options
 from megatron_ext.head.readouts.divergences.jensen_shannon import check_beta
 from megatron_ext.head.validation.option_checks import Cache, check_teachers_temperature, one_of
 from megatron_ext.losses.checks import (
@@ -268,14 +269,16 @@ def _log_rest(log_probs: Tensor) -> Tensor:
 
 
 def _teacher_head(student: LmHead, weight: Tensor | LmHead) -> LmHead:
-    """The teacher's head: a weight's ranks, layout, vocabulary, bits and `logit_dtype` are the student's.
+    """The teacher's head: ranks, layout, vocabulary and bits are the student's, of a weight `logit_dtype` too.
 
     Raises:
-        ValueError: it has a temperature of its own, where the student's divides both logits.
+        ValueError: an `LmHead` says others; or it has a temperature of its own, where the student's divides both
+            logits.
     """
     if isinstance(weight, LmHead):
         check_teachers_temperature("teacher_weight", weight.temperature, student.temperature)
-        return weight
+        shared = {name: getattr(student, name) for name in ("tp_group", "hidden_layout", "vocab", "bits")}
+        return with_options(weight, shared, "the student", "the teacher's LmHead")
     return LmHead(
         weight,
         student.tp_group,

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.distributed.groups import Group, group_size, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import LmHead, LogProbs
+from megatron_ext.head.layer_facts import with_options
 from megatron_ext.head.validation.argument_checks import check_floating
 from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, token_bound
 from megatron_ext.losses.checks import (
@@ -36,7 +37,8 @@ _COUNTS = ("count", "sft_count")
 @dataclass(frozen=True, kw_only=True)
 class FromHidden:
     """How a head makes log-probabilities: options of `megatron_ext.linear_log_probs`, which says more of each. Pass an
-    `LmHead` in the weight's place to say all that there is to say of a head.
+    `LmHead` in the weight's place to say all that there is to say of a head: where it has an option's default, the
+    loss's option is taken, and two that differ are refused.
 
     Attributes:
         tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group, or no sharding.
@@ -61,11 +63,12 @@ class FromHidden:
     logit_dtype: torch.dtype | None = None
 
     def _head(self, weight: Tensor | LmHead, **more: Any) -> LmHead:
-        """The head of a weight `[V/R, D]` with these options; one that is an `LmHead` already has its own."""
+        """The head of a weight `[V/R, D]`, or of an `LmHead`, with these options."""
+        options = {name: getattr(self, name) for name in _OF_THE_HEAD} | more
         if isinstance(weight, LmHead):
-            return weight
+            return with_options(weight, options, "the loss", "the LmHead")
         check_tensor("weight", weight, "a tensor, this rank's [V/R, D]")  # the head says what else is wrong with it
-        return LmHead(weight, **{name: getattr(self, name) for name in _OF_THE_HEAD}, **more)
+        return LmHead(weight, **options)
 
     def _only(self, counts: Tensor | None) -> dict[str, Any]:
         """What `LmHead.read` takes so that with `skip_ignored` other tokens make no product; None: all count."""
@@ -81,7 +84,7 @@ def token_shape(hidden: Tensor, head: LmHead) -> torch.Size:
     """That of one number for each token that `head` reads: of all ranks', with the sequence layout."""
     check_floating("hidden", hidden)
     shape = hidden.shape[:-1]
-    slices = group_size(head.tp_group) if head.hidden_layout == "sequence" else 1
+    slices = group_size(tensor_parallel_group(head.tp_group)) if head.hidden_layout == "sequence" else 1
     return torch.Size((shape[0] * slices, *shape[1:])) if len(shape) else shape
 
 
@@ -116,8 +119,8 @@ class LogProbLoss(FromHidden, ABC):
         """The loss, a scalar, and metrics, 0-d tensors without gradient; on every rank alike.
 
         Args:
-            hidden, weight: of the head; see `linear_log_probs`. The weight may be an `LmHead`, whose facts are taken
-                then.
+            hidden, weight: of the head; see `linear_log_probs`. The weight may be an `LmHead`, with which the loss's
+                options are merged.
             labels: the token that each position predicts: shifted already.
             mask: which tokens count, or weights of them; None: all whose label is not `ignore_index`.
             given, others: what `from_log_probs` takes beside log-probabilities and mask: by position only what comes

@@ -164,7 +164,7 @@ class CoreAttention(MegatronModule):
             return attend(query, key, value, window, cp_group=cp_group, scale=self.scale, dropout=dropout, **seen)
 
     def _draws(self, dropout: float) -> contextlib.AbstractContextManager:
-        """Where random numbers are drawn: as Megatron does, which forks further out under sequence parallelism."""
+        """The stream of random numbers, as Megatron's, which forks further out under sequence parallelism."""
         if dropout == 0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         return tensor_parallel.get_cuda_rng_tracker().fork()
@@ -249,7 +249,7 @@ def _narrowing(mask: Tensor | None, query: Tensor, key: Tensor, kind: AttnMaskTy
 
 
 def _only_causal(mask: Tensor, queries: int, ranks: int, rank: int) -> bool:
-    """Whether the mask hides just what lies ahead. False where finding out is impossible."""
+    """True if the mask hides just what lies ahead. False where finding out is impossible."""
     fake = torch.compiler.is_compiling() or isinstance(mask, FakeTensor)
     if mask.shape[-2] != queries or queries * ranks != mask.shape[-1] or fake:
         return False

@@ -41,10 +41,15 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_ext.megatron.fused_loss.module_calls import attribute
-from megatron_ext.megatron.layer_specs import ExtSpecProvider, self_attention_spec
+from megatron_ext.megatron.layer_specs import (
+    ColumnParallelLinear,
+    ExtSpecProvider,
+    RowParallelLinear,
+    check_config,
+    self_attention_spec,
+)
 from megatron_ext.megatron.norms import Norm, StandaloneNorm
 from megatron_ext.tensor_parallel._random.transformer_engine import have_transformer_engine
-from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
 class _Refused:
@@ -131,10 +136,11 @@ _SERVED = {
 class _Stack(HybridStack):
     """HybridStack builds Transformer Engine's final norm, whatever the spec says; where that is missing, this ours."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        check_config(config)
         norm = hybrid_block.TENorm if have_transformer_engine() else Norm
         with attribute(hybrid_block, "TENorm", norm):
-            super().__init__(*args, **kwargs)
+            super().__init__(config, *args, **kwargs)
 
 
 hybrid_stack_spec = ModuleSpec(

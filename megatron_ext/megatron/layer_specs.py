@@ -1,8 +1,8 @@
 """Layer specs that build Megatron-Core's GPTModel from our layers.
 
-`gpt_layer_spec` and `gpt_moe_layer_spec` are `ModuleSpec` objects, ready for `GPTModel(transformer_layer_spec=...)` and
-for Megatron-LM's `--spec megatron_ext.megatron.layer_specs gpt_layer_spec`. What depends on the config (kind of norm,
-norms of queries and keys) is read from it when the layers are built. `gpt_block_spec(config)` names the final norm too,
+`gpt_layer_spec` is a `ModuleSpec`, ready for `GPTModel(transformer_layer_spec=...)` and for Megatron-LM's `--spec
+megatron_ext.megatron.layer_specs gpt_layer_spec`. What depends on the config (kind of norm, norms of queries and keys,
+which layers have experts) is read from it when the layers are built. `gpt_block_spec(config)` names the final norm too,
 and puts our linear layers beside Transformer Engine's norms and attention, if you ask for it.
 For HybridModel there is `megatron_ext.megatron.hybrid_layer_specs`; `megatron_ext.megatron.spec_head` names the fused
 head and its options in a spec.
@@ -21,7 +21,10 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+import torch
+
 from megatron_ext.megatron import versions
+from megatron_ext.megatron.substitute import megatrons_own_layer
 
 versions.require_spec("spec")  # first: some of what follows may be what is missing
 
@@ -46,7 +49,66 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_ext.megatron.attention import CoreAttention
 from megatron_ext.megatron.norms import Norm, StandaloneNorm
-from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_ext.tensor_parallel import layers
+
+
+def _known_as_megatrons(ours: type) -> type:
+    """The layer as a subclass of Megatron's class of that name, by which LoRA and others know which kind it is."""
+    names = {"__module__": __name__, "__doc__": ours.__doc__, "__repr__": torch.nn.Module.__repr__}
+    return type(ours.__name__, (ours, megatrons_own_layer(ours)), names)
+
+
+ColumnParallelLinear: Any = _known_as_megatrons(layers.ColumnParallelLinear)
+RowParallelLinear: Any = _known_as_megatrons(layers.RowParallelLinear)
+
+# Settings for which Megatron has layers, or makes specs, of other kinds. A version may lack some.
+_OTHER_LAYERS: dict[str, Any] = {
+    "multi_latent_attention": False,
+    "experimental_attention_variant": None,
+    "heterogeneous_block_specs": False,
+    "enable_hyper_connections": False,
+    "use_transformer_engine_op_fuser": False,
+    "use_te_activation_func": False,
+    "use_kitchen": False,
+    "use_kitchen_attention": False,
+    "quant_recipe": None,
+    "fp8": None,
+    "fp4": None,
+}
+
+
+def check_config(config: Any) -> None:
+    """Refuse a config that asks for other layers than these specs have.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    for name, plain in _OTHER_LAYERS.items():
+        value = getattr(config, name, plain)
+        if value != plain:
+            raise ValueError(
+                f"config.{name} is {value!r}: megatron_ext's layer specs have plain attention, MLPs and linear layers, "
+                f"of one kind in all layers and in the dtype of their inputs; take Megatron's own layer spec, which "
+                f"the patch and the substitution serve, or leave {name} at {plain!r}"
+            )
+
+
+def layers_with_experts(config: Any) -> list[bool]:
+    """For each layer of the model whether it has experts, by `config.num_moe_experts` and `config.moe_layer_freq`.
+
+    Raises:
+        ValueError: `config.moe_layer_freq` is a list of another length than the model.
+    """
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    freq = config.moe_layer_freq
+    pattern = freq if isinstance(freq, list) else [int(i % freq == 0) for i in range(config.num_layers)]
+    if len(pattern) != config.num_layers:
+        raise ValueError(
+            f"config.moe_layer_freq is {freq}: a list says 0 or 1 for each of the {config.num_layers} layers; "
+            f"pass {config.num_layers} of them, or a number n for experts in every n-th layer"
+        )
+    return list(map(bool, pattern))
 
 
 class ExtSpecProvider(BackendSpecProvider):
@@ -80,10 +142,10 @@ class ExtSpecProvider(BackendSpecProvider):
                 "moe_grouped_gemm is True: the experts of this spec run one after another; set moe_grouped_gemm=False, "
                 "or take Transformer Engine's layer spec"
             )
-        layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         if versions.EXPERTS_BUILDER.is_there():
-            return partial(SequentialMLP, submodules=layers)
-        return SequentialMLP, layers
+            return partial(SequentialMLP, submodules=linear)
+        return SequentialMLP, linear
 
     def activation_func(self) -> type | None:
         return None
@@ -116,15 +178,11 @@ class ExtSelfAttention(SelfAttention):
     """Megatron's self-attention, with the norms of queries and keys that the config asks for.
 
     Raises:
-        ValueError: the config asks for multi-latent attention.
+        ValueError: the config asks for another kind of layer.
     """
 
     def __init__(self, config, submodules: SelfAttentionSubmodules, *args, **kwargs):
-        if getattr(config, "multi_latent_attention", False):
-            raise ValueError(
-                "config.multi_latent_attention is True: this layer spec has plain self-attention; "
-                "take Megatron's own layer spec, which the patch and the substitution serve"
-            )
+        check_config(config)
         norm = submodules.q_layernorm if config.qk_layernorm else IdentityOp
         if getattr(config, "qk_l2_norm", False):  # not in 0.14
             norm = L2Norm
@@ -133,10 +191,36 @@ class ExtSelfAttention(SelfAttention):
 
 
 class ExtTransformerLayer(TransformerLayer):
-    """Megatron's layer, whose checkpoints have no extra states of norms that Transformer Engine fuses.
+    """Megatron's layer, with experts or without as the config says of its place in the model.
 
-    Its fused layers have one extra state, that of the linear layer; the norm's stays what it is.
+    Its checkpoints have no extra states of norms that Transformer Engine fuses: its fused layers have one extra state,
+    that of the linear layer; the norm's stays what it is.
+
+    Raises:
+        ValueError: the config asks for another kind of layer, or for experts as none are here.
     """
+
+    def __init__(self, config, submodules: TransformerLayerSubmodules, layer_number: int = 1, *args, **kwargs):
+        check_config(config)
+        submodules = self._with_mlp_of_layer(config, submodules, layer_number, **kwargs)
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+
+    @staticmethod
+    def _with_mlp_of_layer(
+        config, submodules: TransformerLayerSubmodules, layer_number: int, vp_stage=None, pg_collection=None, **_: Any
+    ) -> TransformerLayerSubmodules:
+        """The submodules, with the other kind of MLP and its norm where ours are not what the config asks for."""
+        kinds = gpt_layer_spec.submodules, gpt_moe_layer_spec.submodules
+        pp = getattr(pg_collection, "pp", None)
+        stage = (config, vp_stage) if pp is None else (config, vp_stage, pp.rank())
+        number = layer_number + get_transformer_layer_offset(*stage)
+        wanted = layers_with_experts(config)[min(number, config.num_layers) - 1]  # multi-token prediction comes after
+        if submodules.mlp != kinds[not wanted].mlp:  # as it should be, or somebody else's
+            return submodules
+        if wanted and config.moe_grouped_gemm:
+            ExtSpecProvider().grouped_mlp_modules(True)
+        names = ("mlp", "pre_mlp_layernorm", "sharded_state_dict_keys_map")
+        return dataclasses.replace(submodules, **{name: getattr(kinds[wanted], name) for name in names})
 
     def sharded_state_dict(self, *args, **kwargs):
         state = super().sharded_state_dict(*args, **kwargs)
@@ -185,11 +269,14 @@ def _layer_spec(
 
 
 gpt_layer_spec = _layer_spec(num_experts=None)
-"""The spec of a dense layer for `GPTModel(transformer_layer_spec=...)`: linear layers, norms and attention are ours."""
+"""The spec of a layer for `GPTModel(transformer_layer_spec=...)`: linear layers, norms and attention are ours.
+
+`config.num_moe_experts` and `config.moe_layer_freq` (every n-th layer, or a list of 0 and 1) say which have experts.
+"""
 
 # The number of experts comes from the config when the layer is built; here it only has to be there.
 gpt_moe_layer_spec = _layer_spec(num_experts=1)
-"""The spec of a layer of experts, else as `gpt_layer_spec`. The config says how many experts there are."""
+"""As `gpt_layer_spec`: the config decides."""
 
 
 def gpt_block_spec(
@@ -203,35 +290,20 @@ def gpt_block_spec(
 
     Raises:
         ImportError: `transformer_engine`, and Megatron-Core goes without Transformer Engine.
-        ValueError: `config.moe_layer_freq` is a list of another length than the model, or
-            `config.experimental_attention_variant` asks for other attention than the plain one.
+        ValueError: `config.moe_layer_freq` is a list of another length than the model, or the config asks for other
+            kinds of layers.
     """
-    variant = getattr(config, "experimental_attention_variant", None)  # not in 0.14
-    if variant is not None:
-        raise ValueError(
-            f"config.experimental_attention_variant is {variant!r}: gpt_block_spec has plain attention in every layer; "
-            "take Megatron's own spec, which the patch and the substitution serve"
-        )
-    dense, with_experts = gpt_layer_spec, gpt_moe_layer_spec
+    check_config(config)
     backend = ExtSpecProvider()
     if transformer_engine:
         versions.require_transformer_engine("gpt_block_spec(transformer_engine=True)")
         backend = ExtBesideTransformerEngine()
-        dense, with_experts = _layer_spec(None, backend), _layer_spec(1, backend, config.moe_grouped_gemm)
     stage = (config, vp_stage) if pp_rank is None else (config, vp_stage, pp_rank)  # Megatron-Core 0.14 takes no rank
-    count = get_num_layers_to_build(*stage)
-    if config.num_moe_experts is None:
-        specs = [dense] * count
-    else:
-        first = get_transformer_layer_offset(*stage)
-        freq = config.moe_layer_freq
-        pattern = freq if isinstance(freq, list) else [int(i % freq == 0) for i in range(config.num_layers)]
-        if len(pattern) != config.num_layers:
-            raise ValueError(
-                f"config.moe_layer_freq is {freq}: a list says 0 or 1 for each of the {config.num_layers} layers; "
-                f"pass {config.num_layers} of them, or a number n for experts in every n-th layer"
-            )
-        specs = [with_experts if has_experts else dense for has_experts in pattern[first:][:count]]
+    first, count = get_transformer_layer_offset(*stage), get_num_layers_to_build(*stage)
+    with_experts = layers_with_experts(config)
+    grouped = config.moe_grouped_gemm
+    kinds = {has: _layer_spec(1 if has else None, backend, has and grouped) for has in dict.fromkeys(with_experts)}
+    specs = [kinds[has] for has in with_experts[first:][:count]]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=backend.layer_norm())
 
 

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed.groups import tensor_parallel_group
-from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import LayerPlacement
 from megatron_ext.tensor_parallel._random.transformer_engine import have_transformer_engine
 
 
 class _MarkedNorm(torch.nn.Module):
-    """What LayerNorm and RMSNorm share: parameters, their marks, and gammas stored as offsets from 1 where asked.
+    """The common part of both norms: parameters, their marks, and gammas stored as offsets from 1 where asked.
 
     Attributes:
         stores_extra_state: sharded checkpoints have an extra state of this norm, an empty one, as Transformer Engine's
@@ -39,8 +39,16 @@ class _MarkedNorm(torch.nn.Module):
         for parameter in self.parameters():
             parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
-    def gamma(self) -> Tensor:
-        return self.weight + 1 if self.zero_centered_gamma else self.weight
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalised `x`, `[..., H]`; in the weight's dtype where `x` has a wider one, as fp32 residuals have."""
+        gamma, beta = self.weight + 1 if self.zero_centered_gamma else self.weight, self.bias
+        wide = torch.promote_types(x.dtype, gamma.dtype)
+        if wide == gamma.dtype or torch.is_autocast_enabled(x.device.type):
+            return self._normalize(x, gamma, beta)
+        return self._normalize(x, gamma.to(wide), None if beta is None else beta.to(wide)).to(gamma.dtype)
+
+    def _normalize(self, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+        raise NotImplementedError
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
@@ -50,7 +58,7 @@ class _MarkedNorm(torch.nn.Module):
         Raises:
             ValueError: Megatron's dist_checkpointing is not imported.
         """
-        place = Place(sharded_offsets, metadata, tensor_parallel_group())
+        place = LayerPlacement(sharded_offsets, metadata, tensor_parallel_group())
         state = place.layer(self.state_dict(keep_vars=True), {}, prefix)
         if self.stores_extra_state:
             key = f"{prefix}_extra_state"
@@ -66,21 +74,21 @@ class _MarkedNorm(torch.nn.Module):
 
 
 class LayerNorm(_MarkedNorm):
-    """`(x - mean) / sqrt(var + eps) * weight + bias` over the last dim. Input and output `[..., H]`, same dtype."""
+    """`(x - mean) / sqrt(var + eps) * weight + bias` over the last dim."""
 
     has_bias = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (self.hidden_size,), self.gamma(), self.bias, self.eps)
+    def _normalize(self, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+        return F.layer_norm(x, (self.hidden_size,), gamma, beta, self.eps)
 
 
 class RMSNorm(_MarkedNorm):
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim. Input and output `[..., H]`, same dtype."""
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim."""
 
     has_bias = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.hidden_size,), self.gamma(), self.eps)
+    def _normalize(self, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+        return F.rms_norm(x, (self.hidden_size,), gamma, self.eps)
 
 
 class Norm:

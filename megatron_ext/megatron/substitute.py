@@ -23,8 +23,10 @@ from megatron_ext.distributed.groups import is_registered
 from megatron_ext.megatron import versions
 from megatron_ext.tensor_parallel import random as our_random
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import drain_embedding_wgrad_compute
-from megatron_ext.tensor_parallel._random.process_tracker import Kind, Process
+from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer
+from megatron_ext.tensor_parallel._random.process_tracker import Process, TrackerOptions
 from megatron_ext.tensor_parallel._random.transformer_engine import is_te_tracker
+from megatron_ext.tensor_parallel._replaced_functions import HONOURED, is_megatrons_own
 
 _THEIRS, _OURS = "megatron.core.tensor_parallel", "megatron_ext.tensor_parallel"
 _MODULES = ("cross_entropy", "data", "inference_layers", "layers", "mappings", "random", "utils")
@@ -69,12 +71,12 @@ class _Swap:
         return self._new.get(id(value), (value, value))[1]
 
     def subclasses(self) -> list[type]:
-        """Those made of classes that are to be replaced."""
+        """Classes made of those that are to be replaced; our own mean the one or the other on purpose."""
         found: list[type] = []
         for old in self.old:
             if isinstance(old, type):
                 found.extend(type.__subclasses__(old))
-        return found
+        return [kind for kind in found if not kind.__module__.startswith("megatron_ext.")]
 
     def inverted(self) -> "_Swap":
         return _Swap((new, old) for old, new in self._new.values())
@@ -165,6 +167,8 @@ def _pairs() -> tuple[dict[str, tuple[Any, Any]], list[str]]:
             home = theirs.__name__ if isinstance(value, NonCallableMock) else getattr(value, "__module__", None)
             if home != theirs.__name__ or not callable(value):
                 continue
+            if name in HONOURED and not is_megatrons_own(value):  # our layers look it up there
+                continue
             if name in ours:
                 found[f"{part}.{name}"] = value, ours[name]
             elif not name.startswith("_") and not isinstance(value, NonCallableMock):
@@ -173,6 +177,32 @@ def _pairs() -> tuple[dict[str, tuple[Any, Any]], list[str]]:
     outside = importlib.import_module("megatron.core.utils")
     found["drain_embedding_wgrad_compute"] = outside.drain_embedding_wgrad_compute, drain_embedding_wgrad_compute
     return found, lacking
+
+
+def _users_own() -> list[str]:
+    """Functions, classes and methods that stand in the place of Megatron's and that ours would pass over."""
+    found = []
+    homes = {f"{_THEIRS}.{part}": f"{_OURS}.{part}" for part in _MODULES if part != "inference_layers"}  # mocks, often
+    homes["megatron.core.utils"] = f"{_OURS}.layers"
+    for home, counterpart in homes.items():
+        ours = vars(importlib.import_module(counterpart))
+        for name, value in list(vars(sys.modules[home]).items()):
+            if name in HONOURED or not str(getattr(ours.get(name), "__module__", "")).startswith("megatron_ext."):
+                continue
+            places = {name: value}
+            if isinstance(value, type) and value.__module__.startswith("megatron."):
+                places = {
+                    f"{name}.{key}": method for key, method in vars(value).items() if not isinstance(method, type)
+                }
+            found += [
+                f"{home}.{place} ({_file_of(code)})" for place, code in places.items() if not is_megatrons_own(code)
+            ]
+    return found
+
+
+def _file_of(value: Any) -> str:
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else f"of {type(value).__module__}"
 
 
 def _in_use(kinds: tuple[type, ...]) -> list[Any]:
@@ -198,7 +228,7 @@ def _in_use(kinds: tuple[type, ...]) -> list[Any]:
         # What the garbage collector does not track (numbers, strings, ...) holds no other objects.
         new = list({id(t): t for t in reached if gc.is_tracked(t) and id(t) not in seen}.values())
         seen.update(map(id, new))
-        found.extend(thing for thing in new if issubclass(type(thing), kinds) and _has_its_group(thing))
+        found.extend(thing for thing in new if _is_theirs(thing, kinds) and _has_its_group(thing))
         reached = gc.get_referents(*new)
     return found
 
@@ -208,7 +238,12 @@ def _instances(kinds: tuple[type, ...]) -> list[Any]:
     classes: list[type] = list(kinds)
     for kind in classes:  # which grows meanwhile
         classes.extend(type.__subclasses__(kind))
-    return [thing for thing in gc.get_referrers(*classes) if issubclass(type(thing), kinds)]
+    return [thing for thing in gc.get_referrers(*classes) if _is_theirs(thing, kinds)]
+
+
+def _is_theirs(thing: Any, kinds: tuple[type, ...]) -> bool:
+    """True for a layer of these kinds, but those of our layer specs, which are subclasses."""
+    return issubclass(type(thing), kinds) and not issubclass(type(thing), ShardedLayer)
 
 
 def _has_its_group(layer: Any) -> bool:
@@ -242,6 +277,13 @@ def _refuse_half_way(pairs: dict[str, tuple[Any, Any]]) -> None:
         raise RuntimeError(
             f"Megatron-Core {megatron.core.__version__} ({versions.megatron_path()}) cannot run on our tensor-parallel "
             f"package: {reason}; what uses it would fail, or stay with Megatron's own; nothing was replaced. {instead}"
+        )
+    users = _users_own()
+    if users:
+        raise RuntimeError(
+            f"{', '.join(users)}: not Megatron's own any more, and our package would not call what stands there; "
+            f"nothing was replaced. Replace {' and '.join(HONOURED)} instead, which our layers call, or "
+            f"{versions.PATCH_INSTEAD[0].lower()}{versions.PATCH_INSTEAD[1:]}"
         )
     layers = tuple(pairs[f"layers.{name}"][0] for name in _LAYERS)
     alive = Counter(type(thing).__name__ for thing in _in_use(layers))
@@ -282,7 +324,7 @@ class _Active(NamedTuple):
     report: Substitution
     swap: _Swap
     known: set[str]  # modules that were loaded before
-    tracker: tuple[Any, Kind]  # of our own package, before
+    tracker: tuple[Any, TrackerOptions]  # of our own package, before
 
 
 _active: _Active | None = None
@@ -352,6 +394,12 @@ def restore_tensor_parallel() -> Substitution | None:
     Process.tracker, Process.kind = tracker
     _active = None
     return report
+
+
+def megatrons_own_layer(ours: type) -> type:
+    """Megatron's class in whose place ours is put."""
+    found = getattr(importlib.import_module(f"{_THEIRS}.layers"), ours.__name__)
+    return next((old for old in _active.swap.old if old.__name__ == ours.__name__), found) if _active else found
 
 
 def _their_random() -> Any:

@@ -1,4 +1,4 @@
-"""Which Megatron-Core this is, and every place of it that a way in hangs on. The one file that knows versions.
+"""The version of Megatron-Core, and every place of it that a way in hangs on. The one file that knows versions.
 
 A place is a `Seam`: its address, and the versions that have it. `SEAMS` is the table of them all, for each way in: the
 patch, the layer specs and the substitution. We look at what is there, so that a version that nobody has tried is met by
@@ -30,7 +30,7 @@ TESTED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0")
 
 
 def megatron_version() -> str:
-    """Of the package that was imported, whatever pip's metadata says."""
+    """The version of the package that was imported, whatever pip's metadata says."""
     return megatron.core.__version__
 
 
@@ -40,7 +40,7 @@ def megatron_path() -> str:
 
 
 def is_tested(version: str) -> bool:
-    """Whether a version lies in the tested range: from the first to the last minor version of `TESTED`."""
+    """True if a version lies in the tested range: from the first to the last minor version of `TESTED`."""
     return _minor(TESTED[0]) <= _minor(version) <= _minor(TESTED[-1])
 
 
@@ -123,7 +123,7 @@ class Seam(NamedTuple):
         return f"{self.since} and newer" if self.since else "all"
 
     def is_there(self) -> bool:
-        """Whether the imported Megatron-Core has it, found by looking. Imports its module."""
+        """Look whether the imported Megatron-Core has the place. Imports its module."""
         path, _, argument = self.address.rstrip(")").partition("(")
         module, _, name = path.partition(":")
         try:
@@ -135,7 +135,7 @@ class Seam(NamedTuple):
         return not argument or argument in inspect.signature(found).parameters
 
     def is_expected(self) -> bool:
-        """Whether the table says that this version has it."""
+        """True if the table says that this version has the place."""
         return _minor(self.since or TESTED[0]) <= _minor(megatron_version())
 
 
@@ -178,7 +178,7 @@ LATER: tuple[Seam, ...] = (
 
 
 def missing_seams(way: str) -> list[str]:
-    """What one of the ways in needs and this Megatron-Core lacks, each with the versions that have it."""
+    """The seams that a way in needs and this Megatron-Core lacks, each with the versions that have it."""
     return [f"{seam.address} ({seam.versions})" for seam in SEAMS[way] if not seam.is_there()]
 
 

@@ -3,13 +3,14 @@
 import importlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 import torch
 
 from megatron_ext.head.validation.option_checks import Bits, as_number, check_number, one_of
 from megatron_ext.head.validation.sampling_checks import filters
+from megatron_ext.policy.config_keys import check_keys
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Sizes of Megatron's: those that only Megatron's backend has, and one that none has.
@@ -81,12 +82,15 @@ class Settings:
     skip_masked_tokens: bool | int = False
     logit_dtype: torch.dtype | None = None
     batch_invariant_mode: bool = False
+    config_overrides: Mapping[str, Any] = field(default_factory=dict)
+    faults_with_experts: tuple[str, ...] = ()
 
 
 def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") -> Settings:
-    """The settings that `config` says. Keys that are not named here are left to those who know them.
+    """The settings that `config` says. `config_keys` has the keys of NeMo-RL's that are not named here.
 
     Keys: `model_name` (a local folder, a transformers config, or a function without arguments that makes a model),
+    `hf_config_overrides` (values of the model's config, instead of those that the folder or config has),
     `precision` ("float32", "bfloat16", "float16"), `train_global_batch_size`, `train_micro_batch_size`,
     `logprob_batch_size` (default: `train_micro_batch_size`), `max_grad_norm` (None: no clipping), `optimizer` and
     `scheduler` (see `worker/optimizer.py`), `seed` of weights that are drawn, `refit_buffer_bytes`; under `dtensor_cfg`
@@ -108,6 +112,7 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     Raises:
         ValueError: a key is missing or has a value that it cannot have.
     """
+    faults_with_experts = check_keys(config, parallel_key)
     precision = _required(config, "precision", "config")
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}")
@@ -130,7 +135,7 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         check_number("max_grad_norm", max_grad_norm, "above 0", lambda x: x > 0, "None leaves gradients unclipped")
     return Settings(
         model=_required(config, "model_name", "config"),
-        seed=int(config.get("seed", 0)),
+        seed=_seed(config.get("seed", 0)),
         dtype=PRECISIONS[precision],
         global_batch_size=_positive(config, "train_global_batch_size", "config"),
         batching=_batching(config, rows, _positive(config, "logprob_batch_size", "config", rows)),
@@ -138,9 +143,9 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         tensor_parallel_size=_positive(parallel, tp_key, parallel_key, 1),
         context_parallel_size=_positive(parallel, "context_parallel_size", parallel_key, 1),
         expert_parallel=_expert_parallel(parallel, parallel_key, tp_key),
-        sequence_parallel=bool(parallel.get("sequence_parallel", False)),
-        cpu_offload=bool(parallel.get("cpu_offload", False)),
-        activation_checkpointing=bool(parallel.get("activation_checkpointing", False)),
+        sequence_parallel=_flag(parallel, "sequence_parallel", parallel_key),
+        cpu_offload=_flag(parallel, "cpu_offload", parallel_key),
+        activation_checkpointing=_flag(parallel, "activation_checkpointing", parallel_key),
         custom_parallel_plan=parallel.get("custom_parallel_plan"),
         optimizer=config.get("optimizer"),
         scheduler=config.get("scheduler"),
@@ -154,8 +159,23 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         bits=_bits(config, parallel),
         skip_masked_tokens=_skips(config.get("skip_masked_tokens")),
         logit_dtype=_logit_dtype(config, precision),
-        batch_invariant_mode=bool(parallel.get("batch_invariant_mode", False)),
+        batch_invariant_mode=_flag(parallel, "batch_invariant_mode", parallel_key),
+        config_overrides=dict(config.get("hf_config_overrides") or {}),
+        faults_with_experts=faults_with_experts,
     )
+
+
+def _flag(section: Mapping[str, Any], key: str, where: str) -> bool:
+    value = section.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{where}.{key} is {value!r}: it must be True or False, in YAML true or false unquoted")
+    return bool(value)
+
+
+def _seed(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"seed is {value!r}: it must be an integer")
+    return value
 
 
 def _skips(value: Any) -> bool | int:
@@ -188,7 +208,7 @@ def _logit_dtype(config: Mapping[str, Any], precision: str) -> torch.dtype | Non
 
 
 def _gives_rewards(config: Mapping[str, Any], parallel_key: str) -> bool:
-    if not config.get("enabled"):
+    if not _flag(config, "enabled", "reward_model_cfg"):
         return False
     if parallel_key == "megatron_cfg":
         raise ValueError(
@@ -252,7 +272,8 @@ def import_from_path(path: str) -> Any:
 
 
 def _batching(config: Mapping[str, Any], train_rows: int, logprob_rows: int) -> Batching:
-    chosen = [key for key in ("dynamic_batching", "sequence_packing") if (config.get(key) or {}).get("enabled")]
+    kinds = ("dynamic_batching", "sequence_packing")
+    chosen = [key for key in kinds if _flag(config.get(key) or {}, "enabled", key)]
     if len(chosen) > 1:
         raise ValueError("dynamic_batching and sequence_packing are both enabled: they exclude each other; enable one")
     if not chosen:

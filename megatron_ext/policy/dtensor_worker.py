@@ -51,7 +51,7 @@ class DTensorPolicyWorker(PolicyWorker):
 
         def load() -> None:
             nonlocal whole, empty
-            make, make_empty, _ = model_factories(settings.model, settings.gives_rewards)
+            make, make_empty, _ = model_factories(settings.model, settings.gives_rewards, settings.config_overrides)
             with init_empty_weights():
                 empty = make_empty().float()
             self._refuse_unsupported(empty)

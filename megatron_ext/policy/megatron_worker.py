@@ -107,7 +107,7 @@ class MegatronPolicyWorker(PolicyWorker):
 
         def load() -> None:
             nonlocal config, state
-            make, _, config = model_factories(settings.model)
+            make, _, config = model_factories(settings.model, overrides=settings.config_overrides)
             if config is None:
                 config = make().config
             check_layout(settings, config)

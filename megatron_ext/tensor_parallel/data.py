@@ -78,7 +78,7 @@ def _check_data_types(keys: Iterable[str], data: Any, target_dtype: torch.dtype)
 
 
 def _device_of(group: Group) -> torch.device | None:
-    """Where the group's messages lie, which is where the ranks want their batch: NCCL's are on the GPU."""
+    """The device of the group's messages, where the ranks want their batch: NCCL's are on the GPU."""
     if group is None:
         return None
     on_gpu = "cuda:nccl" in str(dist.get_backend_config(group))
@@ -88,7 +88,7 @@ def _device_of(group: Group) -> torch.device | None:
 def _exchange_descriptions(
     keys: Sequence[str], data: Any, datatype: torch.dtype | None, group: Group
 ) -> dict[str, _Description]:
-    """What the first rank has under each key, known and found right on every rank. One broadcast."""
+    """Descriptions of what the first rank has under each key, known and found right on every rank. One broadcast."""
     header = torch.zeros(len(keys), 3 + _MAX_DATA_DIM, dtype=torch.int64)
     if group_rank(group) == 0:
         header = torch.tensor([_describe(data, key, datatype).to_row() for key in keys])

@@ -49,7 +49,7 @@ def _recording(layer: ParallelLayer) -> torch.set_grad_enabled:
 
 
 class _InferenceColumn(ColumnParallelLinear):
-    """What the two column-parallel layers share.
+    """The base of the two column-parallel layers.
 
     Attributes:
         barrier_before_all_gather, skip_norm_and_all_gather: set by Megatron, for layers with symmetric memory.
@@ -160,5 +160,5 @@ functools.update_wrapper(InferenceRowParallelLinear.__init__, RowParallelLinear.
 
 
 def is_inference_column_parallel_linear(module: Any) -> bool:
-    """Whether `module` is one of the column-parallel layers for decoding: what has `set_barrier_before_all_gather`."""
+    """True for the column-parallel layers for decoding, which have `set_barrier_before_all_gather`."""
     return isinstance(module, _InferenceColumn)

@@ -1,4 +1,4 @@
-"""How tensors change hands between tensor-parallel ranks, forward and backward. Drop-in for Megatron's module.
+"""Mappings of tensors between tensor-parallel ranks, forward and backward. Drop-in for Megatron's module.
 
 Mappings come in dual pairs: the gradient of each half is the other half, applied to the gradient.
 
@@ -107,7 +107,7 @@ class _ScatterToSequenceParallelRegion(_Mapping):
 
 
 class _ScatterUnevenly(Function):
-    """As `_ScatterToSequenceParallelRegion`, each rank as many rows as the split sizes say."""
+    """The mapping `_ScatterToSequenceParallelRegion` with as many rows for each rank as the split sizes say."""
 
     @staticmethod
     def forward(ctx, input_, group, input_split_sizes):

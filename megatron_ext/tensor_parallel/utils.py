@@ -76,7 +76,7 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: Group = None) -> Tensor:
 
 
 class VocabUtility:
-    """Which token ids `[first, last)` a rank owns, when all ranks own equally many."""
+    """Token ids `[first, last)` that a rank owns, when all ranks own equally many."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_on_cpu.nccl_rules import torch_functions
 from megatron_on_cpu.nccl_rules.process_group import NcclRulesGroup
-from megatron_on_cpu.nccl_rules.queues.engine import CommunicationHang, CommunicationMismatch, Engine
+from megatron_on_cpu.nccl_rules.queues.engine import CommunicationHang, CommunicationMismatch, Engine, StallWarning
 from megatron_on_cpu.nccl_rules.queues.order import LaunchOrderHazard, LaunchOrderWarning
 from megatron_on_cpu.nccl_rules.rules import NcclRules
 
@@ -26,6 +26,7 @@ __all__ = [
     "LaunchOrderHazard",
     "LaunchOrderWarning",
     "NcclRules",
+    "StallWarning",
     "register",
 ]
 

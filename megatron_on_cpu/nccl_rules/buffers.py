@@ -10,15 +10,16 @@ from torch import Tensor
 _OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
+    "premul_sum": torch.add,
     "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
+    "min": torch.fmin,  # NaN does not count
+    "max": torch.fmax,
 }
 
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """What the backend computes is no part of the user's program: no mode sees it, and no gradient is recorded."""
+    """The backend's own arithmetic, no part of the user's program: no mode sees it, no gradient is recorded."""
     with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
 
@@ -57,17 +58,27 @@ def values(data: memoryview | bytearray, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
 
 
-def reduce(pieces: list[Tensor], op: str) -> Tensor:
+def reduce(pieces: list[Tensor], op: str, factor: float = 1.0) -> Tensor:
     """The reduction `op` of tensors [N] in the order of ranks, in their own type; the bits are the same on every rank.
 
-    As NCCL does it: a sum of booleans is their maximum, and an average multiplies before it adds, but for integers.
+    As NCCL does it: a sum of booleans is their maximum, an average multiplies before it adds, but for integers, and
+    "premul_sum" multiplies by `factor` before it adds. Numbers of 8 bits are rounded at each step.
     """
     dtype = pieces[0].dtype
+    if op == "premul_sum":
+        pieces = [x * torch.tensor(factor, dtype=dtype) for x in pieces]
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        return functools.reduce(lambda x, y: _OPERATORS[op](x.float(), y.float()).to(dtype), _averaged(pieces, op))
     if dtype is torch.bool:
         pieces, op = [x.to(torch.uint8) for x in pieces], "max" if op == "sum" else op
-    if op == "avg" and dtype.is_floating_point:
-        pieces = [x * (1 / len(pieces)) for x in pieces]
-    total = functools.reduce(_OPERATORS[op], pieces)
+    total = functools.reduce(_OPERATORS[op], _averaged(pieces, op))
     if op == "avg" and not dtype.is_floating_point:
         total = torch.div(total, len(pieces), rounding_mode="trunc")
     return total.to(dtype)
+
+
+def _averaged(pieces: list[Tensor], op: str) -> list[Tensor]:
+    dtype = pieces[0].dtype
+    if op != "avg" or not dtype.is_floating_point:
+        return pieces
+    return [(x.float() if dtype.itemsize == 1 else x).mul(1 / len(pieces)).to(dtype) for x in pieces]

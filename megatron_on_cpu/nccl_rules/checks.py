@@ -1,27 +1,42 @@
-"""What NCCL, or torch's group over it, refuses, with the same kinds of exceptions."""
+"""Refusals of NCCL, or of torch's group over it, with the same kinds of exceptions."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+_OTHER_FLOAT8 = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}  # NCCL moves them as bytes
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _INTEGERS = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool}
-DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, *_FLOAT8, *_INTEGERS}
+DTYPES = _FLOATS | _FLOAT8 | _OTHER_FLOAT8 | _INTEGERS
 _REDUCTIONS = {
-    name: getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+    name: getattr(dist.ReduceOp, name)
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM", "BAND", "BOR", "BXOR")
 }
 
 
-def check_all(what: str, tensors: Sequence[Tensor]) -> None:
-    """Each dense, contiguous in its memory format, of a type that NCCL has; all of the same type."""
+def check_message(what: str, x: Tensor) -> None:
+    """Check as `check_all` does; the elements may lie in any order as long as they fill their memory."""
+    if not x.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(x):
+        x = x.as_strided((x.numel(),), (1,))
+    check_all(what, [x])
+
+
+def check_all(what: str, tensors: Sequence[Tensor], strided: Sequence[Tensor] = ()) -> None:
+    """Each dense, contiguous in its memory format, of a type that NCCL has; all of the same type.
+
+    Those in `strided` are copied by torch's group, and may have gaps.
+    """
     for x in tensors:
+        contiguous = x.is_contiguous() or _channels_last(x) or any(x is one for one in strided)
         if x.device.type != "cpu":
             raise ValueError(f"{what}: a tensor on {x.device} was given; this backend takes tensors on the CPU")
         if x.layout is not torch.strided:
             raise ValueError(f"{what}: a tensor of layout {x.layout} was given; NCCL takes dense tensors")
-        if not x.is_contiguous() and not _channels_last(x):
+        if not contiguous:
             raise ValueError(
                 f"{what}: a tensor of shape {list(x.shape)} and strides {list(x.stride())} was given; NCCL takes "
                 "contiguous tensors: call .contiguous() first"
@@ -61,18 +76,21 @@ def check_times(what: str, whole: Tensor, piece: Tensor, size: int) -> None:
         )
 
 
-def reduction(what: str, op: dist.ReduceOp, dtype: torch.dtype) -> str:
-    """The name of `op`, "sum" for SUM."""
+def reduction(what: str, op: dist.ReduceOp, dtype: torch.dtype) -> tuple[str, float]:
+    """The name of `op`, "sum" for SUM, and the factor of PREMUL_SUM, 1 for others."""
     name = next((name for name, known in _REDUCTIONS.items() if op == known), None)
     if name is None:
-        raise ValueError(f"{what}: the reduction {op} is not one of NCCL's sum, avg, product, min, max")
+        raise ValueError(f"{what}: the reduction {op} is not one of NCCL's sum, avg, product, min, max, premul_sum")
     if name in ("BAND", "BOR", "BXOR"):
         raise ValueError(f"{what}: ReduceOp.{name} is a reduction that NCCL does not have")
     if dtype is torch.bool and name == "AVG":
         raise TypeError(f"{what}: ReduceOp.AVG of booleans is refused by NCCL's group")
-    if dtype in _FLOAT8:
-        raise TypeError(f"{what}: a reduction of {dtype} was asked for, which NCCL has on few GPUs only")
-    return name.lower()
+    if dtype in _OTHER_FLOAT8:
+        raise TypeError(f"{what}: a reduction of {dtype} was asked for, which NCCL has on no GPU")
+    if name == "PREMUL_SUM" and dtype not in _FLOATS:
+        raise TypeError(f"{what}: PREMUL_SUM of {dtype} was asked for; NCCL has it for floats of 16, 32 and 64 bits")
+    state: Any = op.__getstate__()  # of a premultiplied sum (PREMUL_SUM, factor)
+    return name.lower(), float(state[1]) if name == "PREMUL_SUM" else 1.0
 
 
 def check_splits(what: str, name: str, splits: Sequence[int], x: Tensor, size: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_on_cpu.nccl_rules.buffers import content, fill, reduce, size_bytes, values
@@ -22,6 +23,7 @@ from megatron_on_cpu.nccl_rules.checks import (
 
 Pieces = dict[int, memoryview]  # by rank of the group
 _NOTHING = memoryview(b"")
+FLAT = torch.contiguous_format
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Exchange:
     finish: Callable[[Pieces], None]  # called with what each rank sent here
     meets: list[int] | None = None  # whom this rank has to do with, None: all
     needs: list[int] | None = None  # who must have come before it is complete, None: all of them
+    empty: bool = False  # no rank has an element: NCCL discards it
 
 
 class Collectives:
@@ -57,8 +60,9 @@ class Collectives:
     def _all_reduce(self, name: str, x: Tensor, opts: Any) -> Exchange:
         check_all(name, [x])
         op, data, size = reduction(name, opts.reduceOp, x.dtype), content(x), self._size
-        finish = partial(_reduce_into, x, op)
-        return Exchange(describe(name, x, op), f"{name} {op} {x.dtype}", [x], [data] * size, [len(data)] * size, finish)
+        finish, agree = partial(_reduce_into, x, *op), f"{name} {op} {x.dtype}"
+        sizes = [len(data)] * size
+        return Exchange(describe(name, x, op[0]), agree, [x], [data] * size, sizes, finish, empty=not data)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         (x,) = tensors
@@ -66,12 +70,13 @@ class Collectives:
         op, root, data = reduction("reduce", opts.reduceOp, x.dtype), opts.rootRank, content(x)
         is_root = self._rank == root
         exchange = Exchange(
-            describe(f"reduce to rank {self._ranks[root]}", x, op),
+            describe(f"reduce to rank {self._ranks[root]}", x, op[0]),
             f"reduce {op} {root} {x.dtype}",
             [x],
             *self._to_root(root, data),
-            partial(_reduce_into, x, op) if is_root else _ignore,
+            partial(_reduce_into, x, *op) if is_root else _ignore,
             needs=None if is_root or not self._buffered(len(data)) else [],
+            empty=not data,
         )
         return self._run("reduce", exchange)
 
@@ -80,15 +85,21 @@ class Collectives:
         check_all("broadcast", [x])
         root, data = opts.rootRank, content(x)
         needs = [root] if self._buffered(len(data)) else None
-        return self._run("broadcast", self._from_root("broadcast", x, root, [data] * self._size, needs=needs))
+        exchange = self._from_root("broadcast", x, root, [data] * self._size, needs=needs, empty=not data)
+        return self._run("broadcast", exchange)
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> Any:
         """Pieces may differ in size: NCCL's group then sends one broadcast for each rank."""
         (outputs,), (x,) = output_tensors, input_tensors
         check_count("all_gather", "the output list", len(outputs), self._size)
-        check_all("all_gather", [x, *outputs])
+        equal = len({y.shape for y in outputs}) == 1
+        check_all("all_gather", [x, *outputs], strided=outputs if equal else ())
         check_shapes("all_gather", "this rank's own output", [outputs[self._rank]], x)
-        return self._run("allgather", self._gather_into("all_gather", [content(y) for y in outputs], x, outputs))
+        flat = [y if y.is_contiguous() or not equal else torch.empty_like(x, memory_format=FLAT) for y in outputs]
+        exchange = self._gather_into("all_gather", [content(y) for y in flat], x, outputs)
+        if any(y is not z for y, z in zip(flat, outputs, strict=True)):
+            exchange.finish = partial(_fill_strided, outputs, flat, exchange.finish)
+        return self._run("allgather", exchange)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self._run("allgather_base", self._all_gather_single("all_gather_single", output, input))
@@ -108,15 +119,17 @@ class Collectives:
 
     def _gather_into(self, name: str, places: list[memoryview], x: Tensor, outputs: list[Tensor]) -> Exchange:
         sends, expects = [content(x)] * self._size, [len(place) for place in places]
-        return Exchange(describe(name, x), name, outputs, sends, expects, partial(_fill_all, places))
+        finish = partial(_fill_all, places)
+        return Exchange(describe(name, x), name, outputs, sends, expects, finish, empty=not any(expects))
 
     def reduce_scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Any:
         """Pieces may differ in size: NCCL's group then sends one reduction for each rank."""
         (output,), (inputs,) = output_tensors, input_tensors
         check_count("reduce_scatter", "the input list", len(inputs), self._size)
-        check_all("reduce_scatter", [output, *inputs])
+        equal = len({x.shape for x in inputs}) == 1
+        check_all("reduce_scatter", [output, *inputs], strided=inputs if equal else ())
         check_shapes("reduce_scatter", "this rank's own input", [inputs[self._rank]], output)
-        sends = [content(x) for x in inputs]
+        sends = [content(x.contiguous() if equal else x) for x in inputs]
         return self._run("reduce_scatter", self._reduce_scatter("reduce_scatter", output, sends, opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
@@ -139,7 +152,9 @@ class Collectives:
     def _reduce_scatter(self, name: str, output: Tensor, sends: list[memoryview], opts: Any) -> Exchange:
         op = reduction(name, opts.reduceOp, output.dtype)
         agree, expects = f"{name} {op} {output.dtype}", [size_bytes(output)] * self._size
-        return Exchange(describe(name, output, op), agree, [output], sends, expects, partial(_reduce_into, output, op))
+        finish = partial(_reduce_into, output, *op)
+        empty = not (any(sends) or any(expects))
+        return Exchange(describe(name, output, op[0]), agree, [output], sends, expects, finish, empty=empty)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
@@ -197,7 +212,7 @@ class Collectives:
         return self._run("scatter", self._from_root("scatter", x, root, sends, meets=None if is_root else [root]))
 
     def _to_root(self, root: int, data: memoryview) -> tuple[list[memoryview], list[int]]:
-        """What each rank gets of this one, and how much this one expects of each."""
+        """Returns what each rank gets of this one, and how much this one expects of each."""
         sends = [data if r == root else _NOTHING for r in range(self._size)]
         return sends, [len(data) if self._rank == root else 0] * self._size
 
@@ -227,7 +242,7 @@ class Collectives:
     # What NCCL does not have.
 
     def recv_anysource(self, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError("recv without a source: NCCL receives from the rank that is named; give `src`")
+        raise NotImplementedError("recv without a source: NCCL receives from the rank that is named; give `src`")
 
     def allgather_coalesced(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("all_gather_coalesced: NCCL's group does not have it; use all_gather")
@@ -265,8 +280,15 @@ def _ignore(pieces: Pieces) -> None:
     pass
 
 
-def _reduce_into(x: Tensor, op: str, pieces: Pieces) -> None:
-    fill(x, content(reduce([values(pieces[r], x.dtype) for r in sorted(pieces)], op)))
+def _reduce_into(x: Tensor, op: str, factor: float, pieces: Pieces) -> None:
+    fill(x, content(reduce([values(pieces[r], x.dtype) for r in sorted(pieces)], op, factor)))
+
+
+def _fill_strided(outputs: list[Tensor], flat: list[Tensor], finish: Callable[[Pieces], None], pieces: Pieces) -> None:
+    finish(pieces)
+    for y, z in zip(outputs, flat, strict=True):
+        if y is not z:
+            y.copy_(z)
 
 
 def _fill_all(places: list[memoryview], pieces: Pieces) -> None:

@@ -1,4 +1,4 @@
-"""What torch's dispatch modes see of the backend: an operator for each call, with c10d's name of it, that does nothing.
+"""The view of torch's dispatch modes on the backend: an operator that does nothing for each call, with c10d's name.
 
 c10d's own operators ask for a backend in C++.
 """

@@ -1,6 +1,7 @@
 """The process group: its communicators, what is grouped into one launch, and messages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -10,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_on_cpu.nccl_rules.buffers import content, fill, size_bytes
-from megatron_on_cpu.nccl_rules.checks import check_all
+from megatron_on_cpu.nccl_rules.checks import check_message
 from megatron_on_cpu.nccl_rules.collectives import Collectives, Exchange, describe
 from megatron_on_cpu.nccl_rules.observed import show
 from megatron_on_cpu.nccl_rules.queues.engine import Engine
 from megatron_on_cpu.nccl_rules.queues.launches import Communicator, Part, Payloads
 from megatron_on_cpu.nccl_rules.rules import NcclRules
-from megatron_on_cpu.nccl_rules.work import NcclRulesWork
+from megatron_on_cpu.nccl_rules.work import FinishedWork, NcclRulesWork
 
 _ProcessGroup: Any = dist.ProcessGroup  # torch declares each way to call a method; it calls them in one
 
@@ -35,6 +36,8 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
         self._grouped: list[tuple[Part, Exchange]] | None = None
         self._owns_engine = owns
         if engine.rules.eager:
+            if not owns and not engine.splitting:
+                engine.split("0", range(engine.size), name)
             self._communicator()
 
     @property
@@ -70,11 +73,29 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
+    def split(self, child: str) -> str:
+        """This rank's part in splitting the group `child` off this one, whether it will belong to it or not.
+
+        Returns a name of the split, the same on all ranks.
+        """
+        return self._engine.split(self._name, self._ranks, child)
+
+    @contextmanager
+    def splitting(self) -> Iterator[None]:
+        """Inside, a new group is made of what `split` has split off."""
+        self._engine.splitting = True
+        try:
+            yield
+        finally:
+            self._engine.splitting = False
+
     def shutdown(self) -> None:
         if self._owns_engine:
             self._engine.close()
 
-    abort = shutdown
+    def abort(self) -> None:
+        if self._owns_engine:
+            self._engine.abort()
 
     # Launches.
 
@@ -91,9 +112,14 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
     def _buffered(self, n: int) -> bool:
         return n <= self._engine.rules.buffer_bytes
 
-    def _run(self, name: str, *exchanges: Exchange) -> NcclRulesWork | None:
+    def _run(self, name: str, *exchanges: Exchange) -> dist.Work | None:
+        """NCCL discards a collective of no elements: ranks do not meet for it."""
         show(name, [x for exchange in exchanges for x in exchange.outputs])
-        return self._launch([(self._part(exchange), exchange) for exchange in exchanges])
+        some = [exchange for exchange in exchanges if not exchange.empty]
+        if some or self._grouped is not None:
+            return self._launch([(self._part(exchange), exchange) for exchange in some])
+        self._communicator()
+        return FinishedWork([x for exchange in exchanges for x in exchange.outputs])
 
     def _launch(
         self, parts: list[tuple[Part, Exchange]], communicator: Callable[[], Communicator] | None = None
@@ -126,15 +152,15 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
     def _start_coalescing(self, device: Any = None) -> None:
         self._grouped = []
 
-    def _end_coalescing(self, device: Any = None) -> NcclRulesWork | None:
+    def _end_coalescing(self, device: Any = None) -> dist.Work | None:
         grouped, self._grouped = self._grouped, None
-        return self._launch(grouped) if grouped else None
+        return self._launch(grouped) if grouped else FinishedWork([])
 
     # Messages. Tags are ignored: messages between two ranks meet in the order in which they were launched.
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> NcclRulesWork | None:
         (x,) = tensors
-        check_all("send", [x])
+        check_message("send", x)
         to, data = self._ranks[peer], content(x)
         needs = frozenset() if self._buffered(len(data)) else frozenset([to])
         way = f"{self._rank}>{peer}"
@@ -143,7 +169,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> NcclRulesWork | None:
         (x,) = tensors
-        check_all("recv", [x])
+        check_message("recv", x)
         source = self._ranks[peer]
         way, expects = f"{peer}>{self._rank}", {source: size_bytes(x)}
 

@@ -1,4 +1,4 @@
-"""Which of NCCL's rules hold."""
+"""Settings of NCCL's rules."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ ORDERS = ("raise", "warn", "ignore")
 
 @dataclass(frozen=True)
 class NcclRules:
-    """What of NCCL's behaviour depends on how a job is set up.
+    """Settings of a job that NCCL's behaviour depends on.
 
     `eager`: the process group was made with `device_id`. Messages then run on their group's own communicator, among its
     collectives, and each communicator is made with its group. Otherwise (False) each pair of ranks has a communicator

@@ -1,6 +1,7 @@
 """The functions of torch.distributed that ask for NCCL's group by its type: replaced once, for groups of ours alone."""
 
 import functools
+import inspect
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,8 @@ def replace() -> None:
     if hasattr(distributed_c10d.batch_isend_irecv, "_of_nccl_rules"):
         return
     batch, device = distributed_c10d.batch_isend_irecv, distributed_c10d._get_object_coll_device
+    make_group, split = distributed_c10d._new_process_group_helper, distributed_c10d.split_group
+    of_make_group = inspect.signature(make_group)
 
     @functools.wraps(batch)
     def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
@@ -30,7 +33,44 @@ def replace() -> None:
             group._grouped = None
             raise
         work = group._end_coalescing()
-        return [] if work is None else [work]
+        assert work is not None
+        return [work]
+
+    @functools.wraps(make_group)
+    def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        """With eager initialisation a group is split off the default one, to which those who are not in it come too."""
+        made = make_group(*args, **kwargs)
+        if made[0] is dist.GroupMember.NON_GROUP_MEMBER:
+            default, given = distributed_c10d._get_default_group(), of_make_group.bind(*args, **kwargs).arguments
+            if isinstance(default, NcclRulesGroup) and default.rules.eager and given["backend"] == "nccl_rules":
+                default.split(given["group_name"])
+        return made
+
+    @functools.wraps(split)
+    def split_group(
+        parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        parent = parent_pg or distributed_c10d._get_default_group()
+        if not isinstance(parent, NcclRulesGroup):
+            return split(parent_pg, split_ranks, timeout, *args, **kwargs)
+        if not parent.rules.eager:
+            raise RuntimeError("split_group: NCCL splits groups of a job with init_process_group(device_id=...) alone")
+        if not split_ranks:
+            raise ValueError(f"split_ranks={split_ranks!r} must be a list of lists of the parent's ranks")
+        mine = next((sorted(ranks) for ranks in split_ranks if parent.getRank() in ranks), None)
+        name: Any = parent.split(f"of {split_ranks}")
+        if mine is None:
+            return None
+        name += f" {mine}"
+        world, default = distributed_c10d._world, distributed_c10d._get_default_group()
+        members = [dist.get_global_rank(parent, r) for r in mine]
+        place, backend = mine.index(parent.getRank()), dist.Backend("nccl_rules")
+        timeout = timeout or distributed_c10d._get_default_timeout(backend)
+        more = {"timeout": timeout, "group_desc": kwargs.get("group_desc")}
+        with parent.splitting():
+            group, _ = make_group(len(mine), place, members, backend, world.pg_map[default][1], name, **more)
+        world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(members)}
+        return group
 
     @functools.wraps(device)
     def _get_object_coll_device(group: Any = None) -> str:
@@ -42,6 +82,8 @@ def replace() -> None:
             )
         return device(group)
 
+    distributed_c10d._new_process_group_helper = _new_process_group_helper
+    distributed_c10d.split_group = dist.split_group = split_group
     batch_isend_irecv._of_nccl_rules = True  # type: ignore[attr-defined]
     distributed_c10d.batch_isend_irecv = batch_isend_irecv
     dist.batch_isend_irecv = batch_isend_irecv
@@ -49,6 +91,6 @@ def replace() -> None:
 
 
 def device_was_set(*args: Any) -> None:
-    """What `torch.cuda.set_device` does where there is none."""
+    """Stands in for `torch.cuda.set_device` where there is none."""
     global _device_is_set
     _device_is_set = True

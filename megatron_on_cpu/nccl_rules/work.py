@@ -1,7 +1,5 @@
-"""What a launch gives the program to wait for."""
+"""Works: a launch gives the program one to wait for."""
 
-import queue
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -43,30 +41,48 @@ class NcclRulesWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future:
-        """Of the outputs. Its callbacks run in a thread of their own, where they may wait for other operations."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        """Future of the outputs, complete, as NCCL's is at launch. Callbacks run at once, in the thread that adds them.
 
-        def complete() -> None:
-            if self._launch.error is not None:
-                future.set_exception(self._launch.error)
-            else:
-                future.set_result(self._outputs)
-
-        self._engine.when_done(self._launch, lambda: _in_another_thread(complete))
-        return future
-
-
-_to_complete: "queue.SimpleQueue[Any]" = queue.SimpleQueue()
-_completing: list[threading.Thread] = []
+        On a GPU they run before the outputs are there, on a stream that waits; here this call waits.
+        """
+        try:
+            self.wait()
+        except Exception as error:
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            future.set_exception(error)
+            return future
+        return _complete_future(self._outputs)
 
 
-def _in_another_thread(call: Any) -> None:
-    if not _completing or not _completing[0].is_alive():
-        _completing[:] = [threading.Thread(target=_complete, name="nccl-rules-futures", daemon=True)]
-        _completing[0].start()
-    _to_complete.put(call)
+class FinishedWork(dist.Work):
+    """A collective that NCCL discards, with its outputs as they were."""
+
+    def __init__(self, outputs: Sequence[Tensor]):
+        super().__init__()
+        self._outputs = list(outputs)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+    is_success = is_completed
+
+    def exception(self) -> Exception | None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future:
+        return _complete_future(self._outputs)
 
 
-def _complete() -> None:
-    while True:
-        _to_complete.get()()
+def _complete_future(outputs: list[Tensor]) -> torch.futures.Future:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(outputs)
+    return future

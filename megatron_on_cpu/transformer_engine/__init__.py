@@ -1,17 +1,19 @@
-"""Transformer Engine on a CPU: its Python code as it is, over plain PyTorch in the place of its compiled module.
+"""Transformer Engine on a CPU, experimental: its Python code as it is, over plain PyTorch for its compiled module.
 
 `compiled_module.py` puts `transformer_engine_torch` together from the files beside it, by what they hold;
 `python_modules.py` has the few places of the Python code that have to give way, `apex.py` what Megatron calls of Apex.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_on_cpu.redirections import on_cpu
@@ -70,7 +72,18 @@ def redirections(undo: ExitStack) -> Iterator[tuple[Any, dict[str, Any]]]:
         undo.callback(os.environ.pop, _BUILDING, None)
     # Quantised tensors are made by the number of a CUDA device.
     on_device = on_cpu(Tensor._make_wrapper_subclass)
+    yield torch.library, {"custom_op": _operator_of_cpu_too(torch.library.custom_op)}
     yield Tensor, {"is_cuda": property(_is_cuda), "_make_wrapper_subclass": staticmethod(on_device)}
+
+
+def _operator_of_cpu_too(custom_op: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.library.custom_op` for 2.20, whose operators around compiled functions are of CUDA: of the CPU too."""
+
+    @functools.wraps(custom_op)
+    def make(*args: Any, device_types: Any = None, **kwargs: Any) -> Any:
+        return custom_op(*args, device_types=("cuda", "cpu") if device_types == "cuda" else device_types, **kwargs)
+
+    return make
 
 
 def _is_cuda(tensor: Any) -> bool:

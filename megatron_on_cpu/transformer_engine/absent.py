@@ -1,4 +1,4 @@
-"""What of the compiled module is not emulated: it is there by name, and says so when it is called."""
+"""Names of the compiled module that are not emulated: each raises an error when it is called."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

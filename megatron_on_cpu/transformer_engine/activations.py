@@ -29,7 +29,7 @@ OF_CLAMPED = {"limit": 7.0, "alpha": 1.702}
 
 
 def gated(activation: Function) -> Function:
-    """Of `[..., 2 H]`, the gate first."""
+    """Function of `[..., 2 H]`, the gate first."""
 
     def apply(x: Tensor) -> Tensor:
         gate, linear = x.chunk(2, dim=-1)
@@ -51,7 +51,7 @@ def with_options(function: Function, names: dict[str, Any], given: Any) -> Funct
 
 
 def forward_of(function: Function, **options: Any) -> Callable[..., Any]:
-    """What the compiled module calls by the name of the activation, whose `options` have these defaults."""
+    """Function that the compiled module has under the name of the activation, whose `options` have these defaults."""
 
     @taking("input quantizer", **options)
     def forward(given: Any) -> Any:
@@ -62,14 +62,14 @@ def forward_of(function: Function, **options: Any) -> Callable[..., Any]:
 
 
 def gradient(function: Function, grad: Tensor, x: Tensor) -> Tensor:
-    """Of the input, by autograd in fp32, in its dtype."""
+    """Gradient of the input, by autograd in fp32, in its dtype."""
     with torch.enable_grad():
         wide = x.detach().float().requires_grad_()
         return torch.autograd.grad(function(wide), wide, grad.float())[0].to(x.dtype)
 
 
 def backward_of(function: Function, **options: Any) -> Callable[..., Any]:
-    """What it calls by that name with a d in it."""
+    """Function that it has under that name with a d in it."""
 
     @taking("grad fwd_input quantizer", **options)
     def backward(given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What Megatron calls of Apex's compiled modules: weight gradients added to those of earlier steps, and softmax.
+"""Functions of Apex's compiled modules that Megatron calls: weight gradients added to earlier ones, and softmax.
 
 `fused_weight_gradient_mlp_cuda` serves `gradient_accumulation_fusion`; the three modules of softmax serve
 `masked_softmax_fusion` of Megatron's local attention. Arguments go by position, as there.
@@ -27,7 +27,7 @@ def wgrad_gemm_accum_fp16(input_2d: Tensor, d_output_2d: Tensor, d_weight: Tenso
 
 
 def get_batch_per_block(query_seq_len: int, key_seq_len: int, batches: int, attn_heads: int) -> int:
-    """How many rows of softmax a block of 128 threads takes: Megatron fuses where they divide the queries."""
+    """Rows of softmax that a block of 128 threads takes: Megatron fuses where they divide the queries."""
     row = 1 << max(key_seq_len - 1, 0).bit_length()  # the next power of two
     rows_of_warp = 2 if row <= 128 else 1
     return 128 // min(row, 32) * rows_of_warp

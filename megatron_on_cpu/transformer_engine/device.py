@@ -1,16 +1,17 @@
-"""What the compiled module says of the device and its libraries, dropout, and rows of caches."""
+"""Answers of the compiled module about the device and its libraries, dropout, and rows of caches."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_on_cpu.cuda_graphs import read_by_the_host
 from megatron_on_cpu.transformer_engine.enums import NVTE_QKV_Format
 from megatron_on_cpu.transformer_engine.parameters import taking
 
 
 def get_cublasLt_version() -> int:
-    """That of CUDA 12.9, which has every FP8 product."""
+    """Version of CUDA 12.9, which has every FP8 product."""
     return 120900
 
 
@@ -20,7 +21,7 @@ def get_cudnn_version() -> int:
 
 
 def get_num_cublas_streams() -> int:
-    """As the compiled module has them."""
+    """Number that the compiled module has."""
     return 4
 
 
@@ -30,12 +31,12 @@ def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """It does not."""
+    """No: streams and multicast are a GPU's."""
     return False
 
 
 def ubuf_built_with_mpi() -> bool:
-    """It is not."""
+    """No: user buffers are not emulated."""
     return False
 
 
@@ -61,16 +62,29 @@ def dropout_bwd(
 def copy_to_kv_cache(given: Any) -> None:
     """New keys and values after those cached, `[batch or pages, positions, heads, width]`, in place.
 
-    `cu_cached_lens` counts the new ones too.
+    `cu_cached_lens` counts the new ones too. `page_table` has the pages of each sequence, or one row for each; with
+    `is_non_paged` sequences move to the front first, from these rows.
     """
-    new_lens, all_lens = given.cu_new_lens.diff().tolist(), given.cu_cached_lens.diff().tolist()
-    page = given.k_cache.shape[1]
+    new_lens = read_by_the_host(given.cu_new_lens.diff(), "the lengths in cu_new_lens")
+    all_lens = read_by_the_host(given.cu_cached_lens.diff(), "the lengths in cu_cached_lens")
+    pages = read_by_the_host(given.page_table.flatten(), "page_table")
+    page = given.max_seq_len // given.max_pages_per_seq
+    if given.is_non_paged:
+        _move_to_the_front(given, pages, [total - new for new, total in zip(new_lens, all_lens, strict=True)])
     for i, (new, total) in enumerate(zip(new_lens, all_lens, strict=True)):
         for j in range(new):
             place = total - new + j
-            row = given.page_table[i, 0 if given.is_non_paged else place // page]
+            row = i if given.is_non_paged else pages[i * given.max_pages_per_seq + place // page]
             for source, cache in (given.new_k, given.k_cache), (given.new_v, given.v_cache):
-                cache[row, place if given.is_non_paged else place % page] = _token(source, given, i, j)
+                cache[row, place % page] = _token(source, given, i, j)
+
+
+def _move_to_the_front(given: Any, rows: list[int], lens: list[int]) -> None:
+    """The cached tokens of sequence i from `rows[i]` to row i. Rows rise for as long as there are sequences."""
+    count = next((i + 1 for i in range(given.b - 1) if rows[i + 1] < rows[i]), given.b)
+    for i in range(count):
+        for cache in given.k_cache, given.v_cache:
+            cache[i, : lens[i]] = cache[rows[i], : lens[i]].clone()
 
 
 def _token(x: Tensor, given: Any, i: int, j: int) -> Tensor:

@@ -4,6 +4,7 @@ The compiled functions count in columns as cuBLAS does. Read in rows, the result
 `input weight^T`, the gradient of the input `grad weight`, that of the weight `grad^T input`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ def generic_gemm(given: Any) -> list[Any]:
     "accumulate use_split_accumulator math_sm_count"
 )
 def te_general_grouped_gemm(given: Any) -> Sequence[Tensor]:
-    """As many products as there are A and B; with `single_output` their rows stand below each other in `D[0]`.
+    """Products, as many as there are A and B; with `single_output` their rows stand below each other in `D[0]`.
 
     Gradients of biases and inputs of the GELU are written into `bias` and `pre_gelu_out`, empty tensors where not
     wanted.
@@ -101,8 +102,9 @@ def _product(a: Tensor, transpose_a: bool, b: Tensor, transpose_b: bool) -> Tens
 
 
 def _rows_of(out: Tensor, B: Sequence[Any], transposed: bool) -> Sequence[Tensor]:
-    """The part of `out` that belongs to each product."""
-    rows = [b.shape[-1] if transposed else b.shape[:-1].numel() for b in B]
+    """The part of `out` that belongs to each product. TE's holders of quantised data have a size, but no shape."""
+    sizes = [b.size() for b in B]
+    rows = [size[-1] if transposed else math.prod(size[:-1]) for size in sizes]
     return out.view(-1, out.shape[-1])[: sum(rows)].split(rows)
 
 

@@ -72,7 +72,7 @@ def rmsnorm_bwd(
 def rmsnorm_bwd_add(
     dz: Tensor, x: Tensor, add: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Any]:
-    """As `rmsnorm_bwd`; the gradient of the residual stream, `add`, is added to that of the input."""
+    """Gradients as of `rmsnorm_bwd`; the gradient of the residual stream, `add`, is added to that of the input."""
     dx, dgamma = _rms_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
     return [(dx + add.float()).to(x.dtype), dgamma.to(gamma.dtype)]
 

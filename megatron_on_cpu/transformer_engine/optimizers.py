@@ -12,13 +12,14 @@ from torch import Tensor
 
 from megatron_on_cpu.transformer_engine.enums import TORCH_DTYPES
 from megatron_on_cpu.transformer_engine.parameters import taking
+from megatron_on_cpu.transformer_engine.quantisation.scales import amax_of
 
 Lists = list[list[Tensor]]
 # `mode` 0 adds the weight decay to the gradient, 1 decouples it (AdamW).
 _OF_ADAM = "chunk_size noop_flag tensor_lists lr beta1 beta2 epsilon step mode bias_correction weight_decay"
 
 
-def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float) -> None:
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
     """Second list = first list * scale."""
     for source, target in zip(*tensor_lists, strict=True):
         scaled = source.float() * scale
@@ -48,20 +49,18 @@ def multi_tensor_unscale_l2norm(
     return total * inv_scale, each * inv_scale
 
 
-def _update(given: Any) -> None:
-    """Of [gradients, parameters, first moments, second moments] and, where there are five lists, fp32 masters."""
+@taking(_OF_ADAM)
+def multi_tensor_adam(given: Any) -> None:
+    """Step of Adam on [gradients, parameters, first moments, second moments] and, of five lists, fp32 masters."""
     for grad, parameter, first, second, *master in _elements(given.tensor_lists):
         updated = _adam(grad.float(), [parameter, *master][-1].float(), first, second, given)
         for tensor in (*master, parameter):
             tensor.copy_(updated)
 
 
-multi_tensor_adam = taking(_OF_ADAM)(_update)
-
-
 @taking(_OF_ADAM)
 def multi_tensor_adam_param_remainder(given: Any) -> None:
-    """As `multi_tensor_adam` of bf16 parameters; the fifth list has the lower 16 bits of their fp32 masters, as int16.
+    """Step as of `multi_tensor_adam` of bf16 parameters; the fifth list has the lower halves of fp32 masters, as int16.
 
     A master is the parameter's bits above and these below, less one in the upper half where the lower is negative:
     parameters are rounded, not cut off.
@@ -79,7 +78,7 @@ def multi_tensor_adam_param_remainder(given: Any) -> None:
 
 @taking(f"{_OF_ADAM} fp8_dtype")
 def multi_tensor_adam_fp8(given: Any) -> None:
-    """As `multi_tensor_adam` with masters; parameters are FP8 bytes, followed by scales, amaxes and inverse scales."""
+    """Step as of `multi_tensor_adam` with masters; parameters are FP8 bytes; then scales, amaxes, inverse scales."""
     eight_bit = TORCH_DTYPES[given.fp8_dtype]
     largest = torch.finfo(eight_bit).max
     scales = zip(*given.tensor_lists[5:], strict=True)
@@ -87,20 +86,24 @@ def multi_tensor_adam_fp8(given: Any) -> None:
         grad, parameter, first, second, master = row
         updated = _adam(grad.float(), master.float(), first, second, given)
         master.copy_(updated)
-        amax.copy_(torch.maximum(amax, updated.abs().max()))
+        amax.copy_(torch.maximum(amax, amax_of(updated)))
         parameter.copy_((updated * scale).clamp(-largest, largest).to(eight_bit).view(torch.uint8))
         scale_inv.copy_(1 / scale)
 
 
 @taking(f"{_OF_ADAM} inv_scale")
 def multi_tensor_adam_capturable(given: Any) -> None:
-    """As `multi_tensor_adam` with tensors for the rate and the step; gradients are multiplied by `inv_scale` first."""
-    if given.noop_flag.item():
-        return
-    for grad in given.tensor_lists[0]:
-        grad.mul_(given.inv_scale.to(grad.dtype))
-    given.lr, given.step = given.lr.item(), int(given.step)
-    _update(given)
+    """Step as of `multi_tensor_adam` with tensors for rate and step; gradients are multiplied by `inv_scale` first.
+
+    The host reads no tensor, so that a replayed CUDA graph has the rate, the step and the flag of its own step.
+    """
+    given.step, skipped = given.step.double(), given.noop_flag == 1
+    for grad, parameter, first, second, *master in _elements(given.tensor_lists):
+        scaled, m, v = grad.float() * given.inv_scale, first.clone(), second.clone()
+        updated = _adam(scaled, [parameter, *master][-1].float(), m, v, given)
+        found = [scaled, m, v, *(updated for _ in (parameter, *master))]
+        for tensor, value in zip((grad, first, second, parameter, *master), found, strict=True):
+            tensor.copy_(torch.where(skipped, tensor, value))
 
 
 multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
@@ -108,28 +111,28 @@ multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
 
 @taking("chunk_size noop_flag tensor_lists wd momentum dampening lr nesterov first_run wd_after_momentum scale")
 def multi_tensor_sgd(given: Any) -> None:
-    """Of [gradients, parameters, momenta], and a fourth list, copies of the parameters in another dtype."""
-    if given.noop_flag.item():
-        return
-    momentum = given.momentum
+    """Step of SGD on [gradients, parameters, momenta], and a fourth list, copies of the parameters in another dtype."""
+    momentum, skipped = given.momentum, given.noop_flag != 0
     for grad, parameter, moment, *copy in _elements(given.tensor_lists):
-        g, p = grad.float() * given.scale, parameter.float()
+        g, p, m = grad.float() * given.scale, parameter.float(), moment.float()
         g = g if given.wd_after_momentum else g + given.wd * p
         if momentum:
-            moment.copy_(g if given.first_run else momentum * moment.float() + (1 - given.dampening) * g)
-            g = g + momentum * moment.float() if given.nesterov else moment.float()
+            m = g if given.first_run else momentum * m + (1 - given.dampening) * g
+            m = m.to(moment.dtype).float()
+            g = g + momentum * m if given.nesterov else m
         g = g + given.wd * p if given.wd_after_momentum else g
-        for tensor in (parameter, *copy):
-            tensor.copy_(p - given.lr * g)
+        p = (p - given.lr * g).to(parameter.dtype)
+        for tensor, value in (moment, m), (parameter, p), *((one, p) for one in copy):
+            tensor.copy_(torch.where(skipped, tensor, value))
 
 
 def _elements(tensor_lists: Lists) -> Iterator[list[Tensor]]:
-    """As the kernels see them: as many numbers as the gradient has, from where each of the other tensors begins.
+    """Tensors as the kernels see them: as many numbers as the gradient has, from where each other tensor begins.
 
     Moments of a sharded parameter are made in the shape of the whole one, and only this rank's part of them is used.
     """
     for grad, *others in zip(*tensor_lists, strict=True):
-        yield [tensor.as_strided((grad.numel(),), (1,)) for tensor in (grad, *others)]
+        yield [tensor.detach().as_strided((grad.numel(),), (1,)) for tensor in (grad, *others)]
 
 
 def _adam(grad: Tensor, parameter: Tensor, first: Tensor, second: Tensor, given: Any) -> Tensor:
@@ -140,11 +143,12 @@ def _adam(grad: Tensor, parameter: Tensor, first: Tensor, second: Tensor, given:
     v = beta2 * second.float() + (1 - beta2) * grad.square()
     first.copy_(m)
     second.copy_(v)
-    c1, c2 = (1 - beta1**given.step, 1 - beta2**given.step) if given.bias_correction else (1.0, 1.0)
-    update = (m / c1) / ((v / c2).sqrt() + given.epsilon)
+    if given.bias_correction:
+        c1, c2 = (torch.as_tensor(1 - beta**given.step).float() for beta in (beta1, beta2))
+        m, v = m / c1, v / c2
+    update = m / (v.sqrt() + given.epsilon)
     return parameter - given.lr * (update + decay * parameter if given.mode == 1 else update)
 
 
 def _flag_if_not_finite(flag: Tensor, tensor: Tensor) -> None:
-    if not torch.isfinite(tensor).all():
-        flag.fill_(1)
+    flag.copy_(torch.where(torch.isfinite(tensor).all(), flag, 1))

@@ -1,10 +1,11 @@
-"""What is replaced in Transformer Engine's Python modules once they are imported: what asks for a GPU.
+"""Replacements in Transformer Engine's Python modules, once imported, for the parts that ask for a GPU.
 
 The device is said to be of compute capability 9.0 there. FP8 recipes that ask for another one are allowed all the same.
 """
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from megatron_on_cpu.cuda_graphs import read_by_the_host
 from megatron_on_cpu.megatron_modules import Modules, Replacements, always
 from megatron_on_cpu.redirections import cpu_for
 from megatron_on_cpu.transformer_engine import cross_entropy
 from megatron_on_cpu.transformer_engine.experts import permutation_by_mask
+from megatron_on_cpu.transformer_engine.quantisation.tensors import high_precision
 from megatron_on_cpu.transformer_engine.since_2_20 import cross_entropy as cross_entropy_since_2_20
 
 
@@ -89,7 +92,8 @@ def _biases_of_experts(module: ModuleType) -> Replacements:
         bias: torch.Tensor | None,
         dscales: torch.Tensor | None,
     ) -> None:
-        rows, expert = dy[: int(offsets[-1])].float(), torch.arange(len(dbias)).repeat_interleave(offsets.diff())
+        end = read_by_the_host(offsets, "offsets")[-1]
+        rows, expert = dy[:end].float(), torch.arange(len(dbias)).repeat_interleave(offsets.diff())
         if scales is None or bias is None or dscales is None:
             dbias.index_add_(0, expert, rows)
         else:
@@ -97,6 +101,19 @@ def _biases_of_experts(module: ModuleType) -> Replacements:
             dscales[: len(rows)] += (rows * bias.float()[expert]).sum(-1)
 
     yield module, {"_launch_grouped_dbias": launch}
+
+
+def _mxfp8(module: ModuleType) -> Replacements:
+    """Since 2.20 it moves to a GPU what it reads back, and a holder of data alone cannot move."""
+
+    def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+        if math.prod(tensor.size()) == 0:
+            return torch.empty(tensor.size(), dtype=dtype)
+        if tensor._rowwise_data is None and tensor._columnwise_data is None:
+            raise ValueError("the MXFP8 tensor has no data: it cannot be read back")
+        return high_precision(tensor).to(dtype)
+
+    yield module._FromMXFP8Func, {"forward": staticmethod(forward)}
 
 
 def _cross_entropy(module: ModuleType) -> Replacements:
@@ -118,6 +135,7 @@ MODULES: Modules = {
     "transformer_engine.pytorch.quantization": _quantization,
     "transformer_engine.pytorch.attention.dot_product_attention.utils": _attention,
     "transformer_engine.pytorch.attention.dot_product_attention.backends": _fused_attention,
+    "transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage": _mxfp8,
     "transformer_engine.pytorch.triton.permutation": _permutation,
     "transformer_engine.pytorch.triton.cross_entropy": _cross_entropy,
     "transformer_engine.pytorch.triton.grouped_dbias_dscales": _biases_of_experts,

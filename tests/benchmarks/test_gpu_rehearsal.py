@@ -6,13 +6,17 @@ import re
 import subprocess
 import sys
 import time
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import gpu, gpu_steps, record
+from benchmarks import gpu, gpu_steps, nvml, record, wheels
 from benchmarks.gpu import NOT_MEASURED
+from benchmarks.gpu_steps import Step
 from tests.pages import ROOT
 from tests.passed import Passed
 
@@ -58,6 +62,12 @@ def test_tests_and_measurements_rehearsed(tmp_path):
 
     out = tmp_path / "rows.csv"
     measured = rows(out)
+    for name in ("three products", "ours, cache 1", "ours, cache 0", "ours, cache 1, logits of 8"):
+        assert measured[f"in a row: {name}", "energy of a step"].p50 > 0, name
+        assert measured[f"in a row: {name}", "held by the power limit"].p50 == 1
+    assert measured["dx: halves of K", "time"].p50 > 0
+    assert measured["log-probabilities: chunks of 1024", "time"].p50 > 0
+    assert "cache 0" in (tmp_path / gpu_steps.PROFILE).read_text()
     for name in ("ours, cache 1", "ours, cache 0.5", "ours, cache 0", "megatron unfused", "megatron fused"):
         assert measured[name, "time"].p50 > 0, name
         assert measured[name, "error / plain"].p50 <= 2.5  # the interpreter cuts 16-bit results off
@@ -67,7 +77,7 @@ def test_tests_and_measurements_rehearsed(tmp_path):
         assert measured[name, "dx, error / plain"].p50 <= 2.5
         assert measured[name, "dW, error / plain"].p50 <= 2.5
     order = list(dict.fromkeys(row.impl for row in record.read(out)))
-    assert order[0].startswith("product: ")
+    assert order[0] == "in a row: three products"
     assert order.index("ours, cache 1") < order.index("pytorch chunked") < order.index("ours, cache 0.5")
     assert measured["ours, cache 1", "FLOPs / NVH"].p50 == 6
     assert measured["ours, cache 0", "FLOPs / NVH"].p50 == 8
@@ -126,7 +136,7 @@ def test_what_is_killed_at_the_deadline_is_measured_by_the_next_call(tmp_path):
         command = [sys.executable, "-W", "ignore", "-c", KILLED, str(out), str(sleeping)]
         began = time.monotonic()
         while True:  # until the first is measured: the start takes long on a busy machine
-            found = gpu_steps.run({"measurements": command}, tmp_path, seconds)
+            found = gpu_steps.run([Step("measurements", seconds, command)], tmp_path, 2 * seconds)
             if found == 0 or (out.exists() and ("quick", "time") in rows(out)) or time.monotonic() - began > 120:
                 return found
 
@@ -185,19 +195,96 @@ def test_what_matters_most_is_measured_first():
     assert {gpu.stage_of(impl) for impl in (FUSED, UNFUSED, *MODELS)} == {2}
 
 
+def test_the_steps_fit_into_one_call(tmp_path):
+    """Eight minutes, the wheels' too; joules come first, and what is measured before what is tested."""
+    found = gpu_steps.steps(tmp_path, False, tmp_path)
+    names = [step.name for step in found]
+    assert sum(step.seconds for step in found) <= 480
+    assert names.index("in a row") == 0
+    assert names.index("measurements") < names.index("tests") < names.index("peers from wheels")
+    assert {step.name for step in gpu_steps.steps(tmp_path, True)} < {*names}
+
+
+def test_wheels_travel_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(wheels, "PART_BYTES", 3000)
+    for name in ("one", "two"):
+        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as file:
+            file.writestr(f"{name}.py", f"name = {name!r}")
+    parts = wheels.pack(sorted(tmp_path.glob("*.whl")), tmp_path)
+    assert len(parts) > 2
+    assert all(part.stat().st_size <= 3000 for part in parts)
+    assert wheels.unpack(tmp_path, tmp_path / "site") == ["one.whl", "two.whl"]
+    command = gpu_steps.steps(tmp_path, False, tmp_path)[-2].command[:5]
+    ran = subprocess.run([*command[:4], str(tmp_path / "site"), "two"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    with pytest.raises(FileNotFoundError, match=r"benchmarks\.wheels"):
+        wheels.unpack(tmp_path / "site", tmp_path)
+
+
+def test_what_was_not_installed_is_measured_later(tmp_path):
+    run = gpu.Run(
+        gpu.Machine(*["cpu", *6 * [lambda: None]]), record.Origin("a", "b", "c", "d"), tmp_path / "r.csv", 0.0
+    )
+    case = gpu.REHEARSAL[0]
+    run.write(case, "quack", [(NOT_MEASURED, "not installed: quack", [1.0])])
+    assert not run.measured(case, "quack")
+    run.write(case, "quack", [("time", "ms", [1.0])])
+    assert run.measured(case, "quack")
+
+
+def test_devices_stand_side_by_side():
+    """A head that one of them has not measured leaves a gap there."""
+    rows = [
+        record.Origin(device, "", "", "").row("A", impl, "time", "ms", [ms])
+        for device, impl, ms in (("H100", "ours", 41.0), ("H200", "ours", 39.25), ("H200", "quack", 35.0))
+    ]
+    found = record.by_device([*rows, replace(rows[0], metric="peak")], "time").splitlines()
+    assert found[2] == "| head | H100 | H200 |"
+    assert found[4:6] == ["| ours | 41 | 39.25 |", "| quack |  | 35 |"]
+
+
+def test_the_drivers_library_is_asked_for_joules_and_clocks(monkeypatch):
+    """Each value comes back through the last argument, in the unit of its name; what fails raises."""
+    told = {"Energy": 2500, "ClockInfo": 1410, "PowerLimit": 700_000, "Throttle": 0x44}
+
+    def library(name):
+        def function(*arguments):
+            key = next((key for key in told if key in name), None)
+            if key is not None:
+                arguments[-1]._obj.value = told[key]
+            return 3 if key is not None and not told[key] else 0
+
+        return function
+
+    asked = type("Library", (), {"__getattr__": lambda self, name: library(name)})
+    monkeypatch.setattr(nvml.ctypes, "CDLL", lambda file: asked())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="1-2"))
+    card = nvml.Nvml()
+    assert (card.joules(), card.megahertz(), card.limit_watts()) == (2.5, 1410.0, 700.0)
+    assert card.held_by() == ["power limit", "heat, by hardware"]
+    told["PowerLimit"] = 0
+    with pytest.raises(RuntimeError, match="nvmlDeviceGetEnforcedPowerLimit returned 3"):
+        card.limit_watts()
+
+
 @pytest.mark.slow
-def test_steps_run_in_the_time_there_is(tmp_path):
-    """A step that fails does not stop the next. What is not done in time ends with its children."""
+def test_steps_run_in_the_time_there_is(tmp_path, capfd):
+    """A step that fails or takes longer than its seconds does not stop the next; what is not done in time ends with its
+    children; what the machine lacks is said."""
     child = tmp_path / "child"
     sleeping = f"import subprocess; subprocess.run(['sh', '-c', 'sleep 2; touch {child}'])"
-    steps = {"says": "print('this')", "fails": "raise SystemExit(3)", "ends": "print('that')", "sleeps": sleeping}
-    steps = {name: [sys.executable, "-S", "-c", code] for name, code in steps.items()}
-    last = steps.pop("sleeps")
-    assert gpu_steps.run(steps, tmp_path, 60) == gpu_steps.FAILED
+    code = {"says": "print('this')", "fails": "raise SystemExit(3)", "sleeps": sleeping, "ends": "print('that')"}
+    says, fails, sleeps, ends = (Step(name, 20.0, [sys.executable, "-S", "-c", line]) for name, line in code.items())
+    absent = Step("absent", 20.0, ["no-such-program"])
+    assert gpu_steps.run([says, fails, absent, ends], tmp_path, 60) == gpu_steps.FAILED
     assert (tmp_path / "says.log").read_text() == "this\n"
     assert (tmp_path / "ends.log").read_text() == "that\n"
-    assert gpu_steps.run({"first": last, "ends": steps["ends"]}, tmp_path, 0.5) == gpu_steps.SHORT_OF_TIME
-    assert (tmp_path / "ends.log").read_text() == "that\n", "not begun"
+    assert "absent: no-such-program is not installed" in capfd.readouterr().out
+    assert gpu_steps.run([replace(sleeps, seconds=0.5), ends], tmp_path, 60) == gpu_steps.SHORT_OF_TIME
+    assert (tmp_path / "ends.log").read_text() == "that\nthat\n"
+    assert gpu_steps.run([sleeps, ends], tmp_path, 0.5) == gpu_steps.SHORT_OF_TIME
+    assert (tmp_path / "ends.log").read_text() == "that\nthat\n", "not begun"
     time.sleep(2)
     assert not child.exists()
 

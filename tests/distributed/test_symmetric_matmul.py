@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import re
 import tempfile
 import warnings
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from benchmarks.meter import one_rank_of
 from megatron_ext.distributed import symmetric_matmul
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.symmetric_matmul import why_unavailable
-from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
+from megatron_ext.tensor_parallel._layers.linear_autograd import LinearPlan, parallel_linear
 from tests.operators import Operators
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import (
@@ -75,7 +76,7 @@ def test_pytorchs_operators_take_what_they_are_given(layouts):
     with one_rank_of(4) as group, Operators() as asked:
         x = torch.empty(S, B, D, dtype=torch.bfloat16, requires_grad=True)
         w = torch.empty(N, D, dtype=torch.bfloat16, requires_grad=True)
-        y = parallel_linear(x, w, None, Plan(group, *layouts, symmetric=True))
+        y = parallel_linear(x, w, None, LinearPlan(group, *layouts, symmetric=True))
         y.sum().backward()
     assert y.shape == ((4 * S if layouts[0] == "sequence" else S // 4), B, N)
     assert (x.grad.shape, w.grad.shape) == (x.shape, w.shape)
@@ -108,20 +109,32 @@ def test_one_rank_asks_for_nothing():
 
 @ranks(2)
 def test_every_rank_decides_alike():
-    """What one rank lacks, or that ranks are in several machines, is found by all, and asked once."""
-    group = dist.group.WORLD
-    for lacking, machine, expected in (
-        ("a rank has no arms", "here", "a rank has no arms"),
-        (None, f"machine {dist.get_rank()}", "the ranks are in several machines"),
-        (None, "here", None),
+    """What one rank lacks, or that ranks are in several machines, is found by all, and asked once.
+
+    In an actor of Ray each process has its GPU as cuda:0, which torch refused at the first forward.
+    """
+    group, rank = dist.group.WORLD, dist.get_rank()
+    for machine, index, gpu, lacking, expected in (
+        ("here", rank, rank, "a rank has no arms", "a rank has no arms"),
+        (rank, rank, rank, None, "the ranks are in several machines"),
+        ("here", 0, rank, None, "ranks have different GPUs as cuda:0.*RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1"),
+        ("here", 0, 0, None, "two ranks share a GPU"),
+        ("here", rank, rank, None, None),
     ):
         symmetric_matmul._found.clear()
         with pytest.MonkeyPatch.context() as monkeypatch:
-            own = (machine, lacking if dist.get_rank() == 1 else None)
-            monkeypatch.setattr(symmetric_matmul, "_own_machine", lambda group, own=own: own)
-            assert why_unavailable(group) == expected
+            own = symmetric_matmul._Rank(str(machine), index, str(gpu), lacking if rank == 1 else None)
+            monkeypatch.setattr(symmetric_matmul, "_own_rank", lambda group, own=own: own)
+            reason = why_unavailable(group)
+            assert reason is None if expected is None else re.match(expected, reason), reason
+            if expected is not None and "cuda:0" in expected:
+                symmetric_matmul._found.clear()
+                monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+                assert why_unavailable(group) is None
+                monkeypatch.undo()
+                continue
             with count_collectives() as counts:
-                assert why_unavailable(group) == expected
+                assert why_unavailable(group) == reason
             assert not counts
     symmetric_matmul._found.clear()
 
@@ -195,7 +208,7 @@ def _operators_of_a_layer(group, device, layouts, operators):
     cut_x, cut_w, cut_dy = (0, 0, -1) if layouts[0] == "sequence" else (-1, 1, 0)
     own_x, own_w = (piece(full, dim).requires_grad_() for full, dim in ((x, cut_x), (w, cut_w)))
     with Operators() as asked:
-        y = parallel_linear(own_x, own_w, None, Plan(group, *layouts, symmetric=True))
+        y = parallel_linear(own_x, own_w, None, LinearPlan(group, *layouts, symmetric=True))
         y.backward(piece(dy, cut_dy))
     assert asked.names("symm_mem") == operators
     plain, true = (

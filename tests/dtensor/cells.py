@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_ext.dtensor import causal_lm_loss, get_grad_norm
+from megatron_ext.dtensor.replicated_parameters import unequal_gradients
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.dtensor.models import check_gradients, drawn, error, make, meshes, parallelize, reference
 from tests.ranks import ranks
@@ -34,8 +35,12 @@ def check(name, tied, dp=1, cp=1, tp=1, packed=False, checkpointing=False, toler
     norm = get_grad_norm(model.parameters(), dp_cp.get_group(), mesh["tp"].get_group())
     true_norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).double().norm().item()
     assert norm == pytest.approx(true_norm, rel=2e-6)
-    if tied:
-        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert _is_tied(model) == _is_tied(make(name, tied))
+    assert not unequal_gradients(model, mesh["tp"].get_group())
+
+
+def _is_tied(model):
+    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
 @ranks(2, 4)

@@ -1,7 +1,5 @@
 """Tiny transformers models, what one process makes of them, and the meshes that they are sharded over."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 import transformers
@@ -51,8 +49,30 @@ def _multimodal(tied):
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+def _with_images(name):
+    """The class for images and text of a family, with a tiny vision tower."""
+
+    def made(tied):
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+        vision |= {"out_hidden_size": SIZES["hidden_size"], "num_position_embeddings": 16}
+        text, prefix = family_config(name, tied).to_dict(), MORE[name][0]
+        config = getattr(transformers, f"{prefix}Config")
+        config = config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+        return getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
+
+    return made
+
+
 MOE = SIZES | {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+LINEAR = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 # Names of transformers' classes without "Config" and "ForCausalLM", and what makes them tiny. What a family has of its
 # own is on: windows, caps, multipliers, sinks, layers without positions, experts beside dense layers.
 BASIC = {
@@ -79,6 +99,7 @@ FAMILIES = {
         },
     ),
     "smollm3": ("SmolLM3", SIZES | {"no_rope_layers": [1, 0]}),
+    "apertus": ("Apertus", SIZES),
     "nemotron": ("Nemotron", SIZES | {"head_dim": 8}),
     "cohere": ("Cohere", SIZES | {"logit_scale": 0.3, "use_qk_norm": True}),
     "qwen3_moe": ("Qwen3Moe", MOE | {"head_dim": 8, "mlp_only_layers": [1]}),
@@ -133,6 +154,43 @@ MORE = {
             "attention_chunk_size": 8,
         },
     ),
+    "qwen3_next": ("Qwen3Next", MOE | LINEAR | {"mlp_only_layers": [1], "shared_expert_intermediate_size": 40}),
+    "qwen3_5": ("Qwen3_5", SIZES | LINEAR),
+    "qwen3_5_moe": ("Qwen3_5Moe", MOE | LINEAR | {"shared_expert_intermediate_size": 40}),
+    "olmo_hybrid": ("OlmoHybrid", SIZES | LINEAR),
+    "granite_moe_hybrid": (
+        "GraniteMoeHybrid",
+        SIZES
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_state": 8,
+            "mamba_d_head": 8,
+            "mamba_chunk_size": 8,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "inkling2": (
+        "Inkling2",
+        {name: value for name, value in SIZES.items() if name != "intermediate_size"}
+        | {
+            "head_dim": 8,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+            "sliding_window_size": WINDOW,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "unpadded_vocab_size": VOCAB,
+            "rel_extent": 16,
+            "d_rel": 4,
+            "eos_token_id": None,
+        },
+    ),
     "gpt2": (
         "GPT2",
         {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.1}
@@ -160,8 +218,12 @@ STACKED = _class("GptOss") is not None  # whether experts are one parameter
 OLD_ATTENTION = () if STACKED else ("nemotron", "qwen2_moe")
 FAMILIES = {name: family for name, family in FAMILIES.items() if _class(family[0]) and name not in OLD_ATTENTION}
 MORE = {name: family for name, family in MORE.items() if _class(family[0])}
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "granite_moe_hybrid", "inkling2")
 MIXTURES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "llama4")
-_MAKERS = {name: _family(name) for name in (*BASIC, *FAMILIES, *MORE)} | {"gemma3_multimodal": _multimodal}
+MIXTURES += ("qwen3_next", "qwen3_5_moe", "granite_moe_hybrid", "inkling2")
+WITH_IMAGES = {f"{name}_multimodal": _with_images(name) for name in ("qwen3_5", "qwen3_5_moe") if name in MORE}
+_MAKERS = {name: _family(name) for name in (*BASIC, *FAMILIES, *MORE)}
+_MAKERS |= {"gemma3_multimodal": _multimodal} | WITH_IMAGES
 
 
 def drawn(*shape):
@@ -185,12 +247,11 @@ def make(kind, tied=False):
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    return model.train()
+    return model.float().train()
 
 
-@functools.cache
 def meshes(dp=1, cp=1, tp=1):
-    """The ranks of this world as a mesh, and its data- and context-parallel ranks as one dim. Made once a process."""
+    """The ranks of this world as a mesh, and its data- and context-parallel ranks as one dim."""
     mesh = init_device_mesh("cpu", (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
     return mesh, mesh["dp", "cp"]._flatten("dp_cp")
 
@@ -235,14 +296,26 @@ def loss_and_gradients(model, **given):
     return loss, gradients
 
 
+_OF_GATES = ("in_proj_a.weight", "in_proj_ba.weight")
+_OF_BLOCK = ("up_proj.weight",)
+_SUMMED_WITH = {
+    "bias": ("weight",),
+    "dt_bias": _OF_GATES,
+    "A_log": _OF_GATES,
+    "alpha_p": _OF_BLOCK,
+    "alpha_n": _OF_BLOCK,
+}
+
+
 def check_gradients(model, gradients, tolerance=3e-6):
     """Every parameter's gradient against `gradients`, a dict by name."""
     found = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
     errors = {}
     for name, true in gradients.items():
         # A bias's gradient may be a sum in which most cancels: its rounding is that of what was summed.
-        weight = gradients.get(name.removesuffix("bias") + "weight", true)
-        errors[name] = error(found[name], true, weight.norm() if name.endswith("bias") else 0.0)
+        layer, _, kind = name.replace(".act_fn.", ".").rpartition(".")
+        summed = [gradients[key] for part in _SUMMED_WITH.get(kind, ()) if (key := f"{layer}.{part}") in gradients]
+        errors[name] = error(found[name], true, max((x.norm() for x in summed), default=0.0))
     assert len(errors) == len(gradients)
     assert all(e <= tolerance for e in errors.values()), sorted(errors.items(), key=lambda item: -item[1])[:5]
     for name in found.keys() - gradients.keys():  # the vision tower

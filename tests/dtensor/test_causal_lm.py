@@ -148,7 +148,8 @@ def test_what_is_done_to_logits_is_measured():
 
 def largest_logits():
     """The most elements of a tensor whose last dim is the vocabulary, or rank 0's shard of it."""
-    return Largest(lambda x: x.numel() if x.shape[-1:] in ((VOCAB,), (VOCAB // 2 + 1,)) else 0)
+    kinds = ((VOCAB,), (VOCAB // 2 + 1,))
+    return Largest(lambda x: min(x.numel(), x.untyped_storage().nbytes()) if x.shape[-1:] in kinds else 0)
 
 
 @ranks(2)
@@ -288,7 +289,7 @@ def adapted(model):
 
     class Adapted(torch.nn.Linear):
         def forward(self, x):
-            return super().forward(x) + 1
+            return super().forward(x).abs()
 
     model.lm_head.__class__ = Adapted
     return model

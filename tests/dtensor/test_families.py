@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests.dtensor.cells import check
-from tests.dtensor.models import FAMILIES, MIXTURES, STACKED
+from tests.dtensor.models import FAMILIES, HYBRIDS, MIXTURES, MORE, STACKED, WITH_IMAGES
 from tests.ranks import ranks
 
 LAYOUTS = {
@@ -16,7 +16,7 @@ LAYOUTS = {
     "ep2": {"tp": 2, "expert_parallel": True},
     "ep2_sp": {"tp": 2, "expert_parallel": True, "sequence_parallel": True, "checkpointing": True},
 }
-QUICK = {("olmo2", "tp2_sp"), ("gpt_oss", "ep2_sp"), ("gpt_oss", "cp2_packed")}
+QUICK = {("apertus", "tp2"), ("olmo2", "tp2_sp"), ("gpt_oss", "ep2_sp"), ("gpt_oss", "cp2_packed")}
 
 
 def cells(layouts):
@@ -31,3 +31,12 @@ def cells(layouts):
 @ranks(2)
 def test_two_ranks(name, layout):
     check(name, layout.endswith("sp"), **LAYOUTS[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.each_version
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+@pytest.mark.parametrize("name", [*(name for name in HYBRIDS if name in MORE), *WITH_IMAGES])
+@ranks(2)
+def test_hybrids_on_two_ranks(name, layout):
+    check(name, False, tolerance=5e-6, **LAYOUTS[layout])

@@ -56,7 +56,9 @@ def test_fsdp2():
         assert error(p.grad, plain.get_parameter(name).grad) < 1e-5
     exec(parallelized, names)
     # In bf16.
-    torch.testing.assert_close(names["loss"][0, :-1], expected[dist.get_rank()].detach(), rtol=0, atol=0.05)
+    own = expected[dist.get_rank()].detach()
+    torch.testing.assert_close(names["losses"][0, :-1], own, rtol=0, atol=0.05)
+    torch.testing.assert_close(names["loss"], own.mean(), rtol=0.01, atol=0)
     for name, p in names["again"].named_parameters():
         assert torch.equal(p.full_tensor(), plain.get_parameter(name))
 

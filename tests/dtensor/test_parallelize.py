@@ -251,8 +251,15 @@ def test_a_second_model_of_the_same_config_is_left_alone(name):
 
 def test_plans_by_name():
     model = make("llama")
-    model._tp_plan = {"lm_head": "colwise", "model.layers.*.wire": "rowwise"}
+    model._tp_plan = {
+        "lm_head": "colwise",
+        "model.layers.*.wire": "rowwise",
+        "model.layers.*.whole": "replicate",
+        "model.layers.*.experts": "moe_tp_experts",
+        "model.layers.*.experts.down_proj": "rowwise",  # a parameter: our style of the experts cuts it
+    }
     plan = get_hf_tp_plan(model)
+    assert {name for name in plan if "experts" in name or "whole" in name} == {"model.layers.*.experts"}
     assert isinstance(plan["model.layers.*.wire"], RowwiseParallel)
     assert isinstance(plan["model.layers.*.self_attn.q_proj"], ColwiseParallel)
     assert isinstance(plan["model.embed_tokens"], RowwiseParallel)

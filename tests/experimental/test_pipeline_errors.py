@@ -61,6 +61,7 @@ def test_a_rank_that_fails_is_reported_on_all(stage, micro_batch, settings):
     fails(FloatingPointError, "cannot be read", stage, step, **settings)
 
 
+@pytest.mark.essential
 @ranks(2)
 def test_a_backward_that_fails_is_reported_on_all():
     class Fails(torch.autograd.Function):

@@ -92,6 +92,7 @@ def most_at_once(begins, ends):
     return most
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("head", [0.3, 4.0])
 def test_every_pass_is_there_once_and_begins_after_what_it_waits_for(head):
     for shape in SHAPES:

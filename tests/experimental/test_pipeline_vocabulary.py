@@ -245,6 +245,7 @@ def test_fused_accumulation_goes_to_main_grad():
     assert sum(call.args[0] is weight for call in buffer_of.call_args_list) == 2
 
 
+@pytest.mark.essential
 @ranks(2)
 def test_passes_run_in_the_order_of_the_simulation():
     with model_parallel(pp=2), shared():

@@ -14,10 +14,16 @@ from megatron_on_cpu import cuda_graphs
 from tests.waits import NoWait
 
 
-def cuda_branches(side=None):
-    """Every tensor says that it is on a GPU. `side`: what chooses the passes, by a tensor and their plain module, as
-    `benchmarks.fake_cuda.kernels_of`; None: the head's own choice."""
-    return replaced(*ON_CUDA, *([] if side is None else [(dispatch, "_side", side)]))
+def cuda_branches(passes=None):
+    """Every tensor says that it is on a GPU. `passes`: what tensors there take, a function as
+    `benchmarks.fake_cuda.kernels` or `plain`; None: the head's own choice."""
+    chosen = [(dispatch, "_interpreted", lambda: False), (dispatch, "triton_passes", passes)]
+    return replaced(*ON_CUDA, *([] if passes is None else chosen))
+
+
+def plain():
+    """The passes in PyTorch, which compute what Triton's do."""
+    return dispatch.PYTORCH
 
 
 class _Stream:
@@ -113,7 +119,7 @@ def rehearsal(branches=True):
     choice = [
         (torch.version, "cuda", "12.8"),
         (dispatch, "_interpreted", lambda: False),
-        (dispatch, "_twin", dispatch._twin.__wrapped__),
+        (dispatch, "triton_passes", dispatch.triton_passes.__wrapped__),
     ]
     with cuda_branches(), replaced(*stand_ins, *choice, check.but_for_kernels()):
         yield

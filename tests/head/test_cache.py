@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ext import VocabShard, linear_cross_entropy, linear_log_probs
 from megatron_ext.head.engine import chunk_sizes
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.chunk_sizes import cached_columns, keeps_all
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.losses.from_hidden import LogProbLoss
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from tests.head.problems import Problem
@@ -19,7 +19,7 @@ from tests.ranks import ranks
 
 
 def options(**chosen):
-    return Call(group=None, vocab=VocabShard(0, 1000, 1000), **chosen)
+    return ResolvedHead(group=None, vocab=VocabShard(0, 1000, 1000), **chosen)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_by_default_no_more_is_kept_than_weight_and_fp32_gradient_take(dtype, wi
 
 
 def test_the_default_is_the_same_everywhere():
-    functions = (linear_cross_entropy, linear_log_probs, Call, HeadSettings, LogProbLoss)
+    functions = (linear_cross_entropy, linear_log_probs, ResolvedHead, HeadSettings, LogProbLoss)
     assert {inspect.signature(function).parameters["cache"].default for function in functions} == {"bounded"}
 
 

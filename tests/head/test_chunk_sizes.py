@@ -1,9 +1,13 @@
 """How many tokens a chunk has on CUDA, where a test on a CPU sees no more of it than numbers."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 
-from megatron_ext.head.engine import chunk_sizes
+from megatron_ext.head.engine import chunk_sizes, linear_passes
+from megatron_ext.head.row_passes import gpu_properties
 from tests.head.as_on_cuda import cuda_branches
 
 MIB = 1 << 20
@@ -37,3 +41,37 @@ def test_tokens_of_logits_that_exist(columns):
     assert on_cpu <= max(64, (1 << 24) // max(columns, 1))
     assert on_gpu >= 7 * on_cpu or on_gpu == 1 << 27
     assert chunk_sizes.chunks(slice(3, 30), 20, columns, True) == [slice(3, 23), slice(23, 30)]
+
+
+@pytest.mark.parametrize(
+    "tokens, columns, width, reads",
+    [(8192, 128256, 4096, 8), (16384, 19008, 8192, 7), (8192, 131072, 2048, 13)],
+)
+def test_logits_without_gradient_read_the_weight_seldom(tokens, columns, width, reads):
+    """A chunk's fp32 logits take no more memory than the weight, which each chunk reads."""
+    x = torch.empty(tokens, width, dtype=torch.bfloat16, device="meta")
+    with cuda_branches():
+        w = torch.empty(columns, width, dtype=torch.bfloat16, device="meta")
+        room, cached = linear_passes.kept_columns(w, x, mock.Mock(), keep=False)
+        found = chunk_sizes.product_chunks(slice(0, tokens), None, columns, torch.empty(0, width, dtype=w.dtype), room)
+    assert cached == 0
+    assert max(4 * columns * (one.stop - one.start) for one in found) <= w.nbytes
+    assert len(found) <= reads
+
+
+@pytest.mark.parametrize(
+    "name, rated",
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA B200", "B200"),
+        *((name, None) for name in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GH200 480GB")),
+        *((name, None) for name in ("NVIDIA H20", "NVIDIA GB200", "NVIDIA B300", "NVIDIA A100-SXM4-80GB")),
+    ],
+)
+def test_a_gpu_with_a_like_name_gets_no_rates_of_another(name, rated):
+    found = SimpleNamespace(name=name, multi_processor_count=78)
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=found):
+        device = gpu_properties._named.__wrapped__(0)
+    assert device.multiprocessors == 78
+    assert (device.name, device.rated) == (rated or name, rated is not None)

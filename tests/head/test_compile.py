@@ -14,6 +14,7 @@ from megatron_ext import (
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
+from megatron_ext.head.readouts import read_out
 from tests.head.problems import Problem
 from tests.ranks import ranks
 
@@ -73,6 +74,13 @@ def check(name, layout, dtype, backend, group):
 )
 def test_compiled_code(name, layout, dtype):
     check(name, layout, dtype, "inductor", dist.group.WORLD)
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+def test_read_outs_are_copied_by_name_before_torch_2_13(monkeypatch):
+    """There `torch.compile` traces no `copy.copy` of an object."""
+    monkeypatch.setattr(read_out, "TRACES_COPIES", False)
+    check("linear_log_probs", "replicated", torch.float32, AotEagerAndRecordGraphs(), group=None)
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tests.head.as_on_cuda import cuda_branches
+from tests.head.as_on_cuda import cuda_branches, plain
 from tests.head.problems import OPTIONS, Problem, error
 from tests.marks import slow
 
 
 @pytest.fixture(autouse=True)
 def _as_on_cuda():
-    with cuda_branches(lambda x, plain: plain):  # Triton's passes compute what these do
+    with cuda_branches(plain):  # Triton's passes compute what these do
         yield
 
 

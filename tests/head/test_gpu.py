@@ -135,7 +135,10 @@ def test_the_same_bits_in_each_run(name, no_look_at_memory):
     labels[1:3] = 5
     first = step(name, leaves, labels, grad)
     torch.use_deterministic_algorithms(True)
-    again = step(name, leaves, labels, grad)
+    try:
+        again = step(name, leaves, labels, grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert all(a.equal(b) for a, b in zip(first, again, strict=True))
 
 
@@ -276,3 +279,27 @@ def test_twins_agree():
     from tests.head import twins
 
     twins.main(GPU, every=1 if ON_GPU else 20)
+
+
+@pytest.mark.parametrize("cache", [1, 0])
+def test_more_logits_than_a_32_bit_number_counts(cache):
+    """At full size on a GPU: the last tokens have the losses and gradients that they have alone, and so has dW."""
+    tokens, columns, width = (20480, 128256, 64) if ON_GPU else (24, 304, 16)
+    assert not ON_GPU or tokens * columns > 1 << 31
+    generator = torch.Generator(GPU).manual_seed(0)
+    like = {"generator": generator, "device": GPU, "dtype": torch.float32}
+    x = torch.randn(tokens, width, **like).bfloat16().requires_grad_()
+    w = (torch.randn(columns, width, **like) / width**0.5).bfloat16().requires_grad_()
+    labels = torch.randint(columns, (tokens,), generator=generator, device=GPU)
+    labels[-1], grad = columns - 1, torch.zeros(tokens, device=GPU)
+    last = slice(tokens - 8, tokens)
+    grad[last] = 1.0
+    loss = linear_cross_entropy(x, w, labels, cache=cache)
+    dx, dw = torch.autograd.grad(loss, [x, w], grad)
+    few = x[last].detach().requires_grad_()
+    want = linear_cross_entropy(few, w, labels[last], cache=1)
+    want_dx, want_dw = torch.autograd.grad(want, [few, w], grad[last])
+    torch.testing.assert_close(loss[last], want, rtol=1e-5, atol=1e-5)
+    assert not dx[: tokens - 8].any()
+    for found, wanted in ((dx[last], want_dx), (dw, want_dw)):
+        assert error(found, wanted.double()) < 2.0**-7

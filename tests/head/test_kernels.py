@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.fake_cuda import kernels_of
+from benchmarks.fake_cuda import kernels
 from megatron_ext import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.kernels import blocks
 from tests.head.as_on_cuda import cuda_branches
@@ -71,12 +71,12 @@ def test_the_head_itself_under_the_interpreter():
 @pytest.mark.slow
 def test_the_interpreters_variable_sends_cpu_tensors_to_triton():
     ask = (
-        "import torch; from megatron_ext.head.row_passes import dispatch, logit_passes; "
-        "print(dispatch._side(torch.zeros(1), logit_passes).__name__)"
+        "import torch; from megatron_ext.head.row_passes import dispatch; "
+        "print(type(dispatch.passes_of(torch.zeros(1))).__name__)"
     )
     for value, module in (
-        ("0", "megatron_ext.head.row_passes.logit_passes"),
-        ("1", "megatron_ext.head.kernels.logit_passes"),
+        ("0", "_PyTorchPasses"),
+        ("1", "_TritonPasses"),
     ):
         env = {**os.environ, "TRITON_INTERPRET": value}
         found = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, env=env, capture_output=True, text=True)
@@ -92,7 +92,7 @@ def launches(columns: int, dtype=torch.bfloat16, of_logits=False, **options):
     bias = torch.zeros(columns, dtype=dtype) if options.pop("bias", False) and not of_logits else None
     leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
     labels = torch.zeros(16, dtype=torch.int64)
-    with cuda_branches(kernels_of), recorded() as found:
+    with cuda_branches(kernels), recorded() as found:
         if of_logits:
             options.pop("cache")
             loss = vocab_parallel_cross_entropy(hidden @ weight.t(), labels, **options)
@@ -181,22 +181,51 @@ def test_what_is_not_benchmarked_compiles_too(dtype, of_logits):
 @compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_nucleus_on_hopper(dtype):
-    """Two programs an SM, nothing spilled, and so many instructions a logit and pass that its eleven passes take less
-    than a sort; what a top-k scans is loaded 16 bytes at a time where every row is read."""
+def test_nucleus_and_first_columns_on_hopper(dtype):
+    """Two programs an SM, nothing spilled, no call, and as many instructions a logit as leave a pass of sums near the
+    time of memory; what a top-k scans is loaded 16 bytes at a time where every row is read."""
     from megatron_ext.head.kernels import nucleus, selection
 
     z = torch.zeros(4, 128256, dtype=dtype)
     with cuda_branches(), recorded() as found:
-        nucleus.nucleus(z, 0.9, 1.0, torch.mm)
+        for temperature in (1.0, 0.7):
+            nucleus.nucleus(z, 0.9, temperature, torch.mm)
         selection.group_maxima(z, 2004, 64)
+        selection.first_columns(z, torch.zeros(4, 64, dtype=torch.int64), 64, 64, False)
     for launch in found:
         launch.check_programs()
-    of_pass = min(
-        len(loop) for loop in found[0].loops() if any("MUFU.EX2" in text for text in loop[-200:]) and len(loop) > 400
-    )
-    assert of_pass <= 45 * 8 * blocks.NUCLEUS / 256
-    assert max(found[1].loads()) == 16
+    for launch, most in zip(found[:2], (36, 41), strict=True):
+        of_sums = min(len(loop) for loop in launch.loops() if sum("MUFU.EX2" in text for text in loop) > 8)
+        assert of_sums <= most * 8 * blocks.NUCLEUS / 256
+        assert not any("CALL" in text for loop in launch.loops() for text in loop)
+    assert max(found[2].loads()) == 16
+    of_bits = [len(loop) for loop in found[3].loops() if not any("LDG" in text for text in loop)]
+    assert max(of_bits) <= 100, "a step of the search for the k-th key, of 16 columns a thread"
+
+
+READ_BYTES = """
+import torch
+from benchmarks.interpreter import counted_reads
+from megatron_ext.head.kernels import nucleus
+from megatron_ext.head.row_passes import nucleus as plain
+torch.manual_seed(0)
+for size in (1.0, 3.0):
+    z = size * torch.randn(1, 128256)
+    with counted_reads() as read:
+        cut, peak, total = nucleus.nucleus(z, 0.9, 1.0, torch.mm)
+    wanted_cut, wanted_peak, wanted_total = plain.nucleus(z, 0.9, 1.0, torch.mm)
+    assert cut.equal(wanted_cut) and peak.equal(wanted_peak), (cut, wanted_cut)
+    torch.testing.assert_close(total, wanted_total, rtol=1e-6, atol=0.0)
+    print(sum(read) / z.nbytes)
+"""
+
+
+@pytest.mark.slow
+def test_a_nucleus_is_found_in_four_passes_and_a_list():
+    """Of normally distributed logits: the bytes that are read are those of the row, four times, and of a short list."""
+    passes = [float(line) for line in interpret("-W", "ignore", "-c", READ_BYTES).split()]
+    assert len(passes) == 2
+    assert all(4 <= rows <= 4.4 for rows in passes), passes
 
 
 @compiled

@@ -11,7 +11,7 @@ from megatron_ext import linear_cross_entropy
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine import linear_steps
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.readouts.labels import CrossEntropy
 from megatron_ext.head.readouts.row_sums import Entropy
 from tests.head.problems import error
@@ -43,7 +43,9 @@ def test_values_and_gradients(dtype, limit, more):
     rank, world = dist.get_rank(), dist.get_world_size()
     vocab = VocabShard(rank * V // world, (rank + 1) * V // world, V)
     weight = full[vocab.start : vocab.stop].clone()
-    call = Call(dist.group.WORLD if world > 1 else None, vocab, cache=1, temperature=more.get("temperature", 1.0))
+    call = ResolvedHead(
+        dist.group.WORLD if world > 1 else None, vocab, cache=1, temperature=more.get("temperature", 1.0)
+    )
     of_loss = {name: value for name, value in more.items() if name != "temperature"}
     loss, dx, dw = by_steps(hidden, weight, labels, grad_loss, call, **of_loss)
 
@@ -64,10 +66,10 @@ def test_values_and_gradients(dtype, limit, more):
 def test_the_weights_gradient_goes_into_main_grad():
     hidden, weight = torch.randn(T, D), torch.randn(V, D).requires_grad_()
     labels, grad_loss = torch.randint(V, (T,)), torch.rand(T)
-    plain = Call(None, VocabShard(0, V, V), cache=1)
+    plain = ResolvedHead(None, VocabShard(0, V, V), cache=1)
     expected = by_steps(hidden, weight, labels, grad_loss, plain)[2]
     weight.main_grad, weight.grad_added_to_main_grad = torch.full((V, D), 3.0), False
-    fused = Call(None, VocabShard(0, V, V), cache=1, fuse_main_grad=True)
+    fused = ResolvedHead(None, VocabShard(0, V, V), cache=1, fuse_main_grad=True)
     by_steps(hidden, weight, labels, grad_loss, fused)
     assert weight.grad_added_to_main_grad
     torch.testing.assert_close(weight.main_grad - 3, expected, rtol=1e-4, atol=1e-6)
@@ -75,7 +77,7 @@ def test_the_weights_gradient_goes_into_main_grad():
 
 def test_what_is_refused():
     hidden, weight, labels = torch.randn(T, D), torch.randn(V, D), torch.randint(V, (T,))
-    loss, call = [CrossEntropy(labels)], Call(None, VocabShard(0, V, V), cache=1)
+    loss, call = [CrossEntropy(labels)], ResolvedHead(None, VocabShard(0, V, V), cache=1)
     for readouts, more in ((loss, {"softcap": 30.0}), ([*loss, Entropy()], {})):
         with pytest.raises(ValueError, match="use linear_cross_entropy"):
             linear_steps.products(hidden, weight, readouts, replace(call, **more), backward=True)
@@ -91,7 +93,7 @@ def test_what_is_refused():
 def test_each_rank_does_its_share_of_six_products():
     group = dist.group.WORLD
     vocab = VocabShard.split(V, group)
-    call = Call(group, vocab, cache=1)
+    call = ResolvedHead(group, vocab, cache=1)
     hidden, weight, labels = torch.randn(T, D), torch.randn(V // 2, D), torch.randint(V, (T,))
     with measure() as costs:
         by_steps(hidden, weight, labels, torch.rand(T), call)

@@ -6,7 +6,7 @@ import torch
 from megatron_ext import head, linear_cross_entropy, linear_log_probs
 from megatron_ext.head import LmHead
 from megatron_ext.head.readouts.divergences.teacher import Teacher
-from tests.head.as_on_cuda import cuda_branches
+from tests.head.as_on_cuda import cuda_branches, plain
 from tests.head.rounded_logits import BENT, BF16, assert_near, computed, problem, reference
 from tests.marks import slow
 from tests.ranks import ranks
@@ -28,7 +28,7 @@ def test_on_the_way_of_cuda_tensors(rounds, more, cache, chunk):
     given = problem()
     bias = torch.linspace(-1, 1, len(given[1])).to(BF16) if more else None
     truth = reference(*given, bias, rounds=rounds, **more)
-    with cuda_branches(lambda x, plain: plain):
+    with cuda_branches(plain):
         dtype = BF16 if rounds else torch.float32
         found = computed(*given, bias, cache=cache, chunk_tokens=chunk, logit_dtype=dtype, **more)
     assert_near(found, truth)
@@ -48,7 +48,7 @@ def test_read_outs_of_logits_on_the_way_of_cuda_tensors(cache):
     other = weight.roll(5, 0)
     z, their_z = ((hidden.double() @ w.double().T).to(BF16).double() for w in (weight, other))
     log_p, log_q = z.log_softmax(-1), their_z.log_softmax(-1)
-    with cuda_branches(lambda x, plain: plain):
+    with cuda_branches(plain):
         of = LmHead(weight, logit_dtype=BF16, cache=cache)
         found, ids = of.read(hidden, head.TopK(3))
         teacher = Teacher(LmHead(other, logit_dtype=BF16), hidden)
@@ -62,7 +62,7 @@ def test_read_outs_of_logits_on_the_way_of_cuda_tensors(cache):
 def test_in_every_function():
     hidden, weight, labels, _ = problem()
     (losses, _), _ = reference(hidden, weight, labels, torch.ones(len(labels)))
-    with cuda_branches(lambda x, plain: plain):
+    with cuda_branches(plain):
         found = linear_cross_entropy(hidden, weight, labels, logit_dtype=BF16)
         log_probs = linear_log_probs(hidden, weight, labels, logit_dtype=BF16)
     torch.testing.assert_close(found.double(), losses, rtol=2e-6, atol=4e-6)
@@ -95,7 +95,7 @@ def test_over_two_ranks_and_when_they_disagree():
     group, half = torch.distributed.group.WORLD, len(weight) // 2
     shard = weight[rank * half : (rank + 1) * half]
     (losses, entropies), (dx, dw) = reference(hidden, weight, labels, slopes)
-    with cuda_branches(lambda x, plain: plain):
+    with cuda_branches(plain):
         found = computed(hidden, shard, labels, slopes, tp_group=group, logit_dtype=BF16)
     assert_near(found, ([losses, entropies], [dx, dw[rank * half : (rank + 1) * half]]))
     with pytest.raises(ValueError, match="the options are not the same on every rank"):

@@ -178,7 +178,7 @@ def test_what_one_rank_sees_is_raised_on_both(layout):
     lora = LoRA(torch.ones(2, D), torch.ones(V, 2), dropout=0.1)
     if layout == "replicated":
         with pytest.raises(ValueError, match="they must leave out the same entries"):
-            LmHead(torch.ones(V, D), group, lora=lora)
+            LmHead(torch.ones(V, D), group, lora=lora).read(hidden, LogProbs(labels))
     else:
         weight = torch.ones(V, D) * torch.arange(V).unsqueeze(1) * (1 + rank) / V
         assert LmHead(weight, group, layout, lora=lora).read(hidden, Entropy()).shape == (4,)

@@ -21,7 +21,7 @@ from megatron_ext import (
     vocab_parallel_cross_entropy,
 )
 from megatron_ext.tensor_parallel import ColumnParallelLinear
-from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
+from megatron_ext.tensor_parallel._layers.linear_autograd import LinearPlan, parallel_linear
 from tests.ranks import ranks
 
 T, D, V = 6, 4, 10
@@ -60,6 +60,49 @@ def test_a_group_that_was_forgotten():
 
 
 @ranks(2)
+def test_a_forgotten_layout_of_hidden_states_is_named():
+    """Hidden states of sequence parallelism; the message spoke of dims that are swapped."""
+    hidden, weight, labels = problem()
+    slice_, own = hidden.chunk(2)[dist.get_rank()], weight.chunk(2)[dist.get_rank()]
+    with pytest.raises(ValueError, match=r'is a slice of dim 0, one of 2.*: pass hidden_layout="sequence"'):
+        linear_cross_entropy(slice_, own, labels, dist.group.WORLD)
+    with pytest.raises(ValueError, match=r'pass tp_group= and hidden_layout="sequence"'):
+        linear_cross_entropy(slice_, weight, labels)
+    with pytest.raises(ValueError, match=r"dims are swapped: transpose one"):
+        linear_cross_entropy(hidden.view(2, 3, D), weight, labels.view(3, 2))
+    with pytest.raises(ValueError, match=r"pass the hidden states and labels of the same tokens"):
+        linear_cross_entropy(hidden[:4], weight, labels)
+
+
+@ranks(2)
+def test_uneven_shards_without_vocab_are_told_of_it():
+    hidden, weight, labels = problem()
+    own = weight.split([6, 4])[dist.get_rank()]
+    labels[:] = V - 1
+    with pytest.raises(ValueError) as said:
+        linear_cross_entropy(hidden, own, labels, dist.group.WORLD)
+    if dist.get_rank() == 1:  # whose guess is 8
+        assert "if their widths differ, pass vocab=VocabShard(start, stop, size)" in str(said.value)
+
+
+def test_a_shard_before_ranks_are_connected_says_so(monkeypatch):
+    hidden, weight, labels = problem()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 ranks run: .* call torch.distributed.init_process_group first, and pass"):
+        linear_cross_entropy(hidden, weight[:5], torch.full_like(labels, 7))
+
+
+def test_an_argument_of_another_kind_is_told_its_place():
+    hidden, weight, labels = problem()
+    with pytest.raises(ValueError, match=r"weight is Linear: .*; pass its \.weight, and its \.bias as bias"):
+        linear_cross_entropy(hidden, torch.nn.Linear(D, V), labels)
+    with pytest.raises(ValueError, match=r"weight is list: .*; make one of it"):
+        linear_cross_entropy(hidden, weight.tolist(), labels)
+    with pytest.raises(ValueError, match=r"hidden_layout is a Tensor: .* pass it by that one's name, a bias as bias="):
+        linear_cross_entropy(hidden, weight, labels, None, torch.zeros(V))
+
+
+@ranks(2)
 def test_a_forgotten_group_of_a_weight_that_says_it_is_a_shard():
     """Labels are all in each rank's columns, so that nothing else can tell it from data parallelism."""
     hidden, weight, labels = problem()
@@ -70,8 +113,8 @@ def test_a_forgotten_group_of_a_weight_that_says_it_is_a_shard():
         layer.weight.copy_(weight.chunk(2)[dist.get_rank()])
     for call in (
         lambda: linear_cross_entropy(hidden, layer.weight, labels),
-        lambda: head.LmHead(layer.weight),
-        lambda: head.LmHead.of(layer.weight),
+        lambda: head.LmHead(layer.weight).read(hidden, head.LogProbs(labels)),
+        lambda: head.LmHead.of(layer.weight).read(hidden, head.LogProbs(labels)),
     ):
         with pytest.raises(ValueError, match="tp_group is None, 2 ranks run, and weight is marked as one rank's shard"):
             call()
@@ -107,7 +150,7 @@ def test_dtensors():
         with pytest.raises(ValueError, match=rf"{name} is a DTensor: .* pass its local tensor, {name}.to_local\(\)"):
             call()
     with pytest.raises(ValueError, match="weight is a DTensor"):
-        parallel_linear(hidden, sharded, None, Plan(mesh.get_group()))
+        parallel_linear(hidden, sharded, None, LinearPlan(mesh.get_group()))
     found = linear_cross_entropy(hidden, sharded.to_local(), labels, mesh.get_group())
     torch.testing.assert_close(found, linear_cross_entropy(hidden, weight, labels))
 
@@ -121,7 +164,7 @@ def test_torch_func():
         (lambda x: token_log_probs(x, labels).sum(), z),
         (lambda x: head.vocab_parallel_softmax(x).sum(), z),
         (
-            lambda x: parallel_linear(x, weight, None, Plan()).sum(),
+            lambda x: parallel_linear(x, weight, None, LinearPlan()).sum(),
             hidden,
         ),
     ]

@@ -12,7 +12,20 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megatron_ext import reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head import KL, CrossEntropy, Entropy, Gather, IsArgmax, LmHead, Logits, LogProbs
+from megatron_ext.head import (
+    KL,
+    CrossEntropy,
+    Entropy,
+    Gather,
+    IsArgmax,
+    LmHead,
+    Logits,
+    LogProbs,
+    Sampled,
+    SumOfSquares,
+    Teacher,
+    TopK,
+)
 from tests.pages import DOCS, python_blocks
 from tests.ranks import ranks
 
@@ -43,6 +56,7 @@ def test_the_page_runs_and_its_read_out_is_right():
     divergence = reference.kl_divergence(names["teacher"], z)
     torch.testing.assert_close(names["divergence"].detach(), divergence, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(names["squares"].detach(), z.softmax(-1).square().sum(-1), rtol=1e-5, atol=1e-6)
+    names.clear()  # its class of a read-out is known for good, and with it these globals, a layer among them
 
 
 @ranks(2)
@@ -74,7 +88,7 @@ def test_a_head_of_a_dtensor_and_of_a_linear_layer():
         cut = distribute_tensor(getattr(layer, name).detach(), mesh, [Shard(0)])
         setattr(layer, name, torch.nn.Parameter(cut))
     head = LmHead.of(layer)
-    assert head.shard == (VocabShard(0, 11, 21) if dist.get_rank() == 0 else VocabShard(11, 21, 21))
+    assert head.resolved().vocab == (VocabShard(0, 11, 21) if dist.get_rank() == 0 else VocabShard(11, 21, 21))
     found, _ = head.read(hidden, LogProbs(labels), Entropy())
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
 
@@ -149,3 +163,23 @@ def test_a_call_is_freed_without_the_garbage_collector():
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_read_outs_of_the_caller_are_not_written():
+    """A call binds copies: the caller's objects serve any other call."""
+    head, hidden, labels = LmHead(torch.randn(9, 4)), torch.randn(3, 4), torch.tensor([1, 8, -100])
+    teacher = Teacher(LmHead(torch.randn(9, 4)), hidden)
+    readouts = [
+        LogProbs(labels),
+        CrossEntropy(labels, z_loss=0.1),
+        Entropy(),
+        TopK(2),
+        Gather(labels.clamp(0)[:, None]),
+    ]
+    readouts += [KL(teacher), SumOfSquares(), Sampled(labels, 2), Sampled(labels, None, 0.5), IsArgmax(labels)]
+    for readout in readouts:
+        before = dict(vars(readout))
+        first, again = (head.read(hidden, readout) for _ in range(2))
+        assert vars(readout).keys() == before.keys()
+        assert all(vars(readout)[name] is x for name, x in before.items())
+        assert all(map(torch.equal, *(x if isinstance(x, tuple) else (x,) for x in (first, again))))

@@ -11,22 +11,24 @@ import torch
 from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.kernels import label_terms as twin_terms
-from megatron_ext.head.kernels import logit_passes as twin
 from megatron_ext.head.kernels import nucleus as twin_nucleus
 from megatron_ext.head.kernels import selection as twin_selection
 from megatron_ext.head.kernels import token_terms as twin_tokens
+from megatron_ext.head.kernels.triton_passes import TRITON as twin
 from megatron_ext.head.row_passes import label_terms as plain_terms
 from megatron_ext.head.row_passes import logit_passes as plain
 from megatron_ext.head.row_passes import nucleus as plain_nucleus
 from megatron_ext.head.row_passes import selection as plain_selection
 from megatron_ext.head.row_passes import token_terms as plain_tokens
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 WIDTHS = [(37, 37), (37, 30), (37, 0), (1, 1), (2500, 2500), (17000, 16999)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 TOKENS = 3
+SUMS = ("with_mean", "with_entropy", "with_hits")
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
@@ -46,7 +48,7 @@ def compare(device: str, dtype: torch.dtype, columns: int, counted: int, flags: 
     def draw(*shape, to=None):
         return torch.randn(*shape, generator=generator).to(device, to or wide)
 
-    wide = plain.accumulation_dtype(dtype)
+    wide = accumulation_dtype(dtype)
     softcap, temperature = (15.0, 0.7) if softcapped else (None, 1.0)
     z = 4 * draw(TOKENS, columns, to=dtype)
     if masked:
@@ -56,10 +58,12 @@ def compare(device: str, dtype: torch.dtype, columns: int, counted: int, flags: 
         target.fill_(-1)
     bias = draw(columns) if with_bias else None
     shape = plain.statistics_rows(with_mean, with_entropy, with_hits, softcapped), TOKENS
+    bends = {"bias_V": bias, "counted": counted, "softcap": softcap, "temperature": temperature}
+    options = {**bends, **dict(zip(SUMS, flags[2:5], strict=True))}
     found = []
     for side in (plain, twin):
         stats, exp, shift = z.new_empty(shape, dtype=wide), torch.empty_like(z), z.new_empty(TOKENS, dtype=wide)
-        side.row_statistics(z, target, stats, exp, shift, bias, counted, softcap, temperature, *flags[2:5])
+        side.row_statistics(z, target, stats, exp_TV=exp, shift_T=shift, **options)
         found.append((stats, exp, shift))
     (stats, exp, shift), (twin_stats, twin_exp, twin_shift) = found
     torch.testing.assert_close(twin_shift, shift, **tolerance(wide))
@@ -71,8 +75,7 @@ def compare(device: str, dtype: torch.dtype, columns: int, counted: int, flags: 
         kept = columns * 5 // 8
         for side in (plain, twin):
             some, same = torch.full_like(z, 7.0), (torch.empty_like(stats), torch.empty_like(shift))
-            into = (same[0], some[:, :kept], same[1])
-            side.row_statistics(z, target, *into, bias, counted, softcap, temperature, *flags[2:5])
+            side.row_statistics(z, target, same[0], exp_TV=some[:, :kept], shift_T=same[1], **options)
             torch.testing.assert_close(some[:, :kept], exp[:, :kept], **tolerance(dtype))
             assert (some[:, kept:] == 7.0).all()
 
@@ -88,9 +91,8 @@ def compare(device: str, dtype: torch.dtype, columns: int, counted: int, flags: 
         for side in (plain, twin):
             out = torch.empty_like(z)
             source = exp if is_exp else z
-            side.row_gradient(
-                source, is_exp, target, shift, scale, slope, offset, value, out, bias, counted, softcap, temperature
-            )
+            given = {"scale_T": scale, "slope_T": slope, "offset_T": offset, "value_T": value, **bends}
+            side.row_gradient(source, target, shift, out, source_is_exp=is_exp, **given)
             grads.append(out)
         torch.testing.assert_close(grads[1], grads[0], **tolerance(dtype))
 
@@ -104,12 +106,13 @@ def compare_kept_in_bf16(device: str, columns: int, counted: int, kept: int, fla
     target = torch.tensor([0, columns - 1, 5, -1, columns // 2, 3, -1], device=device).clamp(max=counted - 1)
     bias = torch.linspace(-1, 1, columns, device=device) if flags[0] else None
     softcap, temperature = (50.0, 0.7) if flags[1] else (None, 1.0)
+    options = {"bias_V": bias, "counted": counted, "softcap": softcap, "temperature": temperature}
+    options |= dict(zip(SUMS, flags[2:5], strict=True))
     found = []
     for side in (plain, twin):
         stats = z.new_empty(plain.statistics_rows(*flags[2:5], flags[1]), len(z))
         exp, shift = z.new_full(z.shape, 7.0, dtype=torch.bfloat16), z.new_empty(len(z))
-        into = (stats, exp[:, :kept], shift)
-        side.row_statistics(z, target, *into, bias, counted, softcap, temperature, *flags[2:5])
+        side.row_statistics(z, target, stats, exp_TV=exp[:, :kept], shift_T=shift, **options)
         assert (exp[:, kept:] == 7.0).all()
         found.append((stats, exp[:, :kept].double() * shift.double().exp().unsqueeze(1), shift, exp[:, :kept]))
     (stats, exp, shift, _), (twin_stats, twin_exp, twin_shift, rounded) = found
@@ -135,7 +138,7 @@ def compare_label_terms(device: str, dtype: torch.dtype, shape: tuple[int, int, 
     """Labels that come often, once, and not at all; dW in the dtype of x and wider; dx where its product is, too."""
     tokens, rows, width = shape
     generator = torch.Generator().manual_seed(tokens)
-    wide = plain.accumulation_dtype(dtype)
+    wide = accumulation_dtype(dtype)
 
     def draw(*shape, to=wide):
         return torch.randn(*shape, generator=generator).to(device, to)
@@ -187,7 +190,7 @@ def compare_nucleus(device: str, dtype: torch.dtype, columns: int, size: float, 
     if columns > 20:
         z[1], z[2, ::3], z[3] = -torch.inf, -torch.inf, 2.5
         z[4, :columns:2], z[5, 3], z[5, 4], z[6, 7], z[7, 7] = 1.5, 0.0, -0.0, torch.nan, torch.inf
-    for top_p in (0.1, 0.9, 0.999):
+    for top_p in (1e-6, 0.1, 0.9, 0.999):
         for rows in (z[:, :columns].contiguous(), z[:, 3:]):
             found = [s.nucleus(rows, top_p, temperature, torch.mm) for s in (plain_nucleus, twin_nucleus)]
             (cut, peak, total), (twin_cut, twin_peak, twin_total) = found
@@ -205,7 +208,14 @@ def compare_selection(device: str, dtype: torch.dtype, columns: int) -> None:
     groups = columns // 64
     maxima = [s.group_maxima(z, groups, 64) for s in (plain_selection, twin_selection)]
     torch.testing.assert_close(maxima[1], maxima[0], rtol=0.0, atol=0.0, equal_nan=True)
+    z[5, 0], z[5, -1], z[6, ::2] = -torch.nan, 0.0, -0.0
     k, candidates = min(5, columns), min(9, columns)
+    chosen_from = [None] if groups < k else [None, torch.stack([torch.randperm(groups)[:k] for _ in z]).to(device)]
+    for of, wanted in itertools.product(chosen_from, (1, k, min(columns, 70))):
+        found = [s.first_columns(z, of, 64, wanted, False) for s in (plain_selection, twin_selection)]
+        assert found[1].equal(found[0])
+        values = [z.gather(1, s.first_columns(z, of, 64, wanted, True)) for s in (plain_selection, twin_selection)]
+        torch.testing.assert_close(values[1], values[0], rtol=0.0, atol=0.0, equal_nan=True)
     largest, places = z.nan_to_num(nan=7.0).topk(candidates, 1)
     counts = [s.equal_counts(z.nan_to_num(nan=7.0), largest, k) for s in (plain_selection, twin_selection)]
     assert counts[1].equal(counts[0])
@@ -231,7 +241,7 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
     labels[::7] = -100
     z, labels = z.to(device), labels.to(device)
     vocab = VocabShard(0, columns, ranks * columns)
-    settings = Call(None, vocab, **call)
+    settings = ResolvedHead(None, vocab, **call)
     made, targets, shifts = [], [], []
     for rank in range(ranks):
         start = rank * columns
@@ -243,10 +253,8 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
             z[:, start : start + columns],
             target.where(target < counted, -1),
             stats[:, :-1],
-            None,
-            shift,
-            None,
-            *settings.sums(counted),
+            shift_T=shift,
+            **settings.sums(counted),
         )
         made.append(stats)
         targets.append(target)
@@ -295,7 +303,11 @@ def comparisons():
     ]
     terms += [(compare_nucleus, (dtype, 41, 3.0, 0.7)) for dtype in DTYPES]
     terms += [
-        (compare_nucleus, (torch.float32, *case)) for case in ((1, 1.0, 1.0), (1500, 1.0, 1.0), (3000, 40.0, 0.7))
+        (compare_nucleus, (dtype, *case))
+        for dtype, case in (
+            *((torch.float32, one) for one in ((1, 1.0, 1.0), (1500, 1.0, 1.0), (3000, 40.0, 0.7))),
+            (torch.bfloat16, (1500, 0.3, 1.0)),
+        )
     ]
     terms += [(compare_selection, case) for case in itertools.product(DTYPES, (1, 9, 130, 4500))]
     passes = [(compare, (*case, seed)) for seed, case in enumerate(cases())]

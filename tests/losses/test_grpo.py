@@ -84,6 +84,14 @@ def test_an_overflowing_weight_is_0():
     assert not outside.any()
 
 
+def test_a_rows_weight_is_the_product_of_its_tokens():
+    old = torch.tensor([[0.1, torch.inf, 0.2], [0.3, -0.4, 0.5]])
+    mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
+    weights, outside = sampling_weights(old, torch.zeros(2, 3), mask, "sequence", "truncate", high=1.4)
+    torch.testing.assert_close(weights, torch.tensor([[0.3], [0.4]]).exp().clamp(max=1.4))
+    assert outside.tolist() == [[False], [True]]
+
+
 def test_clamped_kl_lets_no_gradient_through_its_weights():
     apart = torch.tensor([0.1, 5.0], requires_grad=True)
     weights = torch.tensor([2.0, 2.0], requires_grad=True)

@@ -233,8 +233,6 @@ def run_one(pools: list, one: Configuration, way: str, steps: int) -> dict:
         except pytest.fail.Exception as failure:
             pools.clear()
             return {"error": reason(str(failure))}
-        if pools[0].crowded:
-            pools.pop().kill()
         return json.loads(results.read_text())
 
 

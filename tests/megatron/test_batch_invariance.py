@@ -136,8 +136,8 @@ def test_free_memory_does_not_change_repeated_runs():
     """Under Megatron's `deterministic_mode`, which is said once."""
     with model_parallel(1), patched(cache="auto"):
         model, (tokens, labels, _) = one_gpt(), batch()
-        heads, call = [], LmHead.call
-        with mock.patch.object(LmHead, "call", lambda head: heads.append(head.cache) or call(head)):
+        heads, resolved = [], LmHead.resolved
+        with mock.patch.object(LmHead, "resolved", lambda head: heads.append(head.cache) or resolved(head)):
             run(model, labels, tokens)
             model.config.deterministic_mode = True
             batch_invariance.say_once.cache_clear()

@@ -3,8 +3,19 @@
 import pytest
 import torch
 
-from megatron_ext.megatron.layer_specs import gpt_block_spec, gpt_layer_spec
-from tests.gpt import EXPERTS, model_parallel, sharded_state, tiny_config, tiny_gpt
+from megatron_ext.megatron.layer_specs import gpt_block_spec, gpt_layer_spec, gpt_moe_layer_spec
+from tests.gpt import (
+    EXPERTS,
+    forward_step,
+    loss_and_grads,
+    model_parallel,
+    ours_everywhere,
+    sharded_state,
+    stock_spec,
+    tiny_batches,
+    tiny_config,
+    tiny_gpt,
+)
 from tests.ranks import ranks
 
 LATENT = {"multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "v_head_dim": 8}
@@ -28,6 +39,90 @@ def test_other_kinds_of_attention_are_refused():
         config.experimental_attention_variant = "gated_delta_net"  # past the kernels that its own checks ask for
         with pytest.raises(ValueError, match="experimental_attention_variant is 'gated_delta_net': .* plain"):
             gpt_block_spec(config)
+
+
+@ranks(1)
+@pytest.mark.parametrize(
+    "name,value",
+    [
+        ("experimental_attention_variant", "gated_delta_net"),
+        ("heterogeneous_block_specs", True),
+        ("use_kitchen", True),
+        ("use_te_activation_func", True),
+        ("quant_recipe", "recipe"),
+        ("fp8", "hybrid"),
+        ("fp4", "e2m1"),
+    ],
+)
+def test_settings_that_need_other_layers_are_refused(name, value):
+    """A layer was built as if they were not there."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    with model_parallel():
+        config = tiny_config()
+        setattr(config, name, value)  # past the checks of the config itself
+        with pytest.raises(ValueError, match=rf"config\.{name} is {value!r}: .* take Megatron's own layer spec"):
+            build_module(gpt_layer_spec, config=config)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("freq", [1, [0, 1], [1, 0]], ids=["all", "second", "first"])
+def test_layer_spec_has_experts_where_the_config_says(freq):
+    """It built a dense model; loss and gradients are those of Megatron's own specs."""
+    pipeline = torch.distributed.get_world_size()
+    with model_parallel(pp=pipeline):
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        def stock(config, stage):
+            return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
+
+        settings = {**EXPERTS, "moe_layer_freq": freq}
+        expected = loss_and_grads(tiny_gpt(stock, **settings), tiny_batches()[0])
+        for spec in (gpt_layer_spec, gpt_moe_layer_spec, gpt_block_spec):
+            chunks = tiny_gpt(spec, **settings)
+            experts = [hasattr(layer.mlp, "experts") for layer in chunks[0].decoder.layers]
+            first = torch.distributed.get_rank() if pipeline > 1 else 0
+            assert experts == [bool(n) for n in ([1, 1] if freq == 1 else freq)][first:][: len(experts)]
+            loss, grads = loss_and_grads(chunks, tiny_batches()[0])
+            assert loss == pytest.approx(expected[0], rel=1e-6)
+            assert grads.keys() == expected[1].keys()
+            for name, grad in grads.items():
+                torch.testing.assert_close(grad, expected[1][name], rtol=1e-4, atol=1e-6)
+
+
+@ranks(1)
+def test_grouped_experts_are_refused_by_the_layer_spec():
+    with model_parallel(), pytest.raises(ValueError, match="moe_grouped_gemm is True"):
+        tiny_gpt(gpt_layer_spec, **EXPERTS, moe_grouped_gemm=True)
+
+
+@ranks(2)
+def test_layers_of_the_spec_are_known_as_megatrons():
+    """LoRA of Megatron-Bridge asks for the class, and refused "Layer type is unrecognized for LoRA"."""
+
+    def adapted(layer):
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+        if isinstance(layer, ColumnParallelLinear):
+            return "column", layer.input_size, layer.output_size, layer.explicit_expert_comm
+        if isinstance(layer, RowParallelLinear):
+            return "row", layer.input_size, layer.output_size, layer.explicit_expert_comm
+        raise NotImplementedError(f"Layer type is unrecognized for LoRA: {type(layer)}")
+
+    with model_parallel(tp=2):
+
+        def kinds(model):
+            layers = {name: layer for name, layer in model.named_modules() if ".linear_" in name}
+            return {name: (type(layer).__name__, *adapted(layer)) for name, layer in layers.items()}
+
+        expected = kinds(tiny_gpt(stock_spec)[0])
+        assert len(expected) == 8
+        assert kinds(tiny_gpt(gpt_layer_spec)[0]) == expected
+        layer = tiny_gpt(gpt_layer_spec)[0].decoder.layers[0].mlp.linear_fc1
+        assert "communication=" in repr(layer)
+        with ours_everywhere():
+            assert adapted(layer)[0] == "column"
+            assert kinds(tiny_gpt(gpt_layer_spec)[0]) == expected
 
 
 @ranks(1)
@@ -69,3 +164,18 @@ def test_norms_of_their_own_store_what_transformer_engines_do(present, monkeypat
         assert extra == ({f"{name}._extra_state" for name in expected} if present else set())
         loaded = model.state_dict() | {"decoder.final_layernorm._extra_state": torch.zeros(3)}
         model.load_state_dict(loaded, strict=True)
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_fp32_residuals_run_beside_16_bit_weights(sequence_parallel):
+    with model_parallel(tp=2):
+        found = []
+        for settings in ({}, {"bf16": True, "params_dtype": torch.bfloat16, "fp32_residual_connection": True}):
+            (model,) = tiny_gpt(gpt_block_spec, sequence_parallel=sequence_parallel, **settings)
+            model = model.bfloat16() if settings else model
+            loss = forward_step(iter([tiny_batches()[0]]), model)[0].mean()
+            loss.backward()
+            found.append((loss.item(), model.decoder.layers[0].mlp.linear_fc1.weight.grad.float()))
+        assert found[1][0] == pytest.approx(found[0][0], rel=1e-2)
+        assert (found[1][1] - found[0][1]).norm() < 0.05 * found[0][1].norm()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from megatron_ext.megatron.fused_loss import z_loss_log
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+from megatron_ext.megatron.fusion_report import ModelFusion, fusion_report, reset_fusion_report
 from megatron_ext.megatron.language_model_patch import patch_language_models
 from megatron_ext.megatron.layer_specs import gpt_layer_spec
 from megatron_ext.megatron.spec_head import with_fused_head
@@ -147,6 +147,18 @@ def test_options_in_the_layer_spec(build):
             assert torch.equal(run(model, labels), stock)
         finally:
             unpatch()
+
+
+def test_a_remembered_z_loss_keeps_no_graph():
+    counters = ModelFusion("GPTModel")
+    z_loss_log.remember(counters, torch.tensor([[1.0, 3.0]], requires_grad=True), torch.tensor([[True, True]]))
+    assert not z_loss_log._last.pop().requires_grad
+    assert (counters.z_loss.item(), counters.z_loss.requires_grad) == (2.0, False)
+
+
+def test_chunks_of_made_logits_are_of_sequences():
+    made = HeadSettings(nemo_rl_chunk_size=3).of_made(torch.zeros(5, 2, 7), None)  # [S, B, V]
+    assert made.chunk_tokens == 3 * 2
 
 
 @ranks(2)

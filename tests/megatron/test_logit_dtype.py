@@ -21,14 +21,14 @@ FP32, BF16 = torch.float32, torch.bfloat16
     [(None, None, False), (FP32, None, False), (BF16, None, True), (None, BF16, True), (BF16, FP32, False)],
 )
 def test_the_patchs_dtype_goes_before_the_output_layers(layers, patchs, rounds):
-    calls, call = [], LmHead.call
+    calls, resolved = [], LmHead.resolved
     with model_parallel(1):
         model, labels = one_gpt().bfloat16(), batch()[1]
         model.config.params_dtype = BF16
         model.output_layer.output_dtype = layers
         with (
             patched(logit_dtype=patchs),
-            mock.patch.object(LmHead, "call", lambda head: calls.append(call(head)) or calls[-1]),
+            mock.patch.object(LmHead, "resolved", lambda head: calls.append(resolved(head)) or calls[-1]),
         ):
             run(model, labels)
             fault = output_layer_fault(model)

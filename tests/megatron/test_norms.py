@@ -57,3 +57,22 @@ def test_config_names_the_norm():
     assert type(Norm(config(normalization="RMSNorm"), 4)) is RMSNorm
     with pytest.raises(ValueError, match=r"config.normalization is 'L3Norm': it must be one of"):
         Norm(config(normalization="L3Norm"), 4)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_wider_residual_comes_out_in_the_weights_dtype(kind):
+    """`fp32_residual_connection` beside 16-bit parameters, which ended in torch's "mixed dtype"."""
+    x, dy = torch.randn(5, 2, 6), torch.randn(5, 2, 6).bfloat16()
+    norm = Norm(config(normalization=kind), 6).bfloat16()
+    wide = Norm(config(normalization=kind), 6)
+    with torch.no_grad():
+        for parameter, same in zip(norm.parameters(), wide.parameters(), strict=True):
+            same.copy_(parameter.add_(torch.randn(6)))
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = norm(ours)
+    y.backward(dy)
+    wide(theirs).backward(dy.float())
+    torch.testing.assert_close(y, wide(x).bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    for parameter, same in zip(norm.parameters(), wide.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, same.grad.bfloat16(), rtol=1e-2, atol=1e-3)

@@ -130,7 +130,14 @@ def run_rank(file, *, pipe, log, folder, environment, ours, chosen):
             os.write(pipe, json.dumps(record).encode() + b"\n")
 
         options = [f"--rootdir={os.getcwd()}", "--config-file=pyproject.toml", "--override-ini=addopts="]
-        options += ["-p", "no:cacheprovider", f"--basetemp={folder}/rank{environment['RANK']}", "--quiet"]
+        options += [
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+            f"--basetemp={folder}/rank{environment['RANK']}",
+            "--quiet",
+        ]
         status = pytest.main([*options, file], plugins=[Recorder(tell, chosen)])
         tell({"end": int(status)})
     except BaseException:

@@ -91,6 +91,7 @@ def test_megatron_fsdp_compares_streams(monkeypatch):
     assert DBuffer.__init__ is make
 
 
+@pytest.mark.essential
 @pytest.mark.usefixtures("untouched")
 def test_restores_every_attribute():
     before = snapshot()
@@ -354,6 +355,7 @@ def test_one_device_for_each_rank_of_the_machine(monkeypatch):
         assert torch.cuda.device_count() == 4
 
 
+@pytest.mark.essential
 def test_streams_and_events():
     with megatron_on_cpu():
         side, tensor = torch.cuda.Stream(device="cuda"), torch.ones(3, device="cuda")

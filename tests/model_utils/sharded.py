@@ -3,7 +3,6 @@
 Legend: B sequences, S tokens of each, V vocabulary; R tensor-parallel and W context-parallel ranks, R * W the world.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -60,7 +59,6 @@ class Grid:
         return every[self.cp_rank], every.sum(0)
 
 
-@functools.cache
 def grid(tp: int) -> Grid:
     """The arrangement with `tp` ranks that share the vocabulary; all ranks ask for the same ones in the same order."""
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -31,7 +31,7 @@ from tests.waits import NoWait
 def on_gpus(monkeypatch):
     """All tensors say that they are on a GPU, and are checked there."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(dispatch, "_twin", lambda plain: None)  # Triton cannot run on them
+    monkeypatch.setattr(dispatch, "triton_passes", lambda: None)  # Triton cannot run on them
     for module in (argument_checks, read_out, logit_passes, sampling_checks, selection):
         monkeypatch.setattr(module, "has_values", lambda x: True)
 

@@ -23,11 +23,13 @@ def test_one_rank(overrides):
     assert_te_is_local({}, **overrides)
 
 
+@pytest.mark.essential
 @ranks(2)
 def test_tensor_and_sequence_parallel():
     assert_te_is_local({"tp": 2}, sequence_parallel=True)
 
 
+@pytest.mark.essential
 @ranks(1)
 def test_layers_are_transformer_engines():
     with model_parallel():

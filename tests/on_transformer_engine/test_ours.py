@@ -86,6 +86,7 @@ def test_two_ranks(sizes, ways, overrides):
     assert_ours_is_stock(sizes, ways, **overrides)
 
 
+@pytest.mark.essential
 @ranks(1)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_the_head_keeps_its_operands_under_fp8(recipe):

@@ -15,6 +15,7 @@ from megatron_ext.policy import BatchedDataDict
 from megatron_ext.policy.config import import_from_path
 from megatron_ext.policy.losses import valid_counts
 from tests.dtensor.models import SIZES
+from tests.gpt import forget_megatron
 
 VOCAB = SIZES["vocab_size"]
 LAYOUTS = {
@@ -118,6 +119,7 @@ def ended(worker: Any) -> Iterator[Any]:
         yield worker
     finally:
         worker.shutdown()
+        forget_megatron()
 
 
 def plain_model(config: Any, seed: int = 3, kind: Any = AutoModelForCausalLM) -> nn.Module:

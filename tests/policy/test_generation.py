@@ -11,6 +11,7 @@ from megatron_ext import reference
 from megatron_ext.policy import BatchedDataDict, DTensorPolicyWorker, MegatronPolicyWorker, NLLLoss
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.worker.sampling import Sampler, SamplingSettings, row_seeds
+from tests.gpt import forget_megatron
 from tests.marks import slow
 from tests.policy.problems import VOCAB, plain_model, shard, tiny_batch, tiny_config, tiny_model
 from tests.policy.test_megatron_worker import model_config
@@ -135,6 +136,7 @@ def test_from_megatron():
         true = scored(model_config(), output, 0.7, 20, 0.8)
     torch.testing.assert_close(output["logprobs"], true, rtol=1e-5, atol=1e-5)
     worker.shutdown()
+    forget_megatron()
 
 
 def test_tokens_are_drawn_by_their_probability():

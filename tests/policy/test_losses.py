@@ -327,6 +327,15 @@ def test_a_number_that_yaml_reads_as_text_is_refused_with_how_to_write_it(key, t
         ClippedPGLoss.from_config(config)
 
 
+def test_metrics_keep_no_graph():
+    log_probs, data = problem(4)
+    top = torch.full((4, data["input_ids"].shape[1] - 1, 3), 0.2).log().requires_grad_()
+    for loss_fn, given in ((NLLLoss(), (log_probs,)), (DistillationLossFn(), (top, top.detach(), top[..., 0]))):
+        loss, metrics = loss_fn(*given, data, *counts_for(loss_fn, data))
+        assert loss.requires_grad
+        assert not any(getattr(value, "requires_grad", False) for value in metrics.values())
+
+
 def test_repeated_ids_are_refused_where_the_rest_is_reckoned_from_them():
     """Of tokens that count: NeMo-RL's post-processor gives those behind a row's end k times the id 0."""
     _, data = problem()

@@ -17,7 +17,7 @@ from megatron_ext.tensor_parallel import (
     InferenceRowParallelLinear,
     linear_with_grad_accumulation_and_async_allreduce,
 )
-from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
+from megatron_ext.tensor_parallel._layers.linear_autograd import LinearPlan, parallel_linear
 from tests.batch_invariant_mode import switch, switched_on
 from tests.marks import quick_if, slow
 from tests.operators import Operators
@@ -125,7 +125,7 @@ def test_on_cuda_forward_calls_what_megatrons_mode_replaces(layouts, output_dtyp
             x = torch.empty(8, 1, 16, dtype=torch.bfloat16, device="cuda")
             w = torch.empty(12, 16, dtype=torch.bfloat16, device="cuda")
             bias = torch.empty(12, dtype=torch.bfloat16, device="cuda") if column else None
-            parallel_linear(x, w, bias, Plan(world(), *layouts, output_dtype=output_dtype).in_mode())
+            parallel_linear(x, w, bias, LinearPlan(world(), *layouts, output_dtype=output_dtype).in_mode())
         return {str(func) for func in operators.seen if "mm" in func._opname}
 
     assert seen(True) == {"aten.addmm.default" if column else "aten.mm.default"}
@@ -168,7 +168,7 @@ def test_attention_on_cuda_takes_no_flash_kernel():
 
 
 def test_symmetric_memory_is_not_taken():
-    plan = Plan(None, "sequence", "sharded", symmetric=True)
+    plan = LinearPlan(None, "sequence", "sharded", symmetric=True)
     with switched_on():
         assert not plan.in_mode().symmetric
     assert plan.in_mode() is plan

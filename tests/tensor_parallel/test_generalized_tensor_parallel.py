@@ -20,6 +20,7 @@ from megatron_ext.head.lm_head import LmHead
 from megatron_ext.tensor_parallel import layers
 from megatron_ext.tensor_parallel.inference_layers import InferenceLinear
 from tests.ranks import ranks
+from tests.tensor_parallel.rng import no_tracker
 from tests.tensor_parallel.sharded import CLASSES, Config, alone, build
 from tests.tensor_parallel.test_newer_surface import WHOLE
 
@@ -91,7 +92,7 @@ def with_megatrons_module(test):
         module.HAVE_GTP, module.GTPEmbeddingWeight = True, GTPEmbeddingWeight
         module.wrap_module_params_gtp = wrap_module_params_gtp
         importlib.import_module("megatron.core.tensor_parallel")
-        with mock.patch.dict(sys.modules, {MODULE: module}):
+        with mock.patch.dict(sys.modules, {MODULE: module}), no_tracker():
             test(*args, **kwargs)
 
     return run
@@ -249,7 +250,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"input is \(3, 5\) and weight \(10, 6\)"):
         layer(x[:, :5])
     with pytest.raises(ValueError, match=r"weight is a piece \(8, 6\) of this rank's shard, cut over 2 ranks"):
-        LmHead(layer.weight, tp_group=own)
+        LmHead(layer.weight, tp_group=own).resolved()
     output = layer(x)[0].sum()
     del layer.weight.main_grad
     with pytest.raises(ValueError, match=r"weight.main_grad is missing.*DistributedDataParallel"):

@@ -1,7 +1,9 @@
 """What Megatron and others ask of the layers beside the product: marks, copies, states, buffers, other methods."""
 
 import copy
+import functools
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -238,3 +240,66 @@ def test_attributes_of_megatrons_layers():
                 assert getattr(mine, key) == value, (name, key)
             for key in [*dir(type(theirs)), "weight", "bias"]:
                 assert hasattr(mine, key) or not hasattr(theirs, key), (name, key)
+
+
+@ranks(2)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("home", ["megatron", "ours"])
+def test_layers_call_a_replaced_linear_function(home, frozen):
+    """Quantizers replace the function in its module while a layer runs, and quantize what it is given."""
+    with model_parallel(tp=2):
+        from megatron.core.tensor_parallel import layers as stock
+
+        from megatron_ext.tensor_parallel import layers as ours
+
+        module = stock if home == "megatron" else ours
+        name = "linear_with_frozen_weight" if frozen else "linear_with_grad_accumulation_and_async_allreduce"
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def quantized(input, weight, *args, **kwargs):
+            return original(input.round(decimals=1), weight.round(decimals=1), *args, **kwargs)
+
+        results = {}
+        for package in (stock, ours):
+            for kind in ("column", "row"):
+                layer = build(kind, D, N, config=tiny_config(), package=package)
+                with torch.no_grad():
+                    layer.weight.copy_(piece(numbers(N, D, seed=2), 0 if kind == "column" else 1))
+                layer.weight.requires_grad_(not frozen)
+                x = numbers(S, B, D, seed=1)
+                x = (piece(x, -1) if kind == "row" else x).requires_grad_()
+                replaced = module if package is ours else stock
+                with mock.patch.object(replaced, name, quantized):
+                    y, _ = layer(x)
+                y.square().sum().backward()
+                results[package, kind] = y.detach(), x.grad, layer.weight.grad
+        for kind in ("column", "row"):
+            torch.testing.assert_close(results[ours, kind], results[stock, kind])
+
+
+@ranks(1)
+def test_a_replaced_autograd_class_is_called_or_refused():
+    with model_parallel():
+        from megatron.core.tensor_parallel import layers as stock
+
+        from megatron_ext.tensor_parallel import layers as ours
+
+        autograd = stock.LinearWithGradAccumulationAndAsyncCommunication
+        layer, x = build("column", D, N, config=tiny_config()), numbers(S, B, D, seed=1)
+        plain = layer(x)[0]
+
+        class Doubling(autograd):
+            @staticmethod
+            def forward(ctx, input, *args):
+                return 2 * autograd.forward(ctx, input, *args)
+
+        with mock.patch.object(stock, autograd.__name__, Doubling):
+            torch.testing.assert_close(layer(x)[0], 2 * plain)
+        forward = autograd.forward
+        with mock.patch.object(autograd, "forward", staticmethod(lambda *args: 3 * forward(*args))):
+            torch.testing.assert_close(layer(x)[0], 3 * plain)
+        torch.testing.assert_close(layer(x)[0], plain, rtol=0, atol=0)
+        refused = pytest.raises(RuntimeError, match="LinearWithGradAccumulationAndAsyncCommunication was replaced")
+        with mock.patch.object(ours, autograd.__name__, Doubling), refused:
+            layer(x)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron_ext.distributed.collectives import start_all_gather
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel._layers import linear_autograd as module
-from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
+from megatron_ext.tensor_parallel._layers.linear_autograd import LinearPlan, parallel_linear
 from megatron_ext.tensor_parallel.layers import (
     LinearWithFrozenWeight,
     LinearWithGradAccumulationAndAsyncCommunication,
@@ -45,7 +45,7 @@ def test_no_work_for_gradients_that_nobody_wants(layouts, wanted):
     tensors = {"x": torch.randn(4, 2, 6), "w": torch.randn(4, 6), "b": torch.randn(4)}
     for name in wanted:
         tensors[name].requires_grad_()
-    y = parallel_linear(*tensors.values(), Plan(world(), source, target))
+    y = parallel_linear(*tensors.values(), LinearPlan(world(), source, target))
     with count_collectives() as counts, Operators() as operators:
         y.backward(torch.randn_like(y))
     for name, tensor in tensors.items():
@@ -70,7 +70,7 @@ def test_saves_its_slice_of_the_input_and_nothing_for_a_frozen_weight(source):
     for frozen in (False, True):
         w = torch.randn(4, 6, requires_grad=not frozen)
         with saved_tensors() as saved:
-            parallel_linear(x, w, None, Plan(world(), source, "sharded"))
+            parallel_linear(x, w, None, LinearPlan(world(), source, "sharded"))
         assert [tuple(t.shape) for t in saved] == ([(4, 6)] if frozen else [(4, 2, 6), (4, 6)])
         assert saved[0] is (w if frozen else x)
 
@@ -93,7 +93,7 @@ def test_any_leading_dimensions(layouts, lead, frozen):
     leaves = cut(x, layouts[0]), piece(w, 0 if column else 1), piece(b, 0) if column else b.clone()
     for leaf, wanted in zip(leaves, (True, not frozen, True), strict=True):
         leaf.requires_grad_(wanted)
-    y = parallel_linear(*leaves, Plan(world(), *layouts))
+    y = parallel_linear(*leaves, LinearPlan(world(), *layouts))
     y.backward(cut(dy, layouts[1]))
     if layouts[1] == "sequence":
         dist.all_reduce(leaves[2].grad)  # as Megatron does
@@ -150,7 +150,7 @@ def test_non_contiguous_input_and_expanded_gradient(source):
     x = x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     assert not x.is_contiguous()
     shard = piece(w, 0).requires_grad_()
-    parallel_linear(x, shard, None, Plan(world(), source, "sharded")).sum().backward()
+    parallel_linear(x, shard, None, LinearPlan(world(), source, "sharded")).sum().backward()
     torch.testing.assert_close(x.grad, w.sum(0).expand(x.shape), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(shard.grad, full.sum((0, 1)).expand(shard.shape), rtol=1e-5, atol=1e-5)
 
@@ -158,7 +158,7 @@ def test_non_contiguous_input_and_expanded_gradient(source):
 @ranks(2)
 def test_two_backwards_and_no_double_backward():
     x, w = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
-    y = parallel_linear(x, w, None, Plan(world(), "replicated", "sharded"))
+    y = parallel_linear(x, w, None, LinearPlan(world(), "replicated", "sharded"))
     first = torch.autograd.grad(y.sum(), (x, w), retain_graph=True)
     for dy in (torch.ones_like(y), torch.ones_like(y).requires_grad_()):
         second = torch.autograd.grad(y, (x, w), dy, create_graph=True)
@@ -174,7 +174,7 @@ def test_output_may_be_changed_in_place(layouts):
     x, w = torch.randn(4, 3, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
     grads = []
     for change in (lambda y: y * 2, lambda y: y.mul_(2)):
-        y = change(parallel_linear(x, w, None, Plan(world(), *layouts)))
+        y = change(parallel_linear(x, w, None, LinearPlan(world(), *layouts)))
         grads.append(torch.autograd.grad(y.sin().sum(), (x, w)))
     torch.testing.assert_close(*grads)
 
@@ -215,7 +215,7 @@ def test_bad_input_is_refused_on_every_rank_before_anything_is_sent(case):
         tensors[name] = tensors[name].to(changes[name])
     output = changes.get("output", "replicated")
     with count_collectives() as counts, pytest.raises(ValueError, match=message):
-        parallel_linear(*tensors.values(), Plan(world(), "sharded", output))
+        parallel_linear(*tensors.values(), LinearPlan(world(), "sharded", output))
     assert not counts
 
 
@@ -240,4 +240,4 @@ def test_no_warnings(layouts):
         warnings.simplefilter("error")
         for _ in range(2):
             x, w = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
-            parallel_linear(x, w, None, Plan(world(), *layouts)).sum().backward()
+            parallel_linear(x, w, None, LinearPlan(world(), *layouts)).sum().backward()

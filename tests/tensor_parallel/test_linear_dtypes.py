@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
+from megatron_ext.tensor_parallel._layers.linear_autograd import LinearPlan, parallel_linear
 from megatron_ext.tensor_parallel.layers import (
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
@@ -26,7 +26,7 @@ def test_autocast_as_torchs_linear(source, dtypes):
         x = (cut(full, source) if ours else full.clone()).requires_grad_()
         shard, bias = (piece(t, 0).requires_grad_() for t in (w, b))
         with torch.autocast("cpu", torch.bfloat16):
-            y = parallel_linear(x, shard, bias, Plan(group, source, target)) if ours else F.linear(x, shard, bias)
+            y = parallel_linear(x, shard, bias, LinearPlan(group, source, target)) if ours else F.linear(x, shard, bias)
             # Backward inside the region too: its own matmuls must keep to the dtypes of the forward pass.
             (y.float() ** 2).sum().backward()
         results.append([y.detach(), shard.grad, bias.grad, x.grad])
@@ -42,7 +42,7 @@ def test_autocast_as_torchs_linear(source, dtypes):
 @ranks(1)
 def test_backward_under_autocast_keeps_full_precision():
     x, w = torch.randn(5, D, requires_grad=True), torch.randn(N, D, requires_grad=True)
-    y = parallel_linear(x, w, None, Plan())
+    y = parallel_linear(x, w, None, LinearPlan())
     dy = torch.randn_like(y)
     with torch.autocast("cpu", torch.bfloat16):
         y.backward(dy)
@@ -53,7 +53,7 @@ def test_backward_under_autocast_keeps_full_precision():
 def test_float64_is_left_alone_by_autocast():
     x, w = torch.randn(5, D, dtype=torch.float64), torch.randn(N, D, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
-        y = parallel_linear(x, w, None, Plan())
+        y = parallel_linear(x, w, None, LinearPlan())
         assert y.dtype == F.linear(x, w).dtype == torch.float64
     torch.testing.assert_close(y, x @ w.t())
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral, drain_embedding_wgrad_compute
-from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
+from megatron_ext.tensor_parallel._layers.linear_autograd import LinearPlan, parallel_linear
 from megatron_ext.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import Config, assert_as_good, numbers, piece, world
@@ -38,7 +38,7 @@ def test_weight_gradient_goes_into_main_grad(layouts, dtype):
     expected = {kind: torch.ones(w.shape, dtype=kind) for kind in (torch.float64, torch.float32)}
     for step in range(2):
         full, dy = numbers(S, D, seed=1 + step, dtype=dtype), numbers(S, N, seed=5 + step, dtype=dtype)
-        y = parallel_linear(cut(full, source), w, None, Plan(world(), source, target, fuse_main_grad=True))
+        y = parallel_linear(cut(full, source), w, None, LinearPlan(world(), source, target, fuse_main_grad=True))
         y.backward(cut(dy, target))
         for kind, sum_ in expected.items():
             sum_ += piece((dy.to(kind).t() @ full.to(kind)).to(dtype if kind == torch.float32 else kind), dim)
@@ -55,14 +55,14 @@ def test_weight_gradient_goes_into_main_grad(layouts, dtype):
 )
 def test_the_dummy_gradient(marks, dummy):
     w = with_main_grad(torch.randn(N, D), **marks)
-    parallel_linear(torch.randn(4, D), w, None, Plan(fuse_main_grad=True)).sum().backward()
+    parallel_linear(torch.randn(4, D), w, None, LinearPlan(fuse_main_grad=True)).sum().backward()
     assert torch.equal(w.grad, dummy) if dummy is not None else w.grad is None
 
 
 @ranks(1)
 def test_main_grad_of_16_bits():
     x, w = torch.randn(4, D).bfloat16(), with_main_grad(torch.randn(N, D).bfloat16(), dtype=torch.bfloat16)
-    parallel_linear(x, w, None, Plan(fuse_main_grad=True)).backward(torch.ones(4, N).bfloat16())
+    parallel_linear(x, w, None, LinearPlan(fuse_main_grad=True)).backward(torch.ones(4, N).bfloat16())
     torch.testing.assert_close(w.main_grad, (1 + x.float().sum(0)).bfloat16().expand(N, D), rtol=2**-7, atol=2**-7)
 
 
@@ -71,14 +71,14 @@ def test_a_buffer_that_megatron_fsdp_lends_starts_at_zero():
     w, x = torch.randn(N, D, requires_grad=True), torch.randn(4, D)
     buffer = torch.full((N, D), torch.nan)
     w.__fsdp_param__, w.get_main_grad = True, lambda: buffer
-    parallel_linear(x, w, None, Plan(fuse_main_grad=True)).sum().backward()
+    parallel_linear(x, w, None, LinearPlan(fuse_main_grad=True)).sum().backward()
     torch.testing.assert_close(buffer, x.sum(0).expand(N, D))
 
 
 @ranks(2)
 def test_missing_main_grad_is_named_before_anything_is_sent():
     x, w = torch.randn(4, D, requires_grad=True), torch.randn(N, D, requires_grad=True)
-    y = parallel_linear(x, w, None, Plan(world(), "replicated", "sharded", fuse_main_grad=True))
+    y = parallel_linear(x, w, None, LinearPlan(world(), "replicated", "sharded", fuse_main_grad=True))
     with count_collectives() as counts, pytest.raises(ValueError, match="weight.main_grad is missing"):
         y.sum().backward()
     assert not counts
@@ -89,7 +89,7 @@ def test_main_grad_with_saved_tensors_on_their_way_elsewhere():
     """Hooks on saved tensors bring back copies, which have none of the parameter's attributes."""
     w = with_main_grad(torch.randn(N, D))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
-        y = parallel_linear(torch.ones(4, D, requires_grad=True), w, None, Plan(fuse_main_grad=True))
+        y = parallel_linear(torch.ones(4, D, requires_grad=True), w, None, LinearPlan(fuse_main_grad=True))
     y.sum().backward()
     assert torch.equal(w.main_grad, torch.full((N, D), 5.0))
 
@@ -99,7 +99,7 @@ def test_memory_is_given_back():
     """Neither the input nor the weight is held once output and graph are gone."""
     x, w = torch.randn(4, D, requires_grad=True), with_main_grad(torch.randn(N, D))
     watched = [weakref.ref(x), weakref.ref(w)]
-    parallel_linear(x, w, None, Plan(fuse_main_grad=True)).sum().backward()
+    parallel_linear(x, w, None, LinearPlan(fuse_main_grad=True)).sum().backward()
     with contextlib.suppress(NameError):
         del x, w
     gc.collect()
@@ -119,7 +119,7 @@ def test_deferred_weight_gradients(fused, limit, sequence_parallel):
     w = numbers(N, D, seed=0)
     shard = with_main_grad(piece(w, 0)) if fused else piece(w, 0).requires_grad_()
     inputs, grads, expected = [], [], torch.zeros(w.shape)
-    plan = Plan(world(), source, "sharded", fuse_main_grad=fused, deferral=Deferral(grads, inputs, limit))
+    plan = LinearPlan(world(), source, "sharded", fuse_main_grad=fused, deferral=Deferral(grads, inputs, limit))
     for step in range(3):
         full, dy = numbers(S, B, D, seed=1 + step), numbers(S, B, N, seed=5 + step)
         expected += dy.flatten(0, 1).t() @ full.flatten(0, 1)

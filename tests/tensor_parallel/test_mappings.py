@@ -235,8 +235,9 @@ def test_what_does_not_fit_is_refused():
         mappings.gather_from_sequence_parallel_region(x, group=group, output_split_sizes=[3])
     with pytest.raises(ValueError, match=r"output_split_sizes is \[2, 2\], which gives this rank .* its input_ has 3"):
         mappings.gather_from_sequence_parallel_region(x, group=group, output_split_sizes=[2, 2])
-    with pytest.raises(ValueError, match=r"input_split_sizes is \[2, 2\], which adds up to 4.* 3 rows"):
-        mappings.reduce_scatter_to_sequence_parallel_region(x, group, [2, 2])
+    for sizes in ([2, 2], [2, 3]):  # no rows are that many, nor are columns meant
+        with pytest.raises(ValueError, match=f"which adds up to {sum(sizes)}.* 3 rows"):
+            mappings.reduce_scatter_to_sequence_parallel_region(x, group, sizes)
     with pytest.raises(ValueError, match=r"input_split_sizes is \[5, -2\]: it must hold one length >= 0"):
         mappings.all_to_all(group, x, [1, 2], [5, -2])
     with pytest.raises(ValueError, match="group is None: an all-to-all needs to be told its ranks"):

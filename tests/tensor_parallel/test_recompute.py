@@ -150,6 +150,24 @@ def test_a_backward_under_autocast_recomputes_what_ran_without():
     assert_equal(run(True), run(False))
 
 
+def test_recomputation_keeps_the_default_device():
+    seen = []
+
+    def function(x):
+        seen.append(torch.get_default_device().type)
+        return x.sin()
+
+    x = numbers(3, seed=1).requires_grad_()
+    with torch.device("meta"):
+        y = checkpoint(function, False, x)
+    y.sum().backward()
+    plain = checkpoint(function, False, x)
+    with torch.device("meta"):
+        plain.sum().backward()
+    assert seen == ["meta", "meta", "cpu", "cpu"]
+    assert torch.equal(x.grad, 2 * x.cos())
+
+
 def test_gradients_reach_parameters_behind_frozen_inputs():
     """Adapters: the input needs no gradient, a parameter inside does."""
     base, adapter, x = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6), numbers(4, 6, seed=1)

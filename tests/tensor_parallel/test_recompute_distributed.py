@@ -1,5 +1,7 @@
 """checkpoint() that keeps this rank's part of its first argument: `distribute_saved_activations`."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,8 @@ from megatron_ext.tensor_parallel.random import checkpoint
 from tests.gpt import model_parallel
 from tests.marks import slow
 from tests.ranks import ranks
-from tests.tensor_parallel.rng import seeded
-from tests.tensor_parallel.sharded import numbers, world
+from tests.tensor_parallel.rng import no_tracker, seeded
+from tests.tensor_parallel.sharded import Config, alone, build, numbers, world
 from tests.tensor_parallel.test_gpt_parity import FULL, check
 from tests.tensor_parallel.test_recompute import assert_as_without, assert_equal, grads_of, saved_tensors
 
@@ -85,6 +87,38 @@ def test_a_distributed_argument_that_is_used_otherwise_too_stays_whole():
         expected = 2 * whole.detach()
         expected[:2] += 1
         assert torch.equal(whole.grad, expected)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["alone", "sequence", "explicit"])
+def test_an_argument_is_shared_out_over_its_layers_group(kind):
+    """Megatron's own groups say nothing of layers that were given others: gradients were silently of two tensors."""
+    rank = world().rank()
+    with model_parallel(tp=2) if kind != "explicit" else nullcontext(), no_tracker():
+        group = alone() if kind == "alone" else world()
+        config = Config(sequence_parallel=kind == "sequence")
+        column, row = (build(name, 4, 4, config=config, tp_group=group) for name in ("column", "row"))
+        x = numbers(2, 3, 4, seed=0 if kind == "explicit" else rank).requires_grad_()
+
+        def function(x):
+            return row(torch.tanh(column(x)[0]))[0].sin()
+
+        parameters = [x, *column.parameters(), *row.parameters()]
+        expected = grads_of(lambda: function(x), *parameters)
+        for tensor in parameters:
+            tensor.grad = None
+        with saved_tensors() as saved:
+            out = checkpoint(function, True, x)
+        assert saved[0].numel() == x.numel()  # x itself is what was kept
+        assert x.numel() == (12 if kind == "explicit" else 24)
+        out.sum().backward()
+        assert_equal([out.detach(), *(tensor.grad for tensor in parameters)], expected)
+
+
+@ranks(2)
+def test_an_unknown_group_to_share_out_over_is_refused():
+    with no_tracker(), pytest.raises(ValueError, match="tp_group"):
+        checkpoint(torch.sin, True, torch.ones(4, requires_grad=True))
 
 
 @pytest.mark.slow

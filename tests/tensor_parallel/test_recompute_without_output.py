@@ -231,11 +231,11 @@ def test_fp8_settings_of_the_forward_hold_in_the_recomputation(monkeypatch):
         yield
 
     @contextmanager
-    def fp8_autocast(enabled, fp8_recipe):
-        log.append(("fp8", enabled, fp8_recipe))
+    def fp8_autocast(enabled, fp8_recipe, fp8_group):
+        log.append(("fp8", enabled, fp8_recipe, fp8_group))
         yield
 
-    manager = SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: "delayed")
+    manager = SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: "delayed", get_fp8_group=lambda: "dp")
     for name, contents in (
         ("transformer_engine", {}),
         ("transformer_engine.pytorch", {}),
@@ -254,7 +254,7 @@ def test_fp8_settings_of_the_forward_hold_in_the_recomputation(monkeypatch):
     recomputation.discard_output_and_register_recompute(out)
     assert log == [("phase", True, False), "run"]
     out.sum().backward()
-    assert log[2:] == [("fp8", True, "delayed"), ("phase", True, True), "run"]
+    assert log[2:] == [("fp8", True, "delayed", "dp"), ("phase", True, True), "run"]
 
 
 def test_a_layer_that_warms_up_for_a_cuda_graph_recomputes_nothing(monkeypatch):

@@ -36,11 +36,13 @@ def test_the_streams_start_where_their_seeds_say():
             assert torch.equal(torch.rand(4), drawn(1000 + 2718, 4)[0])
 
 
-def test_seeds_are_megatrons_wherever_megatron_seeds():
+def test_seeds_are_megatrons_wherever_megatron_seeds(monkeypatch):
     """On one rank at a time, by Megatron's own code; where that raises, ours does not."""
     with megatron_on_cpu(), no_tracker():
         from megatron.core.tensor_parallel import random as stock
 
+        for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
+            monkeypatch.setattr(stock, name, None)
         for at in grid():
             where = {"tp_rank": at.tp_rank, "ep_rank": at.ep_rank, "etp_rank": at.etp_rank}
             random.model_parallel_cuda_manual_seed(77, **where)

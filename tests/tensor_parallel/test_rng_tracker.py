@@ -326,7 +326,7 @@ def test_transformer_engines_tracker_is_used_when_asked_for(beside_megatron, mon
         assert torch.equal(torch.rand(3, generator=tracker.states_["model-parallel-rng"]), drawn_first[0])
 
 
-def test_draws_what_megatrons_tracker_draws():
+def test_draws_what_megatrons_tracker_draws(monkeypatch):
     """Any nesting of forks and draws, seeded alike."""
 
     def program(module, depth, path, out):
@@ -345,6 +345,8 @@ def test_draws_what_megatrons_tracker_draws():
     with megatron_on_cpu(), no_tracker():
         from megatron.core.tensor_parallel import random as stock
 
+        for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
+            monkeypatch.setattr(stock, name, None)
         results = []
         for module in (stock, random):
             module.initialize_rng_tracker(force_reset=True)

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import LayerPlacement
 from tests.gpt import child_processes, model_parallel, tiny_config
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import build, numbers
@@ -112,6 +112,19 @@ def test_the_same_objects_as_megatrons_layers(offsets):
             )
 
 
+@ranks(2)
+def test_each_copy_of_an_object_has_its_own_number():
+    from megatron.core import dist_checkpointing  # noqa: F401  # of which objects are made
+
+    world, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
+    alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+    for number in (0, 1):
+        place = LayerPlacement(((1, 0, 2), (0, 1, 3)), {"dp_cp_group": alone}, world, (number, 2))
+        found = place.object("state", "layer._extra_state")
+        assert found.replica_id == (0, 2 * rank + number, 0)
+        assert (found.global_shape, found.global_offset) == ((3, 2), (1, 0))
+
+
 @ranks(4)
 def test_parameters_that_fsdp2_cut_over_the_data_parallel_ranks():
     with model_parallel(tp=2):
@@ -125,7 +138,7 @@ def test_parameters_that_fsdp2_cut_over_the_data_parallel_ranks():
         mesh = DeviceMesh.from_group(group, "cpu")
         tensor = distribute_tensor(torch.zeros(N, D), mesh, [Shard(0)])
         for axis in (0, 1):
-            ours = Place((), None, tp_group).tensor(tensor, "w", axis)
+            ours = LayerPlacement((), None, tp_group).tensor(tensor, "w", axis)
             stock = make_tp_sharded_tensor_for_checkpoint(tensor, "w", axis, tp_group=tp_group, dp_cp_group=group)
             for name in ["local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id"]:
                 assert getattr(ours, name) == getattr(stock, name), (axis, name)

@@ -1,5 +1,6 @@
 """Megatron-Core on our package: everywhere, with the same results, and back without a trace."""
 
+import functools
 import gc
 import importlib
 import subprocess
@@ -163,7 +164,8 @@ assert schedules.drain_embedding_wgrad_compute.__module__ == "megatron.core.util
 assert user._reduce is tp.mappings._reduce
 assert tp.mappings._reduce.__module__ == "megatron.core.tensor_parallel.mappings"
 assert ours.ColumnParallelLinear.__module__.startswith("megatron_ext.")
-assert our_specs.gpt_layer_spec.submodules.mlp.submodules.linear_fc1 is ours.ColumnParallelLinear
+assert our_specs.gpt_layer_spec.submodules.mlp.submodules.linear_fc1.__mro__[1:] == (
+    *ours.ColumnParallelLinear.__mro__[:-2], stock[0], *ours.ColumnParallelLinear.__mro__[-2:])
 assert megatron_ext.restore_tensor_parallel() is None
 """
     command = [sys.executable, "-W", "ignore", "-c", code]
@@ -174,3 +176,49 @@ assert megatron_ext.restore_tensor_parallel() is None
 def test_other_names_are_none_of_the_package():
     with pytest.raises(AttributeError, match="module 'megatron_ext' has no attribute 'nothing'"):
         importlib.import_module("megatron_ext").nothing  # noqa: B018
+
+
+@ranks(1)
+@pytest.mark.parametrize(
+    "place",
+    ["mappings._reduce", "layers.RowParallelLinear.forward", "layers.ColumnParallelLinear", "cross_entropy"],
+)
+def test_substitution_refuses_what_users_replaced(place):
+    """A decorator that copies names is no Megatron function; ours would stand there without a word."""
+    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
+
+    with model_parallel(), pytest.MonkeyPatch.context() as monkeypatch:
+        place = {"cross_entropy": "cross_entropy.vocab_parallel_cross_entropy"}.get(place, place)
+        module, *names, last = place.split(".")
+        owner = importlib.import_module(f"megatron.core.tensor_parallel.{module}")
+        for name in names:
+            owner = getattr(owner, name)
+        original = getattr(owner, last)
+        own = type(last, (original,), {"forward": lambda *args: None}) if isinstance(original, type) else None
+        monkeypatch.setattr(owner, last, own or functools.wraps(original)(lambda *args: original(*args)))
+        before = references()
+        with pytest.raises(RuntimeError, match=rf"megatron\.core\.tensor_parallel\.{place} \(.*nothing was replaced"):
+            substitute_tensor_parallel()
+        assert references() == before
+        assert restore_tensor_parallel() is None
+
+
+@ranks(1)
+def test_substitution_calls_a_replaced_linear_function():
+    with model_parallel(), pytest.MonkeyPatch.context() as monkeypatch:
+        from megatron.core.tensor_parallel import layers
+
+        original = layers.linear_with_grad_accumulation_and_async_allreduce
+        calls = []
+
+        @functools.wraps(original)
+        def counted(*args, **kwargs):
+            calls.append(1)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(layers, original.__name__, counted)
+        with ours_everywhere():
+            assert layers.linear_with_grad_accumulation_and_async_allreduce is counted
+            ours = train_steps(tiny_gpt(stock_spec, num_layers=1), tiny_batches())
+        assert len(calls) == 2 * 5  # micro-batches; layers of one transformer layer and the output layer
+        assert ours == pytest.approx(train_steps(tiny_gpt(stock_spec, num_layers=1), tiny_batches()), rel=1e-6)

@@ -5,14 +5,13 @@ knowing the names, the forward of the model runs once with a decoder that return
 them on; what comes out says what is done to them.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from megatron_ext.dtensor.decoder import output_head_path, text_model_path
+from megatron_ext.dtensor.output.stand_ins import HOOKS, SampleDecoder, stub_of
 from megatron_ext.head.adapters.peft_layers import unwrapped
 
 # Small ones for the scale, large ones for the cap, and some between that tell other functions from both.
@@ -20,8 +19,6 @@ _PROBE = (1e-3, -1e-3, 0.1, -0.7, 2.0, -5.0, 11.0, -30.0, 70.0, -200.0, 1e30, -1
 # Of classes that wrap a whole causal LM, those that hand its logits on as they are.
 _TRANSPARENT = ("Gemma3ForConditionalGeneration",)
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-OWN_FORWARD = "_megatron_ext_own_forward"  # where a model keeps its forward, when another has taken its place
 _OWN_HOOKS = ("torch.distributed.", "transformers.integrations.", "megatron_ext.")
 
 
@@ -64,12 +61,13 @@ def why_unknown(model: nn.Module, name: str) -> str:
     return f"what {name} does to its logits is not known here"
 
 
-def is_hooked(model: nn.Module) -> bool:
-    """Whether hooks wait for a call of the model, or of its head or a layer inside of an adapter there, which reading
-    hidden states leaves out; those of torch's and transformers' parallelism, and ours, do not count."""
+def is_hooked(model: nn.Module, head: bool = True) -> bool:
+    """Whether hooks wait for a call of the model, or with `head` of its head or a layer inside of an adapter there;
+    those of torch's and transformers' parallelism, and ours, do not count."""
     path = output_head_path(model)
-    modules = [model, model.get_submodule(path.rpartition(".")[0]), *model.get_submodule(path).modules()]
-    hooks = [hook for module in modules for kind in _HOOKS for hook in vars(module)[kind].values()]
+    modules = [model, model.get_submodule(path.rpartition(".")[0])]
+    modules += model.get_submodule(path).modules() if head else []
+    hooks = [hook for module in modules for kind in HOOKS for hook in vars(module)[kind].values()]
     return any(not _module_of(hook).startswith(_OWN_HOOKS) for hook in hooks)
 
 
@@ -83,45 +81,13 @@ def _module_of(hook: Any) -> str:
 def _through(owner: nn.Module, head: str, x: Tensor) -> Tensor:
     """What the forward of `owner` makes of hidden states `x` `[N]`, if its head is the identity."""
     stub = stub_of(owner)
-    stub._modules[text_model_path(owner).partition(".")[0]] = _Decoder(x)
+    stub._modules[text_model_path(owner).partition(".")[0]] = SampleDecoder(x[None, None])
     stub._modules[head] = nn.Identity()
     with torch.no_grad():
-        forward = functools.partial(vars(owner)[OWN_FORWARD], stub) if OWN_FORWARD in vars(owner) else stub.forward
-        logits: Tensor = forward(input_ids=x.new_zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+        logits: Tensor = stub.forward(input_ids=x.new_zeros(1, 1, dtype=torch.int64), use_cache=False).logits
     if logits.shape != (1, 1, len(x)):
         raise ValueError(f"logits of {list(logits.shape)} for one token")
     return logits[0, 0].double()
-
-
-def stub_of(model: nn.Module) -> Any:
-    """`model` as an object of its own, with a dict of its modules of its own; all else is shared."""
-    # A class that FSDP2 made cannot be copied, nor does a stub want its methods.
-    plain = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-    stub = object.__new__(plain)
-    stub.__dict__.update(model.__dict__, _modules=dict(model._modules))
-    return stub
-
-
-class _Decoder(nn.Module):
-    def __init__(self, x: Tensor):
-        super().__init__()
-        self.x = x
-
-    def forward(self, *args: Any, **kwargs: Any) -> "_DecoderOutput":
-        return _DecoderOutput(self.x[None, None])
-
-
-class _DecoderOutput:
-    """Hidden states under the name and the place where forwards look for them; everything else is None."""
-
-    def __init__(self, hidden: Tensor):
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, i: int) -> Tensor:
-        return (self.last_hidden_state,)[i]
-
-    def __getattr__(self, name: str) -> None:
-        return None
 
 
 def _measured(y: Tensor, x: Tensor) -> HeadRule | None:

@@ -3,6 +3,7 @@
 Legend: B sequences, P tokens of this rank, D hidden size, V vocabulary, R tensor-parallel ranks.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -133,21 +134,31 @@ def _through_head(
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
     """What `read` makes of the hidden states of these tokens, `[B, P]` each, and what it refuses: see `or_refuse`."""
     hidden = text_model(model)(input_ids=tokens_BP, **inputs)[0]
-    return read_hidden(model, rule, read, hidden, given_BP)
+    head = model.get_submodule(output_head_path(model))
+    return read_hidden(head, rule.facts(read.temperature), read, hidden, given_BP)
 
 
 def read_hidden(
-    model: nn.Module, rule: HeadRule, read: Read, hidden: Tensor, given_BP: Sequence[Tensor]
+    head: Any,
+    logits: dict[str, Any],
+    read: Read,
+    hidden: Tensor,
+    given_BP: Sequence[Tensor],
+    columns: int | None = None,
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
-    """As `_through_head`, from the hidden states `[B, P, D]` that come to the head, or this rank's slice of them."""
-    head: Any = model.get_submodule(output_head_path(model))
+    """As `_through_head`, from the hidden states `[B, P, D]` that come to `head`, or this rank's slice of them.
+
+    `logits`: the cap and the temperature of its logits; `columns`: the first ones alone, of a head that is whole.
+    """
     facts = head_facts(head, {})
     weight, group, vocab = local_shard(unwrapped(head)[0].weight, 0)
     if isinstance(hidden, DTensor):
         hidden = hidden.to_local()
-    in_slices = hidden.shape[1] != given_BP[0].shape[1]
+    in_slices = hidden.dim() > 2 and hidden.shape[1] != given_BP[0].shape[1]
     if in_slices and group is UNSHARDED:
         raise ValueError("the residual stream is sharded and the lm head is not; shard both in custom_parallel_plan")
+    if columns is not None and columns < vocab.size:
+        vocab = dataclasses.replace(vocab, size=columns)
     # The head's "sequence" layout has slices of dim 0.
     if in_slices:
         hidden, given_BP = hidden.transpose(0, 1), [x.transpose(0, 1) for x in given_BP]
@@ -164,7 +175,7 @@ def read_hidden(
                 bias=facts.get("bias"),
                 lora=facts["lora"],
                 vocab=vocab,
-                **rule.facts(read.temperature),
+                **logits,
                 bits=read.bits,
                 logit_dtype=read.logit_dtype,
             )

@@ -16,7 +16,7 @@ from megatron_ext.experimental.pipeline_vocabulary.paused_forward import AskEmbe
 from megatron_ext.megatron.fused_loss.module_calls import Hooks
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, Terms, promise_logits
 from megatron_ext.megatron.fusion_report import ModelFusion
-from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import LayerPlacement
 
 
 class SharedRows(nn.Module):
@@ -44,7 +44,7 @@ class SharedRows(nn.Module):
         weight = self.state_dict(keep_vars=True)["weight"]
         pieces = {0: (self.vocab.start // self.vocab.columns, self.pieces)}
         # The table may be padded otherwise where it is loaded.
-        return {key: Place(sharded_offsets, metadata).pieces(weight, key, pieces, allow_shape_mismatch=True)}
+        return {key: LayerPlacement(sharded_offsets, metadata).pieces(weight, key, pieces, allow_shape_mismatch=True)}
 
 
 class SharedEmbedding(SharedRows):

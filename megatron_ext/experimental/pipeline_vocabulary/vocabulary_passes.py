@@ -20,7 +20,7 @@ from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers impo
 from megatron_ext.experimental.pipeline_vocabulary.side_stream import Aside, SideWork
 from megatron_ext.experimental.pipeline_vocabulary.stage_messages import StageMessages
 from megatron_ext.head.engine import linear_steps
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.megatron.fused_loss.acceptance_counts import counts_acceptance
@@ -56,7 +56,7 @@ class VocabularyPasses:
         self.groups, self.embedding, self.output = _, embedding, output = sharing
         self.backward, self.beside = not shape.forward_only, shape.beside
         fuse = output.gradient_accumulation_fusion
-        self.call = Call(self.groups.statistics, output.vocab, cache=1, fuse_main_grad=fuse)
+        self.call = ResolvedHead(self.groups.statistics, output.vocab, cache=1, fuse_main_grad=fuse)
         self.hits = output.mtp_layers > 0 and counts_acceptance()
         self.asks_further = self.groups.is_last and shape.further
         self.side = SideWork(output.weight.device, shape.beside)

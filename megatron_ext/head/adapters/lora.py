@@ -43,10 +43,15 @@ class LoRA(NamedTuple):
     dropout: float = 0.0
 
 
-def adapters_of(lora: Any, weight: Any, group: Group, in_slices: bool) -> tuple[LoRA, ...]:
-    """One adapter or several, checked as far as every rank sees it."""
-    several = isinstance(lora, list | tuple) and not isinstance(lora, LoRA)
-    adapters = tuple(lora) if several else (lora,)
+def adapters_of(lora: Any) -> tuple[LoRA, ...]:
+    """One adapter or several, as a head was given them."""
+    if lora is None:
+        return ()
+    return tuple(lora) if isinstance(lora, list | tuple) and not isinstance(lora, LoRA) else (lora,)
+
+
+def check_adapters(adapters: Sequence[Any], weight: Any) -> None:
+    """Raises ValueError for what every rank sees wrong with them before it knows its group."""
     for each in adapters:
         if not isinstance(each, LoRA):
             raise ValueError(
@@ -63,13 +68,16 @@ def adapters_of(lora: Any, weight: Any, group: Group, in_slices: bool) -> tuple[
             )
         check_number("lora scaling", each.scaling, "that is finite", math.isfinite, "pass lora_alpha / r")
         check_number("lora dropout", each.dropout, "in [0, 1)", lambda x: 0 <= x < 1, "pass 0 outside of training")
-        if each.dropout and group_size(group) > 1 and not in_slices:
+
+
+def check_dropout(adapters: Sequence[LoRA], ranks: int, in_slices: bool) -> None:
+    """Raises ValueError where ranks that hold the same hidden states would leave out other entries of them."""
+    for each in adapters:
+        if each.dropout and ranks > 1 and not in_slices:
             raise ValueError(
-                f"lora dropout is {each.dropout} over {group_size(group)} ranks that hold the same hidden states: they "
-                f'must leave out the same entries, which nothing here promises; use dropout=0, or hidden_layout="'
-                f'sequence"'
+                f"lora dropout is {each.dropout} over {ranks} ranks that hold the same hidden states: they must leave "
+                f'out the same entries, which nothing here promises; use dropout=0, or hidden_layout="sequence"'
             )
-    return adapters
 
 
 def rows_fault(adapters: Sequence[LoRA], weight: Tensor) -> ValueError | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.row_passes.gpu_properties import TILE_M, TILE_N, Device, device_of, product_seconds
 from megatron_ext.head.row_passes.side_by_side import Operand
 from megatron_ext.numerics.matrices import on_tensor_cores
@@ -65,14 +65,15 @@ def product_chunks(
     enough to read the weight seldom, in whole waves of tiles. `kept`: on CPU the logits turn into what is kept of them.
     """
     tokens = span.stop - span.start
-    if chunk_tokens or tokens <= 0 or columns == 0 or not on_tensor_cores(x_TD):
+    if chunk_tokens or tokens <= 0 or columns == 0 or not x_TD.is_cuda or not on_tensor_cores(x_TD):
         if chunk_tokens or x_TD.is_cuda:
             return chunks(span, chunk_tokens, columns, on_gpu=False)
         most = max(columns, 1)
         if kept:
-            return _stepped(span, _rounded(_CPU_KEPT_CHUNK // most, 64))
-        rows = max(_CPU_CHUNK // most, min(_CPU_CHUNK_ROWS, _CHUNK // most))
-        return _stepped(span, _rounded(rows, 64))
+            rows = max(64, _CPU_KEPT_CHUNK // most // 64 * 64)
+            return [span] if 0 < tokens <= rows else _stepped(span, rows)
+        rows = max(64, _CPU_CHUNK // most, min(_CPU_CHUNK_ROWS, _CHUNK // most))
+        return [span] if 0 < tokens <= rows // 64 * 64 else _stepped(span, rows // 64 * 64)
     most = max(TILE_M, max(room, _CUDA_BLOCK_BYTES) // (4 * columns))
     steps = _product_steps(device_of(x_TD), tokens, columns, x_TD.shape[1], most)
     stops = accumulate(steps, initial=span.start)
@@ -102,7 +103,8 @@ def _product_steps(device: Device, tokens: int, columns: int, width: int, most: 
 def pieces(x_ND: Tensor) -> list[slice]:
     """Rows of `x_ND` for elementwise work between matmuls: few launches on CUDA, on CPU what its cache holds."""
     count, width = x_ND.shape
-    return _stepped(slice(0, count), max(1, (1 << (25 if x_ND.is_cuda else 20)) // max(width, 1)))
+    step = max(1, (1 << (25 if x_ND.is_cuda else 20)) // max(width, 1))
+    return [slice(0, count)] if 0 < count <= step else _stepped(slice(0, count), step)
 
 
 def column_blocks(
@@ -177,9 +179,9 @@ def tiles(
     itself, and all of it is one tile. All tokens by blocks of columns: each row of dW is written once, with no
     accumulator, and dx is summed in fp32. Without dW chunks of tokens, and a chunk's dx is all that is summed.
     """
-    parts = [part for part in (slice(0, cached), slice(cached, columns)) if part.stop > part.start]
-    if not parts or (as_kept and cached == columns):
+    if not columns or (as_kept and cached == columns):
         return [Tile(slice(0, tokens), slice(0, columns))]
+    parts = [part for part in (slice(0, cached), slice(cached, columns)) if part.stop > part.start]
     if not need_dw and tokens:
         room = block_room(tokens, columns, like)
         return [
@@ -197,7 +199,7 @@ def tiles(
     return [Tile(slice(0, tokens), block) for block in found]
 
 
-def cached_columns(call: Call, tokens: int, columns: int, like: Tensor, later: int = 0) -> int:
+def cached_columns(call: ResolvedHead, tokens: int, columns: int, like: Tensor, later: int = 0) -> int:
     """For how many of the first columns the exponentials are kept for backward, of hidden states `[T, D]` like `like`.
 
     "bounded" keeps as many eighths of the columns as take no more memory than the weight and an fp32 gradient of it do.
@@ -214,7 +216,7 @@ def cached_columns(call: Call, tokens: int, columns: int, like: Tensor, later: i
     return int(cache * columns) if cache <= 1 else min(columns, int(cache) // column)
 
 
-def kept_tokens(call: Call, tokens: int, columns: int, like: Tensor) -> int:
+def kept_tokens(call: ResolvedHead, tokens: int, columns: int, like: Tensor) -> int:
     """For how many of the first tokens the gradient of logits is kept, where forward can make it.
 
     "bounded" keeps on CPU what two chunks of `_CHUNK` logits take, and nothing on CUDA or where the caller says how
@@ -226,7 +228,7 @@ def kept_tokens(call: Call, tokens: int, columns: int, like: Tensor) -> int:
     return tokens * cached_columns(call, tokens, columns, like) // max(columns, 1)
 
 
-def keeps_all(call: Call, tokens: int, like: Tensor) -> bool:
+def keeps_all(call: ResolvedHead, tokens: int, like: Tensor) -> bool:
     """Whether every rank keeps all of its columns, as far as each can tell of the others."""
     return call.cache == 1 or (call.cache == "bounded" and _bounded_eighths(tokens, like) == 8)
 
@@ -234,7 +236,7 @@ def keeps_all(call: Call, tokens: int, like: Tensor) -> bool:
 def _bounded_eighths(tokens: int, like: Tensor) -> int:
     """The most, of 8, with `eighths / 8 * T * V` kept elements in at most `(element + 4) * V * D` bytes."""
     kept, allowed = tokens * like.element_size(), 8 * like.shape[1] * (like.element_size() + 4)
-    return next((eighths for eighths in range(8, 0, -1) if eighths * kept <= allowed), 0)
+    return min(8, allowed // kept) if kept else 8
 
 
 @functools.cache

@@ -11,13 +11,12 @@ from torch import Tensor
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.autograd import Passed
 from megatron_ext.head.engine.chunk_sizes import block_room, cached_columns, pieces, product_chunks
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes import matmul
-from megatron_ext.head.row_passes.dispatch import combined, finish_dx, row_gradient, row_statistics
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import part_of, parts_of
-from megatron_ext.head.row_passes.side_by_side import Operand, SideBySide, tensors_of
+from megatron_ext.head.row_passes.side_by_side import Operand, SideBySide
 from megatron_ext.numerics import matrices
 from megatron_ext.numerics.matrices import accumulation_dtype
 
@@ -48,24 +47,33 @@ def statistics_pass(
     later, cached = kept_columns(weight_VD, hidden_TD, plan, keep)
     exp_TV = matrices.new_matrix(hidden_TD, tokens, cached) if cached else hidden_TD.new_empty(tokens, 0)
     shift_T = stats_KT.new_empty(tokens)
-    in_place = cached == columns and not matrices.widens(
-        hidden_TD, call.rounds
-    )  # logits turn into what is kept of them
+    # Logits turn into what is kept of them.
+    in_place = cached == columns and not (hidden_TD.is_cuda and matrices.widens(hidden_TD, call.rounds))
+    passes, options = passes_of(hidden_TD), call.sums(call.vocab.counted)
+    as_logits = bool(cached) and call.softcap is not None and _keeps_logits(call, hidden_TD)
 
     def run(x_TD: Tensor, span: slice) -> None:
         for rows in product_chunks(span, call.chunk_tokens, columns, hidden_TD, later, in_place):
-            kept = part_of(exp_TV, rows) if cached else None
-            out_TV = kept if in_place else None
-            x_tD = part_of(x_TD, slice(rows.start - span.start, rows.stop - span.start))
-            z_TV = matmul.logits(x_tD, w_VD, out_TV, call.rounds)
-            if kept is not None and _keeps_logits(call, x_TD):
-                if not in_place:
-                    kept.copy_(z_TV[:, :cached])
-                kept = None
-            target_T, shift_t = part_of(plan.target_T, rows), part_of(shift_T, rows)
-            sums = call.sums(call.vocab.counted)
-            row_statistics(z_TV, target_T, stats_KT[:, rows], kept, shift_t, bias_V, *sums, plan.labelled)
-            del z_TV  # before the next one is made
+            x_tD, kept_tV, stats_Kt, target_t, shift_t = x_TD, exp_TV, stats_KT, plan.target_T, shift_T
+            if rows.stop - rows.start != x_TD.shape[0]:
+                x_tD = x_TD[rows.start - span.start : rows.stop - span.start]
+            if rows.stop - rows.start != tokens:
+                kept_tV, target_t, shift_t = exp_TV[rows], plan.target_T[rows], shift_T[rows]
+            stats_Kt = stats_KT[:, rows]
+            z_tV = matmul.logits(x_tD, w_VD, kept_tV if in_place else None, call.rounds)
+            if as_logits and not in_place:
+                kept_tV.copy_(z_tV[:, :cached])
+            passes.row_statistics(
+                z_tV,
+                target_t,
+                stats_Kt,
+                exp_TV=kept_tV if cached and not as_logits else None,
+                shift_T=shift_t,
+                bias_V=bias_V,
+                labelled=plan.labelled,
+                **options,
+            )
+            del z_tV  # before the next one is made
 
     if sizes is None or tokens == 0:
         run(hidden_TD, slice(0, tokens))
@@ -80,12 +88,6 @@ def statistics_pass(
     return FirstPass(stats_KT, exp_TV, shift_T)
 
 
-def read_out(first: FirstPass, stats_RKT: Tensor, plan: Plan) -> Passed:
-    """What the statistics of all shards together give."""
-    stats = combined(stats_RKT, first.stats_KT, first.shift_T, plan.call)
-    return Passed(stats, *plan.results(stats, stats_RKT, first.stats_KT))
-
-
 def _keeps_logits(call, x_TD) -> bool:
     """Whether forward keeps the logits instead of their exponentials.
 
@@ -97,14 +99,15 @@ def _keeps_logits(call, x_TD) -> bool:
 
 
 def kept_columns(weight_VD: Operand, hidden_TD: Tensor, plan: Plan, keep: bool) -> tuple[int, int]:
-    """Bytes that backward will need for dx and dW and that nothing holds during forward, or some if none will follow,
-    and for how many columns exponentials are kept."""
+    """Bytes that backward will need for dx and dW and that nothing holds during forward, or the weight's if none will
+    follow: each chunk reads the weight; and for how many columns exponentials are kept."""
     if not keep:
-        return weight_VD.nbytes // 4, 0
+        return weight_VD.nbytes, 0
     tokens, size = plan.tokens, weight_VD.element_size()
-    first, *others = tensors_of(weight_VD)
-    alone = others if plan.call.fuse_main_grad else [first, *others]
-    dw = sum(part.nbytes for part in alone if part.requires_grad)
+    first, *others = weight_VD.parts if isinstance(weight_VD, SideBySide) else [weight_VD]
+    dw = 0 if plan.call.fuse_main_grad or not first.requires_grad else first.nbytes
+    for part in others:
+        dw += part.nbytes if part.requires_grad else 0
     later = dw + (4 + 2 * size) * tokens * weight_VD.shape[1]
     return later, cached_columns(plan.call, tokens, weight_VD.shape[0], hidden_TD, later)
 
@@ -121,16 +124,20 @@ def gradient_tile(tile, x_TD, w_VD, bias_V, exp_TV, grad, plan) -> Tensor:
     for rows in [tokens] if kept else product_chunks(tokens, None, width, x_TD, room):
         out_TV = g_TV[rows.start - tokens.start : rows.stop - tokens.start]
         source_TV = exp_TV[rows, block] if kept else matmul.logits(x_TD[rows], w_VD[block], out_TV, call.rounds)
-        row_gradient(
+        scale_t, slope_t, offset_t = parts_of(rows, *inside)
+        passes_of(source_TV).row_gradient(
             source_TV,
-            kept and not _keeps_logits(call, x_TD),
-            *parts_of(rows, target_T, grad.shift, *inside),
-            None,
+            part_of(target_T, rows),
+            part_of(grad.shift, rows),
             out_TV,
-            bias_V,
-            min(max(call.vocab.counted - block.start, 0), width),
-            call.softcap,
-            call.temperature,
+            scale_T=scale_t,
+            slope_T=slope_t,
+            offset_T=offset_t,
+            bias_V=bias_V,
+            counted=min(max(call.vocab.counted - block.start, 0), width),
+            softcap=call.softcap,
+            temperature=call.temperature,
+            source_is_exp=kept and not _keeps_logits(call, x_TD),
         )
         del source_TV
     return g_TV
@@ -159,8 +166,11 @@ def finished_dx(tile, product_TD, grad, w_VD, bias_V, plan, passing) -> Tensor:
     common_D = None
     if grad.offset is not None:  # every row of W that counts, summed
         common_D = weighed_sum(w_VD, counted(bias_V, w_VD.shape[0], plan.call, grad.target))
-    *first, offset_T = parts_of(tile, grad.scale, plan.target_T, grad.target, grad.offset)
-    finish_dx(out_TD, product_TD, *first, w_VD, offset_T, common_D)
+    scale_t, value_t, target_t, offset_t = grad.scale, grad.target, plan.target_T, grad.offset
+    if tile.stop - tile.start != plan.tokens:
+        scale_t, value_t, target_t = scale_t[tile], value_t[tile], target_t[tile]
+        offset_t = None if offset_t is None else offset_t[tile]
+    passes_of(product_TD).finish_dx(out_TD, product_TD, scale_t, target_t, value_t, w_VD, offset_t, common_D)
     return out_TD
 
 

@@ -24,13 +24,13 @@ from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.call import Call
-from megatron_ext.head.engine.linear_passes import FirstPass, finished_dx, read_out, statistics_pass
+from megatron_ext.head.engine.linear_passes import FirstPass, finished_dx, statistics_pass
 from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.engine.weight_gradient import WeightGradient
 from megatron_ext.head.row_passes import matmul
-from megatron_ext.head.row_passes.dispatch import token_gradient
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.side_by_side import is_quantised
 from megatron_ext.head.validation.argument_checks import check_exchange, check_floating, linear_fault
 
@@ -76,7 +76,7 @@ class Result(NamedTuple):
         return self.results[1][0] if len(self.results) > 1 else None
 
 
-def plan_steps(readouts: Any, call: Call, hidden_TD: Tensor) -> Plan:
+def plan_steps(readouts: Any, call: ResolvedHead, hidden_TD: Tensor) -> Plan:
     """The read-outs of hidden states `[T, D]` in steps; gradients are of the first one.
 
     Raises:
@@ -88,11 +88,11 @@ def plan_steps(readouts: Any, call: Call, hidden_TD: Tensor) -> Plan:
             f"softcap is {call.softcap}, read-outs are {names}: the head in steps takes no softcap, and read-outs of "
             f"labels alone, its products are made before the ranks' statistics are known; use linear_cross_entropy"
         )
-    return Plan(readouts, call, lambda x: x, hidden_TD.shape[0], hidden_TD.device)
+    return Plan([r.copied() for r in readouts], call, lambda x: x, hidden_TD.shape[0], hidden_TD.device)
 
 
 @torch.no_grad()
-def products(hidden_TD: Tensor, weight_VD: Tensor, readouts: Any, call: Call, backward: bool) -> Products:
+def products(hidden_TD: Tensor, weight_VD: Tensor, readouts: Any, call: ResolvedHead, backward: bool) -> Products:
     """The first step, of hidden states `[T, D]` that every rank holds, with this rank's shard `[V/R, D]`.
 
     Raises:
@@ -133,7 +133,8 @@ def result(found: Products, stats_RKT: Tensor, weight_VD: Tensor) -> Result:
     """
     plan = found.plan
     check_exchange(stats_RKT, plan.asked, plan.call)
-    stats, results, saved, _ = read_out(found.first, stats_RKT, plan)
+    stats = passes_of(stats_RKT).combined(stats_RKT, found.first.stats_KT, found.first.shift_T, plan.call)
+    results, saved = plan.results(stats, stats_RKT, found.first.stats_KT)
     unit_TD = None
     if found.product_TD is not None:
         grad = _gradient(plan, stats, saved, torch.ones_like(results[0][0]))
@@ -161,4 +162,4 @@ def weight_gradient(found: Result, grad_T: Tensor, weight: Tensor) -> Tensor | N
 def _gradient(plan: Plan, stats: Any, saved: list[list[Tensor]], grad_T: Tensor) -> Any:
     """Of the first read-out alone."""
     basis = plan.basis(stats, saved, [grad_T, *[None] * (len(plan.readouts) - 1)])
-    return token_gradient(stats, plan.kept_T, plan.target_T, basis, plan.call, plan.labelled)
+    return passes_of(plan.target_T).token_gradient(stats, plan.kept_T, plan.target_T, basis, plan.call, plan.labelled)

@@ -6,15 +6,14 @@ Legend: T tokens, K rows of statistics, V columns of this rank's vocabulary shar
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from megatron_ext.head.engine import logit_gradient, statistics
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.fixed_bits.leaves import leaf_count
 from megatron_ext.head.validation import agreement
@@ -30,8 +29,9 @@ class Plan:
     """Read-outs bound to one call.
 
     Attributes:
-        call: of all of them.
-        readouts: in the order in which they were asked for.
+        head: that is read.
+        call: the same as the passes take it, with the sums that any read-out wants.
+        readouts: copies of the caller's, in the order in which they were asked for.
         tokens: T.
         softmax: whether any wants the softmax of whole rows.
         needs_logits: whether a gradient may want logits, or a read-out has rows of its own: chunk by chunk then.
@@ -52,83 +52,92 @@ class Plan:
     def __init__(
         self,
         readouts: "Sequence[ReadOut]",
-        call: Call,
+        call: ResolvedHead,
         flat: Any,
         tokens: int,
         device: torch.device,
         options: dict[str, Any] | None = None,
     ):
-        self.softmax = any(r.softmax for r in readouts)
-        self.needs_logits = any(r.needs_logits for r in readouts)
+        softmax = needs_logits = mean = expected = hits = False
+        for r in readouts:
+            softmax, needs_logits = softmax or r.softmax, needs_logits or r.needs_logits
+            mean, expected, hits = mean or r.mean, expected or r.expected, hits or r.hits
+        self.softmax, self.needs_logits = softmax, needs_logits
         # Read-outs of logits are given those that bias, scale and softcap leave.
-        bare = call.without_bends() if self.needs_logits else call.without_scale()
+        taken = call.without_bends() if needs_logits else call if call.logit_scale == 1.0 else call.without_scale()
         largest = None if call.softcap is None else call.softcap / max(call.temperature, 1.0)
-        sums: dict[str, Any] = {name: any(getattr(r, name) for r in readouts) for name in ("mean", "expected", "hits")}
-        self.call = replace(bare, largest=largest, **sums) if largest is not None or any(sums.values()) else bare
-        self.readouts = [r.bind(self.call, flat) for r in readouts]
+        if largest is not None or mean or expected or hits:
+            taken = replace(taken, largest=largest, mean=mean, expected=expected, hits=hits)
+        self.head, self.call, self.readouts, self._options = call, taken, readouts, options or {}
         self.tokens = self.all_tokens = tokens
         self.places_T: Tensor | None = None
         self.held: torch.dtype | None = None
-        labels = next((r for r in self.readouts if r.reads_labels), None)
-        self.labelled = False
+        self.leaves: Any = None
+        labels = None
+        for r in readouts:
+            r.bind(taken, flat)
+            labels = r if labels is None and r.reads_labels else labels
+        self._find_targets(labels, device)
+        self._find_ids()
+        self.leaf_count = leaf_count(taken) if needs_logits else 1
+        self._lay_out_rows()
+
+    def _find_targets(self, labels: "ReadOut | None", device: torch.device) -> None:
+        vocab, self.labelled = self.call.vocab, False
         if labels is None or labels.labels_T is None:
-            self.target_T = torch.full((tokens,), -1, device=device)
-        elif labels.counts_T is None and call.vocab.counted == call.vocab.size:
+            self.target_T = torch.full((self.tokens,), -1, device=device)
+        elif labels.counts_T is None and vocab.counted == vocab.size:
             self.target_T = labels.labels_T.clone()  # which the caller may write before backward
             self.labelled = labels.all_count
         else:
-            own_T = call.vocab.owns(labels.labels_T)
+            own_T = vocab.owns(labels.labels_T)
             if labels.counts_T is not None:
                 own_T = own_T & labels.counts_T
-            column_T = labels.labels_T - call.vocab.start if call.vocab.start else labels.labels_T
+            column_T = labels.labels_T - vocab.start if vocab.start else labels.labels_T
             self.target_T = column_T.masked_fill(~own_T, -1)
-        self.ids = self._ids()
-        asked = [r.labels_T for r in self.readouts if r.labels_T is not None]
-        self.asked: Tensor = asked[0] if asked else self.target_T[:1]
-        self._asked_of, self._options = call, options or {}
-        self.kept_T = self._kept()
+
+    def _find_ids(self) -> None:
+        """Find the token ids that the call asks for, and the tokens that may have a gradient."""
+        ids: list[Tensor] = []
+        kept_T, all_kept, asked = None, False, None
+        for r in self.readouts:
+            counts_T = r.counts_T
+            asks = r.labels_T if r.labels_T is not None or counts_T is None else counts_T.long()
+            for x in (asks, r.numbers_T):
+                if x is not None and not (ids and any(x is other for other in ids)):
+                    ids.append(x)
+            asked = r.labels_T if asked is None else asked
+            if r.softmax and r.differentiable:
+                all_kept = all_kept or counts_T is None
+                kept_T = counts_T if kept_T is None or kept_T is counts_T or counts_T is None else kept_T | counts_T
+        self.ids, self.asked = ids, self.target_T[:1] if asked is None else asked
+        self.kept_T = None if all_kept else kept_T
         for r in self.readouts:
             r.masked_later = r.counts_T is self.kept_T
-        self.leaf_count = leaf_count(self.call) if self.needs_logits else 1
-        self.leaves: Any = None
-        times = [self.leaf_count if r.by_leaf else 1 for r in self.readouts]
-        sent = [n * r.rows for n, r in zip(times, self.readouts, strict=True)]
-        kept = [n * r.own_rows for n, r in zip(times, self.readouts, strict=True)]
-        first = statistics.shared_rows(self.call)
-        self._spans = [slice(*span) for span in pairwise(accumulate(sent, initial=first))]
-        self._own_spans = [slice(*span) for span in pairwise(accumulate(kept, initial=0))]
-        count = iter(range(1, len(readouts) + 1))
-        self.teachers = [None if r.teacher is None else next(count) for r in readouts]
-        self.rows, self.own_rows = sum(sent), sum(kept)
 
-    def _ids(self) -> list[Tensor]:
-        found: list[Tensor] = []
+    def _lay_out_rows(self) -> None:
+        """The place of each read-out's own rows among those that are sent and those that stay, and its teacher's."""
+        self._spans, self._own_spans, self.teachers = [], [], []
+        self.rows = self.own_rows = teachers = 0
+        first = statistics.shared_rows(self.call)
         for r in self.readouts:
-            counts_T = None if r.counts_T is None or r.labels_T is not None else r.counts_T.long()
-            for x in (r.labels_T, counts_T, r.numbers_T):
-                if x is not None and not any(x is other for other in found):
-                    found.append(x)
-        return found
+            times = self.leaf_count if r.by_leaf else 1
+            self._spans.append(slice(first + self.rows, first + self.rows + times * r.rows))
+            self._own_spans.append(slice(self.own_rows, self.own_rows + times * r.own_rows))
+            self.rows, self.own_rows = self.rows + times * r.rows, self.own_rows + times * r.own_rows
+            teachers += r.teacher is not None
+            self.teachers.append(None if r.teacher is None else teachers)
 
     @cached_property
     def words(self) -> str:
         """What all ranks must pass alike."""
-        call = self._asked_of
+        call = self.head
         found: dict[str, Any] = {"softcap": call.softcap, "temperature": call.temperature}
         found["logit_scale"] = call.logit_scale
         found |= {} if call.bits == "fast" else {"bits": call.bits}
         found |= {"logit_dtype": "16 bits"} if call.rounds else {}
         each = {type(r).__name__: f"({agreement.in_words(r.options())})" for r in self.readouts}
         return agreement.in_words(found | self._options | each)
-
-    def _kept(self) -> Tensor | None:
-        kept_T = None
-        for r in self.readouts:
-            if r.softmax and r.differentiable:
-                if r.counts_T is None:
-                    return None
-                kept_T = r.counts_T if kept_T is None or kept_T is r.counts_T else kept_T | r.counts_T
-        return kept_T
 
     def tensors(self) -> list[Tensor]:
         """Those that backward and a later step of forward read."""
@@ -174,7 +183,7 @@ class Plan:
         for r in self.readouts:
             r.begin(chunks, device, words, self.ids)
 
-    def refuse(self, fault: ValueError, dtype: torch.dtype, device: torch.device) -> NoReturn:
+    def raise_on_all_ranks(self, fault: ValueError, dtype: torch.dtype, device: torch.device) -> NoReturn:
         """Raises `fault` once the other ranks know of it, by the exchange that they are waiting for."""
         if self.call.ranks > 1 and self.all_tokens:
             begins = next((r for r in self.readouts if r.begins), None)
@@ -190,7 +199,7 @@ class Plan:
         Raises:
             ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
         """
-        if not any(r.exchanges for r in self.readouts):
+        if self.call.ranks == 1 or not any(r.exchanges for r in self.readouts):
             return stats_KT.unsqueeze(0)
         statistics.sign(stats_KT, self.call, lambda: self.words, self.ids, self.places_T)
         stats_RKT = statistics.exchange(stats_KT, self.call, self.places_T, self.all_tokens)
@@ -231,4 +240,4 @@ class Plan:
             part = None if grad is None else r.basis(stats, each, grad)
             if part is not None:
                 parts.append(part)
-        return logit_gradient.added(parts)
+        return parts[0] if len(parts) == 1 else logit_gradient.added(parts)

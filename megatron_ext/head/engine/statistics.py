@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.leaves import added
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, TARGET, part_of, statistics_rows
 from megatron_ext.head.validation import agreement
@@ -53,17 +53,17 @@ class Statistics(NamedTuple):
     bend: Tensor | None  # the softcap's slope at the label, 0 where another rank owns it
 
 
-def own_rows(call: Call) -> int:
+def own_rows(call: ResolvedHead) -> int:
     """Number of rows that `row_statistics` writes."""
     return statistics_rows(call.mean, call.expected, call.hits, call.softcap is not None)
 
 
-def shared_rows(call: Call) -> int:
+def shared_rows(call: ResolvedHead) -> int:
     """Number of rows before those of read-outs' own: those of the shared pass, and what fills them up to `SENT`."""
-    return max(own_rows(call), SENT)
+    return max(3 + 2 * call.mean + call.expected + call.hits + (call.softcap is not None), SENT)
 
 
-def new_statistics(tokens: int, call: Call, dtype: torch.dtype, device: torch.device, more: int = 0) -> Tensor:
+def new_statistics(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.device, more: int = 0) -> Tensor:
     """`[K, T + 1]`: room for the shared rows and `more`, and the column that says whose it is."""
     shared = shared_rows(call)
     stats_KT = torch.empty(shared + more, tokens + 1, dtype=dtype, device=device)
@@ -77,7 +77,11 @@ def new_statistics(tokens: int, call: Call, dtype: torch.dtype, device: torch.de
 
 
 def sign(
-    stats_KT: Tensor, call: Call, words: Callable[[], str], ids: Sequence[Tensor], places_T: Tensor | None = None
+    stats_KT: Tensor,
+    call: ResolvedHead,
+    words: Callable[[], str],
+    ids: Sequence[Tensor],
+    places_T: Tensor | None = None,
 ) -> None:
     """Makes `stats_KT` say what options and labels it is of."""
     if call.ranks > 1 and has_values(stats_KT):
@@ -96,7 +100,7 @@ def _say(stats_KT: Tensor, first: int, *numbers: int | Tensor) -> None:
             stats_KT[row, -1].fill_(number)  # on CUDA an assignment of a number is a copy that waits
 
 
-def exchange(stats_KT: Tensor, call: Call, places_T: Tensor | None = None, tokens: int | None = None) -> Tensor:
+def exchange(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None = None, tokens: int | None = None) -> Tensor:
     """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
 
     Args:
@@ -117,12 +121,12 @@ def exchange(stats_KT: Tensor, call: Call, places_T: Tensor | None = None, token
     return found_T.view(*stats_RKT.shape[:2], -1)
 
 
-def refuse(tokens: int, call: Call, dtype: torch.dtype, device: torch.device, more: int = 0) -> None:
+def refuse(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.device, more: int = 0) -> None:
     """Take part in the exchange, telling the other ranks that this one refused its arguments."""
     exchange(new_statistics(tokens, call, dtype, device, more).fill_(REFUSED), call)
 
 
-def combine(stats_RKT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | None = None) -> Statistics:
+def combine(stats_RKT: Tensor, own_KT: Tensor, call: ResolvedHead, shift_T: Tensor | None = None) -> Statistics:
     """The statistics of all shards together; `own_KT` are this rank's. The last column of both is left out.
 
     `shift_T`: what the kept exponentials are relative to; None: the shard's maximum, as nothing is kept of them.
@@ -137,7 +141,7 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | Non
     return _of_whole(whole, own_KT, call, shift_T)
 
 
-def joined(stats_NKT: Tensor, call: Call) -> Tensor:
+def joined(stats_NKT: Tensor, call: ResolvedHead) -> Tensor:
     """The statistics of neighbouring parts of the vocabulary as those of one part, `[K, T]`, by twos in the tree's
     order and rounded at each step: so ranks may join theirs, or send them first.
 
@@ -147,13 +151,13 @@ def joined(stats_NKT: Tensor, call: Call) -> Tensor:
     return in_tree(own_NKT.unbind(0), lambda one_KT, other_KT: _joined(one_KT, other_KT, call))
 
 
-def _joined(one_KT: Tensor, other_KT: Tensor, call: Call) -> Tensor:
+def _joined(one_KT: Tensor, other_KT: Tensor, call: ResolvedHead) -> Tensor:
     both_2KT = torch.stack([one_KT, other_KT]).double()
     order_21 = torch.arange(2.0, dtype=one_KT.dtype, device=one_KT.device).unsqueeze(1)
     return torch.stack(_merged(both_2KT, order_21, call)).to(one_KT.dtype)
 
 
-def _merged(stats_RKT: Tensor, start_R1: Tensor, call: Call) -> list[Tensor]:
+def _merged(stats_RKT: Tensor, start_R1: Tensor, call: ResolvedHead) -> list[Tensor]:
     """The rows of several parts of the vocabulary as those of one part, fp64; `start`: the first column of each."""
     peaks_RT, sums_RT = stats_RKT[:, MAX], stats_RKT[:, SUM_EXP]
     largest = peaks_RT.amax(0)
@@ -174,7 +178,7 @@ def _merged(stats_RKT: Tensor, start_R1: Tensor, call: Call) -> list[Tensor]:
     return rows
 
 
-def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: Call, shift_T: Tensor | None) -> Statistics:
+def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: ResolvedHead, shift_T: Tensor | None) -> Statistics:
     """What `combine` gives of the rows of one part that is the whole vocabulary."""
     peaks, total, target, *rows = whole
     total = total.clamp(min=1.0)  # less only in a row of -inf: its label has -inf, and nothing NaN

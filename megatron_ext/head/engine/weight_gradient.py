@@ -18,8 +18,7 @@ from megatron_ext import main_grad
 from megatron_ext.head.engine.chunk_sizes import pieces
 from megatron_ext.head.engine.linear_passes import counted, weighed_sum
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.row_passes.dispatch import add_label_rows, scale_rows
-from megatron_ext.head.row_passes.logit_passes import part_of
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.side_by_side import Operand, column_spans, tensors_of
 from megatron_ext.head.row_passes.token_terms import Gradient
 from megatron_ext.numerics import cpu_products
@@ -57,7 +56,7 @@ class WeightGradient:
         for part in self._parts:
             x_TD = self._scaled(part)
             if not self._rounds_once:
-                out_VD = part_of(self._out_VD, block)
+                out_VD = self._out_VD if block.stop - block.start == self._out_VD.shape[0] else self._out_VD[block]
                 out_VD = out_VD if len(self._parts) == 1 else out_VD[:, part]
                 _product(out_VD, g_TV, x_TD, self._accumulate)
                 continue
@@ -96,8 +95,9 @@ class WeightGradient:
         common_D = counted_V = None
         if self._counted_V is not None:
             common_D, counted_V = self._offset_D[part], self._counted_V[rows]
-        x_TD = part_of(self._x_TD, slice(0, self._x_TD.shape[0]), part.stop) if part.start == 0 else self._x_TD[:, part]
-        add_label_rows(out_VD, x_TD, row_T, self._grad.target, common_D, counted_V, False, labelled)
+        x_TD = self._x_TD if len(self._parts) == 1 else self._x_TD[:, part]
+        given = out_VD, x_TD, row_T, self._grad.target, common_D, counted_V
+        passes_of(out_VD).add_label_rows(*given, labelled=labelled)
 
     def _scaled(self, part: slice) -> Tensor:
         """`scale * x`, rounded once; on CPU by pieces of D: at large T and D a whole one would be a tensor too many."""
@@ -106,7 +106,10 @@ class WeightGradient:
         x_TD = self._x_TD if len(self._parts) == 1 else self._x_TD[:, part]
         out_TD = x_TD.new_empty(x_TD.shape)
         for rows in [slice(0, x_TD.shape[0])] if x_TD.is_cuda else pieces(x_TD):
-            scale_rows(part_of(out_TD, rows), part_of(x_TD, rows), part_of(self._grad.scale, rows))
+            if rows.stop - rows.start == x_TD.shape[0]:
+                passes_of(x_TD).scale_rows(out_TD, x_TD, self._grad.scale)
+            else:
+                passes_of(x_TD).scale_rows(out_TD[rows], x_TD[rows], self._grad.scale[rows])
         if len(self._parts) == 1:
             self._whole = out_TD
         return out_TD

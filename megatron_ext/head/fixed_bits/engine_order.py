@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
 
 
-def applies(call: Call, x_TD: Tensor) -> bool:
+def applies(call: ResolvedHead, x_TD: Tensor) -> bool:
     """Whether a call's log-probabilities are taken as an engine takes them."""
     return call.rounds and call.bits == "batch" and x_TD.is_cuda
 
 
-def write_sums(z_tV: Tensor, stats_Kt: Tensor, bias_V: Tensor | None, counted: int, call: Call) -> None:
+def write_sums(z_tV: Tensor, stats_Kt: Tensor, bias_V: Tensor | None, counted: int, call: ResolvedHead) -> None:
     """Sums of exponentials in that order, over those in `stats_Kt`."""
     _kernels().write_sums(z_tV, stats_Kt, bias_V, counted, call.softcap, call.temperature)
 

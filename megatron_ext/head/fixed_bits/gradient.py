@@ -14,8 +14,8 @@ from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.fixed_bits.leaves import total_of
 from megatron_ext.head.fixed_bits.source import Source, part_kept
-from megatron_ext.head.row_passes import dispatch, label_terms
-from megatron_ext.head.row_passes.logit_passes import parts_of
+from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
+from megatron_ext.head.row_passes.logit_passes import part_of, parts_of
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.fixed_order import TOKENS
 
@@ -27,7 +27,7 @@ class Gradient:
         self._source, self._plan, self._kept = source, plan, kept
         self._columns = [leaf.columns(plan.target_T) for leaf in source.leaves]
         self._grads = [
-            dispatch.token_gradient(stats._replace(shift=shift_T), plan.kept_T, column_T, basis, plan.call)
+            passes_of(shift_T).token_gradient(stats._replace(shift=shift_T), plan.kept_T, column_T, basis, plan.call)
             for shift_T, column_T in zip(shift_LT, self._columns, strict=True)
         ]
         self._offset = self._grads[0].offset
@@ -45,13 +45,25 @@ class Gradient:
             room = chunk_sizes.block_room(rows.stop, source.columns, source.x_TD)
             parts = chunk_sizes.product_chunks(rows, None, width, source.x_TD, room)
         counted = min(max(leaf.vocab.counted - block.start, 0), width)
-        last = None if bias_V is None else bias_V[block], counted, call.softcap, call.temperature
+        bias_V = None if bias_V is None else bias_V[block]
         for part in parts:
             own = slice(part.start - rows.start, part.stop - rows.start)
             z_tV = source.logits(part, at, block, g_tV) if kept_tV is None else kept_tV[own]
             target_t = self._columns[at][part] - block.start
-            coefficients = parts_of(part, grad.shift, *(grad.inside or (None, None, None)))
-            dispatch.row_gradient(z_tV, False, target_t, *coefficients, None, g_tV[own], *last)
+            scale_t, slope_t, offset_t = parts_of(part, *(grad.inside or (None, None, None)))
+            passes_of(z_tV).row_gradient(
+                z_tV,
+                target_t,
+                part_of(grad.shift, part),
+                g_tV[own],
+                scale_T=scale_t,
+                slope_T=slope_t,
+                offset_T=offset_t,
+                bias_V=bias_V,
+                counted=counted,
+                softcap=call.softcap,
+                temperature=call.temperature,
+            )
             del z_tV  # before the next one is made
         return g_tV
 
@@ -65,7 +77,9 @@ class Gradient:
                 self._common[at] = linear_passes.weighed_sum(w_VD, self._counted(at))
             offset_t, common_D = self._offset[rows], self._common[at]
         if self._source.on_gpu:
-            dispatch.finish_dx(product_tD, product_tD, scale_t, column_t, value_t, w_VD, offset_t, common_D)
+            passes_of(product_tD).finish_dx(
+                product_tD, product_tD, scale_t, column_t, value_t, w_VD, offset_t, common_D
+            )
             return product_tD
         # Not by the plain `finish_dx`, whose `addcmul_` rounds otherwise in a tensor's last elements.
         dx_tD = product_tD.mul_(scale_t.unsqueeze(1))
@@ -92,7 +106,7 @@ class Gradient:
         if self._scaled is None or self._scaled[0] != place:
             x_tD = self._source.x_TD[rows]
             self._scaled = place, torch.empty_like(x_tD)
-            dispatch.scale_rows(self._scaled[1], x_tD, self._grads[at].scale[rows])
+            passes_of(x_tD).scale_rows(self._scaled[1], x_tD, self._grads[at].scale[rows])
         out_VD, scaled_tD = total_VD[self._rows_of(at, block)], self._scaled[1][:, of_x]
         if self._source.on_gpu:
             fixed_order.transposed(out_VD, g_tV, scaled_tD, adds)
@@ -117,8 +131,8 @@ class Gradient:
         value_T = self._grads[0].target
         for grad in self._grads[1:]:
             value_T = value_T + grad.target  # of which one is not 0
-        side = dispatch if self._source.on_gpu else label_terms
-        side.add_label_rows(total_VD, x_TD, self._plan.target_T, value_T, common_D, counted_V, True)
+        passes = passes_of(total_VD) if self._source.on_gpu else PYTORCH
+        passes.add_label_rows(total_VD, x_TD, self._plan.target_T, value_T, common_D, counted_V, in_order=True)
 
     def _rows_of(self, at: int, block: slice) -> slice:
         start = at * self._source.leaves[at].width

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.numerics.fixed_order import aligned
 from megatron_ext.numerics.tree_sums import in_tree
 
@@ -46,7 +46,7 @@ def leaf_width(size: int) -> int:
     return -(-size // LEAVES)
 
 
-def leaves_of(call: Call) -> list[Leaf]:
+def leaves_of(call: ResolvedHead) -> list[Leaf]:
     """The leaves of this rank's shard, in order; of a small vocabulary the last ones may hold nothing."""
     vocab = call.vocab
     if call.bits != "tensor_parallel":
@@ -59,7 +59,7 @@ def leaves_of(call: Call) -> list[Leaf]:
     return found
 
 
-def leaf_count(call: Call) -> int:
+def leaf_count(call: ResolvedHead) -> int:
     """How many leaves a rank has, whatever its shard is."""
     return LEAVES // call.ranks if call.bits == "tensor_parallel" else 1
 
@@ -79,7 +79,7 @@ def leaves_fault(vocab: VocabShard, ranks: int, rank: int) -> ValueError | None:
     )
 
 
-def added(x_RT: Tensor, call: Call) -> Tensor:
+def added(x_RT: Tensor, call: ResolvedHead) -> Tensor:
     """The sum of all shards' numbers, in the tree's order where bits are fixed."""
     return in_tree(x_RT.unbind(0), torch.add) if call.fixed else x_RT.sum(0)
 

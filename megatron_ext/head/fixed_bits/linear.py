@@ -26,7 +26,7 @@ from megatron_ext.head.fixed_bits import engine_order
 from megatron_ext.head.fixed_bits.gradient import Gradient
 from megatron_ext.head.fixed_bits.leaves import of_shard
 from megatron_ext.head.fixed_bits.source import Source, part_kept
-from megatron_ext.head.row_passes.dispatch import row_gradient, row_statistics
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.side_by_side import in_one, operand
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.tree_sums import TreeSum
@@ -127,8 +127,15 @@ def _statistics(source: Source, plan: Plan, kept: list[Tensor], room: int) -> tu
             z_tV, exp_tV = _logits(source, rows, at, kept[at])
             target_t, shift_t = leaf.columns(plan.target_T[rows]), shift_LT[at, rows]
             own_Kt, bias_V = found[at][:, rows], source.biases[at]
-            sums = call.sums(leaf.vocab.counted)
-            row_statistics(z_tV, target_t, own_Kt, exp_tV, shift_t, bias_V, *sums)
+            passes_of(z_tV).row_statistics(
+                z_tV,
+                target_t,
+                own_Kt,
+                exp_TV=exp_tV,
+                shift_T=shift_t,
+                bias_V=bias_V,
+                **call.sums(leaf.vocab.counted),
+            )
             if source.on_gpu:
                 _keep(source, at, kept[at][rows], z_tV, target_t, shift_t)
             if engine_order.applies(call, source.x_TD):
@@ -158,6 +165,13 @@ def _keep(source: Source, at: int, kept_tV: Tensor, z_tV: Tensor, target_t: Tens
     if not source.keeps_exp:
         kept_tV.copy_(z_tV)
         return
-    coefficients = (None,) * 4
-    last = min(source.leaves[at].vocab.counted, width), call.softcap, call.temperature
-    row_gradient(z_tV, False, target_t, shift_t, *coefficients, kept_tV, bias_V, *last)
+    passes_of(z_tV).row_gradient(
+        z_tV,
+        target_t,
+        shift_t,
+        kept_tV,
+        bias_V=bias_V,
+        counted=min(source.leaves[at].vocab.counted, width),
+        softcap=call.softcap,
+        temperature=call.temperature,
+    )

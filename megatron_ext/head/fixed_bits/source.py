@@ -11,7 +11,7 @@ Legend: T tokens, t of a chunk, D hidden size, V columns of a leaf or of a block
 from torch import Tensor
 
 from megatron_ext.head.engine import chunk_sizes
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.leaves import leaves_of
 from megatron_ext.numerics import fixed_order, matrices
 from megatron_ext.numerics.fixed_order import TOKENS
@@ -24,7 +24,7 @@ _STEP = 64
 class Source:
     """Hidden states of all tokens, and weight, of their dtype, and bias leaf by leaf."""
 
-    def __init__(self, x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, call: Call):
+    def __init__(self, x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, call: ResolvedHead):
         self.x_TD, self.call, self.leaves = fixed_order.aligned(x_TD), call, leaves_of(call)
         self.on_gpu, self.dtype = x_TD.is_cuda, accumulation_dtype(x_TD.dtype)
         self.weights = [leaf.cut(weight_VD) for leaf in self.leaves]
@@ -92,7 +92,7 @@ def part_kept(kept_TV: Tensor, rows: slice, block: slice) -> Tensor | None:
     return kept_TV[rows, block]
 
 
-def chunks(call: Call, tokens: int, kept_tokens: int, columns: int, on_gpu: bool = False) -> list[slice]:
+def chunks(call: ResolvedHead, tokens: int, kept_tokens: int, columns: int, on_gpu: bool = False) -> list[slice]:
     """Tokens in chunks of a multiple of `TOKENS`, none of which holds both kept ones and others."""
     given = slice(0, call.chunk_tokens or tokens)
     first = given if call.chunk_tokens else (chunk_sizes.chunks(given, None, columns, on_gpu) or [given])[0]

@@ -11,7 +11,8 @@ Table = tuple[tuple[int, int, int], ...]
 GRADIENT: Table = ((1024, 1024, 4), (1 << 31, 4096, 4))
 FIXED_SUM = 1024  # numbers that a program adds to as many sums, whose order it then decides
 SELECTED = 2048  # logits at a time that are compared
-NUCLEUS = 512  # logits at a time by 8 warps, each for eight sums in fp64 and in fp32: 48 registers of a thread
+CHOSEN_FROM, CHOSEN = 8192, 512  # columns that a top-k compares in registers, 16 of a thread, and how many it finds
+NUCLEUS = 512  # logits at a time by 8 warps, each for eight sums in fp64 and in fp32: 48 registers of a thread's 128
 # Rows of hidden size, 8 elements a thread; of the label's rows 16: a program waits for four loads one after the other,
 # and most have one row to add, so that fewer programs take less time.
 WIDTH: Table = ((512, 512, 2), (1024, 1024, 4), (1 << 31, 2048, 8))

@@ -186,8 +186,9 @@ def add_label_rows(
     x_TD: Tensor,
     target_T: Tensor,
     value_T: Tensor,
-    common_D: Tensor | None,
-    counted_V: Tensor | None,
+    common_D: Tensor | None = None,
+    counted_V: Tensor | None = None,
+    *,
     in_order: bool = False,
     labelled: bool = False,
 ) -> None:
@@ -248,8 +249,8 @@ def finish_dx(
     target_T: Tensor,
     value_T: Tensor,
     w_VD: Tensor,
-    offset_T: Tensor | None,
-    common_D: Tensor | None,
+    offset_T: Tensor | None = None,
+    common_D: Tensor | None = None,
 ) -> None:
     """dx from the product, in one launch. See `megatron_ext.head.row_passes.label_terms.finish_dx`."""
     if product_TD.numel() == 0:

@@ -85,18 +85,19 @@ def _row_gradient_kernel(
 
 def row_gradient(
     source_TV: Tensor,
-    source_is_exp: bool,
     target_T: Tensor,
     shift_T: Tensor,
-    scale_T: Tensor | None,
-    slope_T: Tensor | None,
-    offset_T: Tensor | None,
-    value_T: Tensor | None,
     out_TV: Tensor,
-    bias_V: Tensor | None,
+    scale_T: Tensor | None = None,
+    slope_T: Tensor | None = None,
+    offset_T: Tensor | None = None,
+    value_T: Tensor | None = None,
+    bias_V: Tensor | None = None,
+    *,
     counted: int,
-    softcap: float | None,
-    temperature: float,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    source_is_exp: bool = False,
     labelled: bool = False,
 ) -> None:
     """The gradient of each logit, in one launch. See `megatron_ext.head.row_passes.logit_passes.row_gradient`."""

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
 from megatron_ext.head.kernels.logits import rowwise, writable
+from megatron_ext.head.row_passes import selection as plain
+
+_NOT_THE_SIGN, _TILE = tl.constexpr(0x7FFFFFFF), tl.constexpr(4096)
+_NO_KEY, _LAST_KEY = tl.constexpr(-2147483648), tl.constexpr(2147483647)
 
 
 @triton.jit
@@ -29,6 +33,76 @@ def group_maxima_kernel(z_ptr, out_ptr, z_stride, groups, WIDTH: tl.constexpr, T
     z = tl.load(z_ptr + token * z_stride + columns, mask=group[:, None] < groups, other=float("-inf"))
     largest = tl.reduce(_wide(z), 1, _larger).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * groups + group, largest, mask=group < groups)
+
+
+@triton.jit
+def _key(z):
+    """Integers of 32 bits that compare as fp32 numbers do, NaN above all, none of them `_NO_KEY`."""
+    bits = (z + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
+    return tl.where(z == z, bits ^ ((bits >> 31) & _NOT_THE_SIGN), _LAST_KEY)
+
+
+@triton.jit
+def _kth_largest(key, k):
+    """The k-th largest of the keys, found bit by bit between the least and the largest of them."""
+    low, high = tl.min(key, 0).to(tl.int64), tl.max(key, 0).to(tl.int64) + 1
+    while high - low > 1:  # `low` is reached by k keys or more, `high` by fewer
+        middle = (low + high) >> 1
+        enough = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), 0) >= k
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def first_columns_kernel(
+    z_ptr,
+    groups_ptr,
+    keys_ptr,
+    columns_ptr,
+    out_ptr,
+    z_stride,
+    columns,
+    groups,
+    k,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDEST: tl.constexpr,
+):
+    """A row's columns to choose from are in registers: the k-th largest key is found there, then, if more than k reach
+    it, the last column that does. The k that are left are written, and each to its place: as many as are before it."""
+    token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
+    column, inside = lane, lane < columns
+    if groups_ptr is not None:
+        in_groups = groups * WIDTH
+        group = tl.load(groups_ptr + token * groups + lane // WIDTH, mask=lane < in_groups, other=0).to(tl.int32)
+        behind = columns // WIDTH * WIDTH + lane - in_groups
+        column = tl.where(lane < in_groups, group * WIDTH + lane % WIDTH, behind)
+        inside = column < columns
+    z = tl.load(z_ptr + token * z_stride + column, mask=inside, other=0.0).to(tl.float32)
+    key = tl.where(inside, _key(z), _NO_KEY)
+    kth = _kth_largest(key, k)
+    chosen = inside & (key >= kth)
+    if tl.sum(chosen.to(tl.int32), 0) > k:
+        wanted = k - tl.sum((key > kth).to(tl.int32), 0)
+        last = -_kth_largest(tl.where(inside & (key == kth), -column, _NO_KEY), wanted)
+        chosen = inside & ((key > kth) | ((key == kth) & (column <= last)))
+
+    keys_ptr, columns_ptr = keys_ptr + token * k, columns_ptr + token * k
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(keys_ptr + place, key, mask=chosen)
+    tl.store(columns_ptr + place, column, mask=chosen)
+    tl.debug_barrier()  # other threads read them
+    own = tl.arange(0, WIDEST)
+    own_key = tl.load(keys_ptr + own, mask=own < k, other=_NO_KEY)[:, None]
+    own_column = tl.load(columns_ptr + own, mask=own < k, other=0)
+    before = tl.zeros([WIDEST], tl.int32)
+    for start in range(0, k, _TILE // WIDEST):
+        other = start + tl.arange(0, _TILE // WIDEST)
+        other_key = tl.load(keys_ptr + other, mask=other < k, other=_NO_KEY)[None, :]
+        other_column = tl.load(columns_ptr + other, mask=other < k, other=0)[None, :]
+        lower = (other_key == own_key) & (other_column < own_column[:, None]) & (other[None, :] < k)
+        before += tl.sum(((other_key > own_key) | lower).to(tl.int32), 1)
+    tl.store(out_ptr + token * k + before, own_column.to(tl.int64), mask=own < k)
 
 
 @triton.jit
@@ -87,6 +161,36 @@ def group_maxima(z_TV: Tensor, groups: int, width: int) -> Tensor:
         with torch.cuda.device_of(z_TV):  # Triton launches on the current device, wherever the tensors are
             group_maxima_kernel[grid](z_TV, largest_TN, z_TV.stride(0), groups, WIDTH=width, TOGETHER=together)
     return largest_TN
+
+
+def first_columns(z_TV: Tensor, groups_TN: Tensor | None, width: int, k: int, any_equals: bool) -> Tensor:
+    """In one launch, whose equals are always in order. fp64, and what registers do not hold, as in plain PyTorch.
+
+    See `row_passes/selection.py`.
+    """
+    tokens, columns = z_TV.shape
+    among = columns if groups_TN is None else groups_TN.shape[1] * width + columns % width
+    if z_TV.dtype == torch.float64 or among > blocks.CHOSEN_FROM or k > blocks.CHOSEN or k * tokens == 0:
+        return plain.first_columns(z_TV, groups_TN, width, k, any_equals)
+    z_TV = rowwise(z_TV)
+    lanes = triton.next_power_of_2(among)
+    out_TK = torch.empty(tokens, k, dtype=torch.int64, device=z_TV.device)
+    with torch.cuda.device_of(z_TV):  # Triton launches on the current device, wherever the tensors are
+        first_columns_kernel[(tokens,)](
+            z_TV,
+            None if groups_TN is None else groups_TN.contiguous(),
+            *(out_TK.new_empty(tokens, k, dtype=torch.int32) for _ in range(2)),
+            out_TK,
+            z_TV.stride(0),
+            columns,
+            0 if groups_TN is None else groups_TN.shape[1],
+            k,
+            WIDTH=width,
+            LANES=lanes,
+            WIDEST=triton.next_power_of_2(k),
+            num_warps=min(max(lanes // 512, 1), 16),
+        )
+    return out_TK
 
 
 def equal_counts(z_TV: Tensor, z_TK: Tensor, k: int) -> Tensor:

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis, PassCoefficients
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import START, Statistics, own_rows
 from megatron_ext.head.row_passes.token_terms import Gradient
 
@@ -194,7 +194,7 @@ def _token_gradient_kernel(
             tl.store(out_ptr, (d / unit).to(dtype), mask=inside)
 
 
-def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: Call) -> Statistics:
+def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead) -> Statistics:
     """See `megatron_ext.head.row_passes.token_terms.combined`."""
     tokens = shift_T.shape[0]
     facts_FT = shift_T.new_empty(3 + 2 * call.mean + call.expected, tokens, dtype=torch.float64)
@@ -222,7 +222,7 @@ def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: Call) -> 
 
 
 def token_gradient(
-    stats: Statistics, kept_T: Tensor | None, target_T: Tensor, basis: Basis, call: Call, labelled: bool = False
+    stats: Statistics, kept_T: Tensor | None, target_T: Tensor, basis: Basis, call: ResolvedHead, labelled: bool = False
 ) -> Gradient:
     """See `megatron_ext.head.row_passes.token_terms.token_gradient`."""
     tokens, shift_T = target_T.shape[0], stats.shift

@@ -16,7 +16,8 @@ from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found, ReadOut
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
-from megatron_ext.head.row_passes.vocabulary_order import largest, largest_columns
+from megatron_ext.head.row_passes.selection import largest
+from megatron_ext.head.row_passes.vocabulary_order import largest_columns
 from megatron_ext.head.validation import argument_checks
 from megatron_ext.head.validation.sampling_checks import check_ids, check_k
 
@@ -68,7 +69,7 @@ class Gather(_Picks):
         return "indices[..., 0]", self.ids[..., 0]
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        return argument_checks.size_fault(vocab, check_ids, self.ids, size=size, group=group)
+        return argument_checks.size_fault(vocab, check_ids, self.ids, size, group=group)
 
     def flatten(self, flat: Flatten) -> None:
         self.labels_T = self.ids_TK = flat(self.ids).long()
@@ -107,7 +108,7 @@ class TopK(_Picks):
         self.rows = 2 * k if isinstance(k, int) else 0
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        return argument_checks.size_fault(vocab, check_k, "k", self.k, size=size, group=group)
+        return argument_checks.size_fault(vocab, check_k, "k", self.k, size, group=group)
 
     def scan(self, chunk: Chunk) -> None:
         z_tV, vocab, stats_Kt = chunk.logits[0], self.call.vocab, chunk.stats_Kt

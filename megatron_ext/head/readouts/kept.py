@@ -22,10 +22,10 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import AtPlaces, Chunk, Flatten, Found, counted
-from megatron_ext.head.row_passes import dispatch, fixed_order_sums
+from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.sampling_checks import check_kept_rows, check_kept_shapes
@@ -139,7 +139,7 @@ class Kept(Filtered):
         super().begin(chunks, device, words, ids)
         self._logits: list[Tensor] = []
 
-    def of_leaf(self, call: Call) -> Self:
+    def of_leaf(self, call: ResolvedHead) -> Self:
         part = super().of_leaf(call)
         part._entries, part._logits = [], []
         return part
@@ -178,7 +178,7 @@ class Kept(Filtered):
 
     def _added(self, x_n: Tensor, lengths_t: Tensor) -> Tensor:
         """The sums of each token's numbers."""
-        return (dispatch if self.call.fixed else fixed_order_sums).segment_sums(x_n, lengths_t)
+        return (passes_of(x_n) if self.call.fixed else PYTORCH).segment_sums(x_n, lengths_t)
 
     def own(self, z_n: Tensor, below_n: Tensor, part: _Part) -> Tensor:
         """The third number of each token: here the label's logit."""

@@ -28,7 +28,8 @@ class OfLabels(ReadOut):
     reads_labels = True
 
     def __init__(self, labels: Tensor, ignore_index: int = -100):
-        option_checks.check_ignore_index(ignore_index)
+        if type(ignore_index) is not int:
+            option_checks.check_ignore_index(ignore_index)
         self.labels, self.ignore_index = labels, ignore_index
 
     def flatten(self, flat: Flatten) -> None:
@@ -39,10 +40,8 @@ class OfLabels(ReadOut):
         return "labels", self.labels
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        def check(*arguments: Any) -> None:
-            self.all_count = argument_checks.check_labels(*arguments)
-
-        return argument_checks.size_fault(vocab, check, self.labels, self.ignore_index, size=size, group=group)
+        self.all_count, fault = argument_checks.labels_fault(self.labels, self.ignore_index, size, group, vocab)
+        return fault
 
 
 class LogProbs(OfLabels):
@@ -68,6 +67,9 @@ class IsArgmax(OfLabels):
         return [stats.hits.clone() if self.counts_T is None else stats.hits & self.counts_T], []
 
 
+_OFF = {"label_smoothing": 0.0, "z_loss": 0.0}
+
+
 class CrossEntropy(OfLabels):
     """`(1 - e) nll - e mean_log_prob + z_loss lse^2` of each label, as `torch.nn.functional.cross_entropy` has it.
 
@@ -89,9 +91,8 @@ class CrossEntropy(OfLabels):
         z_apart: bool = False,
     ):
         super().__init__(labels, ignore_index)
-        option_checks.check_option("label_smoothing", label_smoothing)
-        option_checks.check_option("z_loss", z_loss)
         self.label_smoothing, self.z_loss, self.smooth_others = label_smoothing, z_loss, smooth_others
+        option_checks.check_options(self, _OFF)
         self.z_apart, self.count = z_apart, 1 + z_apart
         self.mean = label_smoothing > 0
 
@@ -107,6 +108,8 @@ class CrossEntropy(OfLabels):
             found = [value, z_loss] if self.z_apart else [value + z_loss]
         elif self.z_apart:
             found = [value, torch.zeros_like(value)]
+        if self.counts_T is None and len(found) == 1:
+            return [found[0].to(own_KT.dtype)], []
         return [counted(x_T.to(own_KT.dtype), self.counts_T) for x_T in found], []
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:

@@ -13,19 +13,23 @@ Tensors that need a gradient are never hidden in a read-out: those of labels, id
 Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K rows of statistics or columns, R ranks.
 """
 
+import copy
 from collections.abc import Callable, Sequence
+from dis import get_instructions
+from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from megatron_ext.distributed.groups import Group, group_rank
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import REFUSED, Statistics
 from megatron_ext.head.fixed_bits import leaves
-from megatron_ext.head.row_passes import dispatch
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.argument_checks import REFUSAL, check_agreement
 from megatron_ext.numerics import fixed_order
@@ -35,6 +39,9 @@ from megatron_ext.numerics.readable_values import has_values, raise_if
 Found = tuple[list[Tensor], list[Tensor]]
 Flatten = Callable[[Tensor], Tensor]
 
+
+# Before 2.13 torch's compiler traced no `copy.copy` of an object, and not its `__dict__`.
+TRACES_COPIES = TorchVersion(torch.__version__) >= "2.13"
 
 # Attributes that are no options: they follow from labels, of which each rank says more than what these hold, and from
 # options.
@@ -111,34 +118,38 @@ class ReadOut:
     numbers_T: Tensor | None = None  # further integers that all ranks must pass alike
     teacher: Any = None  # a `Teacher`, or other `Logits`
 
-    call: Call
+    call: ResolvedHead
     parts: list[slice]  # how all ranks cut the tokens
     all_count: bool = False  # all labels were seen to be ids of the vocabulary that count
     masked_later: bool = False  # gradients through the softmax are taken at `counts_T` alone
-    _names: tuple[str, ...] = ()  # of the attributes that it has itself
+    _written: ClassVar[tuple[str, ...]] = ()  # the attributes that methods of the class write
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Notes the name: before torch 2.13 `torch.compile` traces neither `vars` nor `copy.copy` of an object."""
-        if name not in self._names:
-            object.__setattr__(self, "_names", (*self._names, name))
-        object.__setattr__(self, name, value)
+    def __init_subclass__(cls) -> None:
+        """Finds the attributes that its methods write: see `copied`."""
+        functions = [x for x in vars(cls).values() if isinstance(x, FunctionType)]
+        written = {each.argval for f in functions for each in get_instructions(f) if each.opname == "STORE_ATTR"}
+        cls._written = tuple(sorted(written.union(cls._written)))
 
     def per_token(self) -> tuple[str, Tensor] | None:
         """The name and the value of an argument that has one entry for each token of all ranks."""
         return None
 
-    def bind(self, call: Call, flat: Flatten) -> Self:
-        """This read-out in one call: a copy whose per-token tensors `flat` makes `[T, ...]`."""
-        bound = self.copied()
-        bound.call = call
-        bound.flatten(flat)
-        return bound
+    def bind(self, call: ResolvedHead, flat: Flatten) -> None:
+        """Makes this copy one of `call`, with per-token tensors `[T, ...]` as `flat` makes them."""
+        self.call = call
+        self.flatten(flat)
 
     def copied(self) -> Self:
-        """A copy, whose tensors are the same ones."""
+        """A copy for one call, whose tensors are the same ones: nothing is written onto the caller's object."""
+        if torch.compiler.is_compiling() and TRACES_COPIES:
+            return copy.copy(self)
         found = object.__new__(type(self))
-        for name in ("_names", *self._names):
-            object.__setattr__(found, name, getattr(self, name))
+        if not torch.compiler.is_compiling():
+            found.__dict__.update(self.__dict__)
+            return found
+        for name in self._written:  # its class's own are copied with them, which does no harm
+            if hasattr(self, name):
+                setattr(found, name, getattr(self, name))
         return found
 
     def flatten(self, flat: Flatten) -> None:
@@ -147,11 +158,11 @@ class ReadOut:
     def options(self) -> dict[str, Any]:
         """Its numbers and names: all ranks must pass the same."""
         plain = int | float | str | bool | None
-        own = {name: getattr(self, name) for name in sorted(self._names) if name not in _OF_THE_CALL}
-        return {name: x for name, x in own.items() if isinstance(x, plain)}
+        own = sorted(vars(self).items())
+        return {name: x for name, x in own if name not in _OF_THE_CALL and isinstance(x, plain)}
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        """Raises what every rank sees wrong with its arguments, returns what this rank alone may see.
+        """Raises what every rank sees wrong with its arguments, returns what this rank alone may see. Of a copy.
 
         Args:
             size: of the vocabulary; a guess where `vocab` is None, see `argument_checks.size_fault`.
@@ -206,7 +217,7 @@ class ReadOut:
     def scan(self, chunk: Chunk) -> None:
         """Write the statistics of this rank's columns."""
 
-    def of_leaf(self, call: Call) -> Self:
+    def of_leaf(self, call: ResolvedHead) -> Self:
         """The same for the columns of one leaf, those of `call`."""
         part = self.copied()
         part.call = call
@@ -219,7 +230,7 @@ class ReadOut:
 
     def row_sums(self, x_tV: Tensor) -> Tensor:
         """The sum of each row, with the bits that the call asks for."""
-        return dispatch.row_sums(x_tV) if self.call.fixed else x_tV.sum(1)
+        return passes_of(x_tV).row_sums(x_tV) if self.call.fixed else x_tV.sum(1)
 
     @property
     def multiply(self) -> Callable[[Tensor, Tensor], Tensor]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron_ext.autograd import differentiable_once
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.flatten import Flat
-from megatron_ext.head.row_passes.dispatch import row_statistics
+from megatron_ext.head.engine.resolved_head import ResolvedHead
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation import argument_checks
@@ -22,7 +22,7 @@ from megatron_ext.numerics.matrices import accumulation_dtype
 
 def dense_softmax(z: Any, logarithm: bool) -> Tensor:
     """Probabilities of `z`'s logits `[..., V/R]`, or their logarithms, in fp32 (fp64 for fp64), in their shape."""
-    flat, call = Flat(z.logits), z.call()
+    flat, call = Flat(z.logits), z.resolved()
     z_TV = flat(z.logits)
     fault = argument_checks.shard_fault(call.vocab, z.logits.shape[-1], "logits", call.ranks)
     if fault is not None:
@@ -40,11 +40,11 @@ class DenseSoftmax(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, z_TV: Tensor, logarithm: bool, call: Call, places_T: Tensor | None = None) -> Tensor:
+    def forward(ctx: Any, z_TV: Tensor, logarithm: bool, call: ResolvedHead, places_T: Tensor | None = None) -> Tensor:
         counted, temperature = call.vocab.counted, call.temperature
         nowhere_T = torch.full((z_TV.shape[0],), -1, device=z_TV.device)
         stats_KT = statistics.new_statistics(z_TV.shape[0], call, accumulation_dtype(z_TV.dtype), z_TV.device)
-        row_statistics(z_TV, nowhere_T, stats_KT[:, :-1], None, None, None, *call.sums(counted))
+        passes_of(z_TV).row_statistics(z_TV, nowhere_T, stats_KT[:, :-1], **call.sums(counted))
         statistics.sign(stats_KT, call, lambda: f"logarithm {logarithm}", [], places_T)
         stats_RKT = statistics.exchange(stats_KT, call, places_T)
         argument_checks.check_exchange(stats_RKT, nowhere_T, call)

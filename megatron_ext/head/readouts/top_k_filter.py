@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_ext.head.readouts.gather import integers
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found
-from megatron_ext.head.row_passes.dispatch import add_at_equals, equal_counts
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
 from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.row_passes.selection import is_free_to_look
@@ -73,7 +73,7 @@ class TopKFiltered(Filtered):
             stats_Kt[_VALUES : _VALUES + sent, at] = z_Ku[:sent]
             own_Kt[: found - sent, at] = z_Ku[sent:]
             columns_Kt[:found, at] = columns_uK.t().to(columns_Kt.dtype)
-            stats_Kt[_EQUAL, at] = equal_counts(z_uV, z_uK, sent).to(stats_Kt.dtype)
+            stats_Kt[_EQUAL, at] = passes_of(z_uV).equal_counts(z_uV, z_uK, sent).to(stats_Kt.dtype)
             label_u1 = (labels_t[at] - vocab.start).where(own_u, 0).unsqueeze(1)
             stats_Kt[_LABEL, at] = z_uV.gather(1, label_u1)[:, 0].to(stats_Kt.dtype).where(own_u, -torch.inf)
 
@@ -159,7 +159,7 @@ class TopKFiltered(Filtered):
         if first:
             out_tV.zero_()
         kth_t, value_t = kth_t.to(logits[0].dtype), value_t.to(out_tV.dtype)
-        add_at_equals(out_tV[:, :counted], logits[0], kth_t, value_t, besides_tK)
+        passes_of(out_tV).add_at_equals(out_tV[:, :counted], logits[0], kth_t, value_t, besides_tK)
 
     def _counted(self, saved: list[Tensor], rows: slice, grad: Tensor) -> Tensor:
         """The gradient, 0 for labels that are not kept or do not count; fp64."""

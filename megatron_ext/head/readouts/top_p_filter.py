@@ -24,7 +24,7 @@ from megatron_ext.head.engine import chunk_sizes
 from megatron_ext.head.engine.statistics import fingerprint
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import Chunk, Found, counted, put
-from megatron_ext.head.row_passes.dispatch import nucleus, row_gradient
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation.argument_checks import check_apart
@@ -124,9 +124,17 @@ class TopPFiltered(Filtered):
         z_tV, out_tV = logits[0][:, : vocab.counted], out_tV[:, : vocab.counted]
         for at in blocks(z_tV):
             kept = z_tV[at].masked_fill(z_tV[at] < cut_t[at].unsqueeze(1).to(z_tV.dtype), -torch.inf)
-            coefficients = (peak_t[at], scale_t[at], None, None, at_label_t[at])
             part = out_tV[at] if first else torch.empty_like(out_tV[at])
-            row_gradient(kept, False, target_t[at], *coefficients, part, None, vocab.counted, None, temperature)
+            passes_of(kept).row_gradient(
+                kept,
+                target_t[at],
+                peak_t[at],
+                part,
+                scale_T=scale_t[at],
+                value_T=at_label_t[at],
+                counted=vocab.counted,
+                temperature=temperature,
+            )
             if not first:
                 put(out_tV[at], part, False)
 
@@ -165,7 +173,7 @@ class TopPFiltered(Filtered):
         return torch.cat([torch.arange(n, device=device) // -(-n // self.call.ranks) for n in lengths])
 
     def _cut(self, z_uV: Tensor, labels_u: Tensor, cuts_Ku: Tensor) -> None:
-        cut_u, peak_u, sum_u = nucleus(z_uV, self.top_p, self.call.temperature, self.multiply)
+        cut_u, peak_u, sum_u = passes_of(z_uV).nucleus(z_uV, self.top_p, self.call.temperature, self.multiply)
         z_u = z_uV.gather(1, labels_u.clamp(min=0).unsqueeze(1))[:, 0]
         scaled_u = transformed(z_u, None, None, self.call.temperature, cuts_Ku.dtype)  # rounded as in `pull`
         log_prob_u = scaled_u.double() - peak_u - sum_u.log()

@@ -1,11 +1,14 @@
-"""Chooses between Triton's passes (CUDA) and those in plain PyTorch: same arguments, same results.
+"""`RowPasses`, the passes over rows that the head is made of, and which of its instances a tensor takes.
 
-With TRITON_INTERPRET=1 in the environment, Triton's own switch for running kernels on CPU, CPU tensors take Triton's
-passes too: slow, and the same code as on CUDA.
+PyTorch's instance is the definition; Triton's gives the same results on CUDA. With TRITON_INTERPRET=1 in the
+environment, Triton's own switch for running kernels on CPU, CPU tensors take Triton's passes too: slow, and the same
+code as on CUDA.
 
 `torch.compile` sees each pass over logits, dx or dW as one operator, `torch.ops.megatron_ext.row_statistics` and so on,
 and leaves it whole: what is compiled runs the same code as what is not. What is made of a few numbers per token it
 compiles itself, from the plain functions, and so it does the passes of top-k and top-p, which are slower then.
+
+Legend: T tokens, V columns of this rank's vocabulary shard, D hidden size, K statistics or candidates, R ranks.
 """
 
 import functools
@@ -13,93 +16,159 @@ import importlib
 import importlib.util
 import os
 import warnings
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_ext.head.engine.logit_gradient import Basis
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import Statistics
-from megatron_ext.head.row_passes import fixed_order_sums, label_terms, logit_passes, selection, token_terms
-from megatron_ext.head.row_passes import nucleus as nucleus_pass
+from megatron_ext.head.row_passes import fixed_order_sums, label_terms, logit_passes, nucleus, selection, token_terms
 from megatron_ext.numerics.readable_values import has_values
 
 
-def row_statistics(z_TV: Tensor, *arguments: Any) -> None:
-    """See `logit_passes.row_statistics`."""
-    _run(logit_passes, "row_statistics", z_TV, *arguments)
+class RowPasses(Protocol):
+    """The passes. `logit_passes`, `label_terms`, `token_terms`, `nucleus`, `selection` and `fixed_order_sums` say more
+    of each argument."""
+
+    def row_statistics(
+        self,
+        z_TV: Tensor,
+        target_T: Tensor,
+        stats_KT: Tensor,
+        exp_TV: Tensor | None = None,
+        shift_T: Tensor | None = None,
+        bias_V: Tensor | None = None,
+        *,
+        counted: int,
+        softcap: float | None = None,
+        temperature: float = 1.0,
+        with_mean: bool = False,
+        with_entropy: bool = False,
+        with_hits: bool = False,
+        labelled: bool = False,
+    ) -> None:
+        """Write each row's statistics, and its exponentials where they are kept."""
+
+    def row_gradient(
+        self,
+        source_TV: Tensor,
+        target_T: Tensor,
+        shift_T: Tensor,
+        out_TV: Tensor,
+        scale_T: Tensor | None = None,
+        slope_T: Tensor | None = None,
+        offset_T: Tensor | None = None,
+        value_T: Tensor | None = None,
+        bias_V: Tensor | None = None,
+        *,
+        counted: int,
+        softcap: float | None = None,
+        temperature: float = 1.0,
+        source_is_exp: bool = False,
+        labelled: bool = False,
+    ) -> None:
+        """Write the gradient of logits, or of kept exponentials."""
+
+    def add_label_rows(
+        self,
+        out_VD: Tensor,
+        x_TD: Tensor,
+        target_T: Tensor,
+        value_T: Tensor,
+        common_D: Tensor | None = None,
+        counted_V: Tensor | None = None,
+        *,
+        in_order: bool = False,
+        labelled: bool = False,
+    ) -> None:
+        """Add the labels' terms to dW."""
+
+    def finish_dx(
+        self,
+        out_TD: Tensor,
+        product_TD: Tensor,
+        scale_T: Tensor,
+        target_T: Tensor,
+        value_T: Tensor,
+        w_VD: Tensor,
+        offset_T: Tensor | None = None,
+        common_D: Tensor | None = None,
+    ) -> None:
+        """Write dx, of its product and the labels' terms."""
+
+    def scale_rows(self, out_TD: Tensor, x_TD: Tensor, scale_T: Tensor) -> None:
+        """Write `scale * x`, rounded once."""
+
+    def combined(self, stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead) -> Statistics:
+        """The statistics of all shards together."""
+
+    def token_gradient(
+        self,
+        stats: Statistics,
+        kept_T: Tensor | None,
+        target_T: Tensor,
+        basis: Basis,
+        call: ResolvedHead,
+        labelled: bool = False,
+    ) -> token_terms.Gradient:
+        """The gradient of logits by its parts."""
+
+    def nucleus(
+        self, z_TV: Tensor, top_p: float, temperature: float, multiply: Callable[[Tensor, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Each row's smallest logit that top-p keeps, its largest, and the sum of the kept ones' exponentials."""
+
+    def group_maxima(self, z_TV: Tensor, groups: int, width: int) -> Tensor:
+        """The largest logit of each group of columns."""
+
+    def first_columns(self, z_TV: Tensor, groups_TN: Tensor | None, width: int, k: int, any_equals: bool) -> Tensor:
+        """The first k columns of each row by logit, of some groups of columns or of all."""
+
+    def equal_counts(self, z_TV: Tensor, z_TK: Tensor, k: int) -> Tensor:
+        """The number of columns of each row that equal its k-th largest."""
+
+    def add_at_equals(self, out_TV: Tensor, z_TV: Tensor, kth_T: Tensor, value_T: Tensor, besides_TK: Tensor) -> None:
+        """Add a row's value at its columns that equal its k-th logit."""
+
+    def row_sums(self, x_TN: Tensor) -> Tensor:
+        """The sum of each row, by the row alone."""
+
+    def segment_sums(self, x_n: Tensor, lengths_T: Tensor) -> Tensor:
+        """The sums of as many numbers as each token has, in their order."""
 
 
-def row_gradient(source_TV: Tensor, *arguments: Any) -> None:
-    """See `logit_passes.row_gradient`."""
-    _run(logit_passes, "row_gradient", source_TV, *arguments)
+class _PyTorchPasses:
+    """The passes in plain PyTorch."""
+
+    row_statistics = staticmethod(logit_passes.row_statistics)
+    row_gradient = staticmethod(logit_passes.row_gradient)
+    add_label_rows = staticmethod(label_terms.add_label_rows)
+    finish_dx = staticmethod(label_terms.finish_dx)
+    scale_rows = staticmethod(label_terms.scale_rows)
+    combined = staticmethod(token_terms.combined)
+    token_gradient = staticmethod(token_terms.token_gradient)
+    nucleus = staticmethod(nucleus.nucleus)
+    group_maxima = staticmethod(selection.group_maxima)
+    first_columns = staticmethod(selection.first_columns)
+    equal_counts = staticmethod(selection.equal_counts)
+    add_at_equals = staticmethod(selection.add_at_equals)
+    row_sums = staticmethod(fixed_order_sums.row_sums)
+    segment_sums = staticmethod(fixed_order_sums.segment_sums)
 
 
-def add_label_rows(out_VD: Tensor, *arguments: Any) -> None:
-    """See `label_terms.add_label_rows`."""
-    _run(label_terms, "add_label_rows", out_VD, *arguments)
+PYTORCH: RowPasses = _PyTorchPasses()
 
 
-def finish_dx(out_TD: Tensor, *arguments: Any) -> None:
-    """See `label_terms.finish_dx`."""
-    _run(label_terms, "finish_dx", out_TD, *arguments)
-
-
-def scale_rows(out_TD: Tensor, *arguments: Any) -> None:
-    """See `label_terms.scale_rows`."""
-    _run(label_terms, "scale_rows", out_TD, *arguments)
-
-
-def nucleus(z_TV: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """See `nucleus.nucleus`."""
-    return _side(z_TV, nucleus_pass).nucleus(z_TV, *arguments)
-
-
-def group_maxima(z_TV: Tensor, *arguments: Any) -> Tensor:
-    """See `selection.group_maxima`."""
-    return _side(z_TV, selection).group_maxima(z_TV, *arguments)
-
-
-def equal_counts(z_TV: Tensor, *arguments: Any) -> Tensor:
-    """See `selection.equal_counts`."""
-    return _side(z_TV, selection).equal_counts(z_TV, *arguments)
-
-
-def add_at_equals(out_TV: Tensor, *arguments: Any) -> None:
-    """See `selection.add_at_equals`."""
-    _side(out_TV, selection).add_at_equals(out_TV, *arguments)
-
-
-def row_sums(x_TN: Tensor) -> Tensor:
-    """See `fixed_order_sums.row_sums`."""
-    return _side(x_TN, fixed_order_sums).row_sums(x_TN)
-
-
-def segment_sums(x_n: Tensor, lengths_T: Tensor) -> Tensor:
-    """See `fixed_order_sums.segment_sums`."""
-    return _side(x_n, fixed_order_sums).segment_sums(x_n, lengths_T)
-
-
-def combined(stats_RKT: Tensor, *arguments: Any) -> Statistics:
-    """See `token_terms.combined`."""
-    return _side(stats_RKT, token_terms).combined(stats_RKT, *arguments)
-
-
-def token_gradient(stats: Statistics, *arguments: Any) -> token_terms.Gradient:
-    """See `token_terms.token_gradient`."""
-    return _side(stats.shift, token_terms).token_gradient(stats, *arguments)
-
-
-def _run(plain: ModuleType, name: str, x: Tensor, *arguments: Any) -> None:
-    side = torch.ops.megatron_ext if torch.compiler.is_compiling() else _side(x, plain)
-    getattr(side, name)(x, *arguments)
-
-
-def _side(x: Tensor, plain: ModuleType) -> ModuleType:
-    """Triton's twin of a module for real CUDA tensors, the module itself for others."""
+def passes_of(x: Tensor) -> RowPasses:
+    """Triton's passes for real CUDA tensors, PyTorch's for others; while compiling the operators."""
+    if torch.compiler.is_compiling():
+        return _OPERATORS
     if not has_values(x) or x.is_cuda == _interpreted():
-        return plain
-    return _twin(plain) or _without_triton(plain)
+        return PYTORCH
+    return triton_passes() or _without_triton()
 
 
 @functools.cache
@@ -109,10 +178,12 @@ def _interpreted() -> bool:
 
 
 @functools.cache
-def _twin(plain: ModuleType) -> ModuleType | None:
+def triton_passes() -> RowPasses | None:
+    """The passes in Triton; None where it is not installed, or has no device."""
     if importlib.util.find_spec("triton") is None or (torch.version.cuda is None and not _interpreted()):
         return None
-    return importlib.import_module(plain.__name__.replace(".row_passes.", ".kernels."))
+    found: RowPasses = importlib.import_module("megatron_ext.head.kernels.triton_passes").TRITON
+    return found
 
 
 @functools.cache
@@ -125,25 +196,32 @@ def _say_it_is_slower() -> None:
     )
 
 
-def _without_triton(plain: ModuleType) -> ModuleType:
-    """The module itself, on a GPU; said once."""
+def _without_triton() -> RowPasses:
+    """PyTorch's passes on a GPU; said once."""
     _say_it_is_slower()
-    return plain
+    return PYTORCH
 
 
-def _operator(plain: ModuleType, name: str, written: tuple[str, ...]) -> None:
-    """Makes an operator of a pass, from its own annotations. Its fake does nothing: a pass returns nothing."""
+def _operator(name: str, plain: Callable[..., None], written: tuple[str, ...]) -> Any:
+    """An operator of a pass, by its own annotations. Its fake does nothing: a pass returns nothing."""
 
-    @functools.wraps(getattr(plain, name))
-    def run(x: Tensor, *arguments: Any) -> None:
-        getattr(_side(x, plain), name)(x, *arguments)
+    @functools.wraps(plain)
+    def run(x: Tensor, *arguments: Tensor, **options: Any) -> None:
+        getattr(passes_of(x), name)(x, *arguments, **options)
 
     operator = torch.library.custom_op(f"megatron_ext::{name}", run, mutates_args=written)
-    operator.register_fake(lambda *arguments: None)
+    operator.register_fake(lambda *arguments, **options: None)
+    return staticmethod(getattr(torch.ops.megatron_ext, name))
 
 
-_operator(logit_passes, "row_statistics", written=("stats_KT", "exp_TV", "shift_T"))
-_operator(logit_passes, "row_gradient", written=("out_TV",))
-_operator(label_terms, "add_label_rows", written=("out_VD",))
-_operator(label_terms, "finish_dx", written=("out_TD",))
-_operator(label_terms, "scale_rows", written=("out_TD",))
+class _OperatorPasses(_PyTorchPasses):
+    """The passes as torch's compiler sees them."""
+
+    row_statistics = _operator("row_statistics", logit_passes.row_statistics, ("stats_KT", "exp_TV", "shift_T"))
+    row_gradient = _operator("row_gradient", logit_passes.row_gradient, ("out_TV",))
+    add_label_rows = _operator("add_label_rows", label_terms.add_label_rows, ("out_VD",))
+    finish_dx = _operator("finish_dx", label_terms.finish_dx, ("out_TD",))
+    scale_rows = _operator("scale_rows", label_terms.scale_rows, ("out_TD",))
+
+
+_OPERATORS: RowPasses = _OperatorPasses()

@@ -11,12 +11,16 @@ from torch import Tensor
 
 
 class Device(NamedTuple):
-    """A GPU's figures. `flops`: dense, 16-bit operands; both rates are what large products and copies reach."""
+    """A GPU's figures. `flops`: dense, 16-bit operands; both rates are what large products and copies reach.
+
+    `rated`: whether they are this GPU's. Of another the H200's stand there, from which sizes follow, and no times.
+    """
 
     name: str
     multiprocessors: int
     bytes_per_s: float
     flops: float
+    rated: bool = True
 
 
 # The H200's rates are what PyTorch reaches on one, in a copy (bytes read and written) and in a product of 8192 x 8192 x
@@ -30,6 +34,10 @@ DEVICES = {
     "B200": Device("B200", 148, 7.2e12, 1800e12),
 }
 
+# What the driver calls them. Cards with like names have other processors, memory or limits of power: H100 PCIe, H100
+# NVL, H200 NVL, GH200, H20, GB200, B300.
+_NAMES = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200", "NVIDIA B200": "B200"}
+
 # Rows and columns of the result that one multiprocessor makes at a time, in cuBLAS's kernels for large products.
 TILE_M, TILE_N = 128, 256
 # How full the waves were of the product that the rate was measured with: 32 x 64 tiles on 132 multiprocessors.
@@ -38,7 +46,8 @@ _MEASURED_K, _MEASURED_RESULT_BYTES = 8192, 2
 
 
 def device_of(like: Tensor) -> Device:
-    """The table's entry for the GPU that `like` is on: by name, else the H200, with its number of multiprocessors."""
+    """The table's entry for the GPU that `like` is on: by name, else one that is not rated, with the H200's rates and
+    its own number of multiprocessors."""
     if not torch.cuda.is_available() or like.device.type != "cuda":
         return DEVICES["H200"]
     return _named(like.device.index or 0)
@@ -47,7 +56,9 @@ def device_of(like: Tensor) -> Device:
 @functools.cache
 def _named(index: int) -> Device:
     found = torch.cuda.get_device_properties(index)
-    known = next((device for name, device in DEVICES.items() if name in found.name), DEVICES["H200"])
+    known = DEVICES["H200"]._replace(name=found.name, rated=False)
+    if found.name in _NAMES:
+        known = DEVICES[_NAMES[found.name]]
     return known._replace(multiprocessors=found.multi_processor_count)
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.engine.chunk_sizes import column_blocks, pieces
-from megatron_ext.head.row_passes.logit_passes import part_of
 from megatron_ext.numerics.readable_values import has_values
 
 
@@ -23,8 +22,9 @@ def add_label_rows(
     x_TD: Tensor,
     target_T: Tensor,
     value_T: Tensor,
-    common_D: Tensor | None,
-    counted_V: Tensor | None,
+    common_D: Tensor | None = None,
+    counted_V: Tensor | None = None,
+    *,
     in_order: bool = False,
     labelled: bool = False,
 ) -> None:
@@ -67,8 +67,8 @@ def finish_dx(
     target_T: Tensor,
     value_T: Tensor,
     w_VD: Tensor,
-    offset_T: Tensor | None,
-    common_D: Tensor | None,
+    offset_T: Tensor | None = None,
+    common_D: Tensor | None = None,
 ) -> None:
     """`out = scale * product + value * W[target] + offset * common`, row by row.
 
@@ -79,14 +79,17 @@ def finish_dx(
         target_T: int64, the token's row of W, -1: none.
         common_D: in `scale_T`'s dtype, with `offset_T` or not at all.
     """
-    value_T1, target_T = value_T.unsqueeze(1), target_T.clamp(min=0)
+    value_T1, scale_T1, target_T = value_T.unsqueeze(1), scale_T.unsqueeze(1), target_T.clamp(min=0)
     for rows in pieces(product_TD):  # in order: rows not read yet lie behind those written
-        dx_TD, out = w_VD[part_of(target_T, rows)] * part_of(value_T1, rows), part_of(out_TD, rows)
-        product, scale_T1 = part_of(product_TD, rows).to(dx_TD.dtype), part_of(scale_T, rows).unsqueeze(1)
-        dx_TD = torch.addcmul(dx_TD, product, scale_T1, out=out if out.dtype == dx_TD.dtype else dx_TD)
-        if offset_T is not None and common_D is not None:
-            dx_TD.addcmul_(part_of(offset_T, rows).unsqueeze(1), common_D)
-        if dx_TD is not out:
+        product, out, row, value, scale, offset = product_TD, out_TD, target_T, value_T1, scale_T1, offset_T
+        if rows.stop - rows.start != product_TD.shape[0]:
+            product, out, row, value, scale = (x[rows] for x in (product, out, row, value, scale))
+            offset = None if offset is None else offset[rows]
+        dx_TD = w_VD[row] * value
+        dx_TD = torch.addcmul(dx_TD, product.to(dx_TD.dtype), scale, out=out if out.dtype == dx_TD.dtype else dx_TD)
+        if offset is not None and common_D is not None:
+            dx_TD.addcmul_(offset.unsqueeze(1), common_D)
+        if out.dtype != dx_TD.dtype:
             out.copy_(dx_TD)
 
 

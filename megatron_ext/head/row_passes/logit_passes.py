@@ -39,15 +39,16 @@ def row_statistics(
     z_TV: Tensor,
     target_T: Tensor,
     stats_KT: Tensor,
-    exp_TV: Tensor | None,
-    shift_T: Tensor | None,
-    bias_V: Tensor | None,
+    exp_TV: Tensor | None = None,
+    shift_T: Tensor | None = None,
+    bias_V: Tensor | None = None,
+    *,
     counted: int,
-    softcap: float | None,
-    temperature: float,
-    with_mean: bool,
-    with_entropy: bool,
-    with_hits: bool,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    with_mean: bool = False,
+    with_entropy: bool = False,
+    with_hits: bool = False,
     labelled: bool = False,
 ) -> None:
     """One pass over logits: writes each row's statistics and, where `exp_TV` is given, its exponentials.
@@ -91,12 +92,14 @@ def row_statistics(
     blocks = _blocks(z_TV)
     scratch_TV = z_TV.new_empty(0 if in_place else _longest(blocks), counted, dtype=dtype)
     for rows in blocks:
+        whole = len(blocks) == 1 and counted == z_TV.shape[1]
         if exp_TV is not None and in_place:
-            work = part_of(exp_TV, rows, counted)
+            work = exp_TV if whole else part_of(exp_TV, rows, counted)
         else:
-            work = part_of(scratch_TV, slice(0, rows.stop - rows.start))
-        z = transformed(part_of(z_TV, rows, counted), bias_V, softcap, temperature, dtype, work)
-        peak = part_of(stats_KT[MAX], rows)
+            work = scratch_TV if len(blocks) == 1 else scratch_TV[: rows.stop - rows.start]
+        z = z_TV if whole else part_of(z_TV, rows, counted)
+        z = transformed(z, bias_V, softcap, temperature, dtype, work)
+        peak = stats_KT[MAX] if len(blocks) == 1 else stats_KT[MAX, rows]
         if with_hits:
             largest, first = z.max(1)
             peak.copy_(largest)
@@ -104,14 +107,15 @@ def row_statistics(
         else:
             torch.amax(z, 1, out=peak)
         if shift_T is not None:
-            torch.nan_to_num(peak, 0.0, torch.inf, 0.0, out=part_of(shift_T, rows))
+            torch.nan_to_num(peak, 0.0, torch.inf, 0.0, out=shift_T if len(blocks) == 1 else shift_T[rows])
         # A row of -inf has no maximum to subtract; its exponentials are 0 with any.
         far = torch.sub(z, peak.clamp(min=torch.finfo(dtype).min).unsqueeze(1), out=work)
         if with_mean:
             finite = far > -torch.inf
             stats_KT[3, rows], stats_KT[4, rows] = sums_of_rows(far.where(finite, 0.0)), finite.sum(1)
         exp = far.exp() if with_entropy else far.exp_()
-        part_of(stats_KT[SUM_EXP], rows).copy_(sums_of_rows(exp))
+        sums = stats_KT[SUM_EXP] if len(blocks) == 1 else stats_KT[SUM_EXP, rows]
+        sums.copy_(sums_of_rows(exp))
         if with_entropy:
             stats_KT[3 + 2 * with_mean, rows] = sums_of_rows(far.clamp_(min=_FAR).mul_(exp))
         if exp_TV is not None and not (in_place and exp is far):
@@ -124,18 +128,19 @@ def row_statistics(
 
 def row_gradient(
     source_TV: Tensor,
-    source_is_exp: bool,
     target_T: Tensor,
     shift_T: Tensor,
-    scale_T: Tensor | None,
-    slope_T: Tensor | None,
-    offset_T: Tensor | None,
-    value_T: Tensor | None,
     out_TV: Tensor,
-    bias_V: Tensor | None,
+    scale_T: Tensor | None = None,
+    slope_T: Tensor | None = None,
+    offset_T: Tensor | None = None,
+    value_T: Tensor | None = None,
+    bias_V: Tensor | None = None,
+    *,
     counted: int,
-    softcap: float | None,
-    temperature: float,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    source_is_exp: bool = False,
     labelled: bool = False,
 ) -> None:
     """One pass from logits, or from the exponentials that `row_statistics` kept, to gradients.
@@ -150,9 +155,9 @@ def row_gradient(
     Args:
         source_TV: logits, or exp(z - shift) if `source_is_exp`. Only read, unless `out_TV` is the same tensor.
         target_T: int64, the label's column; a number that no column has where it is another's.
+        out_TV: written, any floating dtype.
         shift_T, scale_T, slope_T, offset_T, value_T: fp32 (fp64 for fp64) per-token coefficients; shift must be
             finite. None: scale 1 (0 beside a slope), slope, offset and value 0.
-        out_TV: written, any floating dtype.
         bias_V, counted, softcap, temperature, labelled: as in `row_statistics`.
     """
     if counted < out_TV.shape[1]:
@@ -221,7 +226,7 @@ def transformed(
 def sums_of_rows(x_TV: Tensor) -> Tensor:
     """Of each row, the last additions in fp64, since they lose most; all of them in fp64 would cost 4 times as much."""
     end = x_TV.shape[1] // 16 * 16
-    whole_TV = part_of(x_TV, slice(0, x_TV.shape[0]), end)
+    whole_TV = x_TV if end == x_TV.shape[1] else x_TV[:, :end]
     sums_T = whole_TV.view(x_TV.shape[0], 16, end // 16).sum(-1).sum(1, dtype=torch.float64)
     return sums_T if whole_TV is x_TV else sums_T + x_TV[:, end:].sum(1)
 
@@ -281,6 +286,8 @@ def _blocks(z_TV: Tensor) -> list[slice]:
         most = (_CPU_BLOCK if has_values(z_TV) else 8 * _CPU_BLOCK) // max(columns, 1)
         step = min(most, max(tokens // 4, _FEW // max(columns, 1)))
     step = max(1, step)
+    if 0 < tokens <= step:
+        return [slice(0, tokens)]
     return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
 
 

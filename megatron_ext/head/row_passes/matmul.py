@@ -29,7 +29,7 @@ def logits(x_TD: Tensor, w_VD: Operand, out_TV: Tensor | None = None, rounds: bo
         for x_TP, w_VP in reversed(others):
             main_grad.add_product(out_TV, x_TP.t(), w_VP.t())
         return out_TV
-    if widens(x_TD, rounds):
+    if x_TD.is_cuda and widens(x_TD, rounds):
         out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], torch.float32)
         return torch.mm(x_TD, w_VD.t(), out_dtype=torch.float32, out=out_TV)
     out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0]) if out_TV is None else out_TV

@@ -1,9 +1,11 @@
-"""Passes over rows of logits that a top-k takes: the maxima of groups of columns, and what equals the k-th largest.
+"""Passes over rows of logits that a top-k takes: the maxima of groups of columns, the first of the columns of some
+groups, and what equals the k-th largest.
 
 `kernels/selection.py` has the same functions in Triton, which read a row only where they must. Legend: T tokens, V
 columns, N groups, K candidates: columns of which each row's k largest are some.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +16,40 @@ from megatron_ext.numerics.readable_values import has_values
 def group_maxima(z_TV: Tensor, groups: int, width: int) -> Tensor:
     """`[T, N]`: the largest of each of `groups` groups of `width` columns, NaN where one is NaN."""
     return z_TV[:, : groups * width].unflatten(1, (groups, width)).amax(-1)
+
+
+def first_columns(z_TV: Tensor, groups_TN: Tensor | None, width: int, k: int, any_equals: bool) -> Tensor:
+    """`[T, k]`, int64: the first k columns of each row by logit, NaN before all, among equals by the lowest column.
+
+    Args:
+        groups_TN: int64, of each row the groups of `width` columns to choose from, and from those behind the last group
+            besides; None: from all columns.
+        any_equals: which of equals are among the k, and in which order, may be any.
+    """
+    ids_TM = torch.arange(z_TV.shape[1], device=z_TV.device).expand(z_TV.shape)
+    if groups_TN is not None:
+        others_Tm = ids_TM[:, z_TV.shape[1] // width * width :]
+        ids_TM = (groups_TN.unsqueeze(-1) * width + ids_TM[:1, :width]).flatten(1)
+        ids_TM = torch.cat([ids_TM, others_Tm], 1)
+        z_TV = z_TV.gather(1, ids_TM)
+    return ids_TM.gather(1, z_TV.topk(k, -1).indices if any_equals else largest(z_TV, ids_TM, k))
+
+
+def largest(z_TN: Tensor, ids_TN: Tensor, k: int) -> Tensor:
+    """`[T, k]`, int64: where the first k of each row are. `ids_TN` broadcast to `z_TN`, differ, are below 2^31."""
+    ids_TN = ids_TN.expand(z_TN.shape)
+    if z_TN.dtype == torch.float64:  # no integer is wide enough for value and id
+        by_id = ids_TN.argsort(-1)
+        order = z_TN.gather(-1, by_id).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        return by_id.gather(-1, order)
+    return _keys(z_TN, ids_TN).topk(k, -1).indices
+
+
+def _keys(z_TN: Tensor, ids_TN: Tensor) -> Tensor:
+    """int64 that compare as (value, -id): the bits of a float order as integers once those of negatives are turned."""
+    bits = z_TN.float().add(0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    bits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(z_TN.isnan(), 0x7FFFFFFF)
+    return (bits.long() << 32) - ids_TN
 
 
 def equal_counts(z_TV: Tensor, z_TK: Tensor, k: int) -> Tensor:

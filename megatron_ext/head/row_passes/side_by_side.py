@@ -62,7 +62,7 @@ Operand = Tensor | SideBySide
 
 def operand(weight_VD: Tensor, low_VD: Tensor | None) -> Operand:
     """A head's weight as numbers, and beside it the low rank where there is one."""
-    own_VD = numbers(weight_VD)
+    own_VD = weight_VD if type(weight_VD).dequantize is Tensor.dequantize else numbers(weight_VD)
     return own_VD if low_VD is None else SideBySide([own_VD, low_VD])
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.engine import logit_gradient, statistics
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import Statistics
 
 
@@ -31,13 +31,13 @@ class Gradient(NamedTuple):
     offset: Tensor | None
 
 
-def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: Call) -> Statistics:
+def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead) -> Statistics:
     """The statistics of all shards together (see `statistics.combine`)."""
     return statistics.combine(stats_RKT, own_KT, call, shift_T)
 
 
 def token_gradient(
-    stats: Statistics, kept_T: Tensor | None, target_T: Tensor, basis: Basis, call: Call, labelled: bool = False
+    stats: Statistics, kept_T: Tensor | None, target_T: Tensor, basis: Basis, call: ResolvedHead, labelled: bool = False
 ) -> Gradient:
     """The parts of the gradient, in the dtype of the passes.
 

@@ -4,6 +4,7 @@ Faults that only one rank may see (its weight shard, its slice of the sequence) 
 several ranks the caller announces them in the exchange that the call makes anyway, and every rank raises after it.
 """
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -13,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext import main_grad
-from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import COUNTED, LABELS, OPTIONS, REFUSED, SIZE, START
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
 from megatron_ext.head.row_passes.side_by_side import is_quantised
@@ -29,6 +30,7 @@ from megatron_ext.numerics.readable_values import (
     raise_unless,
 )
 
+_PLAIN = (Tensor, torch.nn.Parameter)  # of which nothing else has to be asked, after `hidden`
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REFUSAL = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
 
@@ -43,6 +45,8 @@ def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         packed = getattr(x, "quant_state", None) or getattr(x, "CB", None)  # bitsandbytes' weights
         fix = "cast it" if packed is None else "dequantise it, by bitsandbytes.functional, and pass that"
+        if not isinstance(x, Tensor):
+            fix = "pass its .weight, and its .bias as bias" if isinstance(x, torch.nn.Module) else "make one of it"
         raise ValueError(f"{argument} is {kind}: it must be a tensor of float32, bfloat16, float16 or float64; {fix}")
     if x.dim() == 0 or (dims is not None and x.dim() != dims):
         wanted = "at least 1" if dims is None else str(dims)
@@ -65,50 +69,74 @@ def check_counts(counts: Any, leading: torch.Size) -> None:
         )
 
 
-def check_labels(labels: Tensor, ignore_index: int, size: int, hint: str = "") -> bool:
+class SizeFault(ValueError):
+    """A number that does not fit the size of the vocabulary."""
+
+
+def check_labels(labels: Tensor, ignore_index: int, size: int) -> bool:
     """Raises ValueError unless `labels` are integers in `[0, size)` or `ignore_index`; see `check_within`.
 
-    `hint`: see `size_fault`. Returns whether all were seen to count.
+    Returns whether all were seen to count.
     """
     check_integers("labels", labels)
-    fix = f" or ignore_index ({ignore_index}); mark tokens that do not count with ignore_index{hint}"
+    fix = f" or ignore_index ({ignore_index}); mark tokens that do not count with ignore_index"
     return check_within("labels", labels, size, fix, spared=ignore_index) and not 0 <= ignore_index < size
 
 
-def size_fault(
-    vocab: VocabShard | None, check: Callable[..., object], *arguments: Any, size: int, group: Group
-) -> ValueError | None:
-    """What `check(*arguments, size, hint)` finds; the hint says it where a group may have been forgotten.
-
-    What one rank alone may see comes back: ids outside the vocabulary, which the others may not have been given, and
-    what only breaks the size where the caller gave no `vocab`. Then the size is a guess from this rank's columns, and
-    at unequal shards another rank's guess is larger. The rest is raised.
-    """
-    hint = ""
-    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        hint = (
-            f". tp_group is None, and {dist.get_world_size()} ranks run: if what was passed is one rank's shard of the "
-            f"vocabulary, pass the group that shares it"
-        )
+def labels_fault(
+    labels: Any, ignore_index: int, size: int, group: Group, vocab: VocabShard | None
+) -> tuple[bool, ValueError | None]:
+    """Look at labels: whether all were seen to count, and what this rank alone may see wrong. The rest is raised."""
     try:
-        check(*arguments, size, hint)
+        return check_labels(labels, ignore_index, size), None
     except OutsideVocabulary as fault:
-        return ValueError(str(fault))
-    except ValueError as fault:
+        return False, ValueError(f"{fault}{forgotten_group(group, vocab)}")
+
+
+def size_fault(vocab: VocabShard | None, check: Callable[..., object], *arguments: Any, group: Group) -> Any:
+    """The fault that `check(*arguments)` finds and this rank alone may see; the rest is raised.
+
+    Those are ids outside of the vocabulary, which the others may not have been given, and a `SizeFault` where the
+    caller gave no `vocab`: then the size is a guess from this rank's columns, and at unequal shards another rank's
+    guess is larger. Where a group may have been forgotten, it says so.
+    """
+    try:
+        check(*arguments)
+    except OutsideVocabulary as fault:
+        return ValueError(f"{fault}{forgotten_group(group, vocab)}")
+    except SizeFault as fault:
+        found = ValueError(f"{fault}{forgotten_group(group, vocab)}")
         if vocab is not None:
-            raise
-        try:
-            check(*arguments, NO_SIZE)
-        except ValueError:
-            raise fault from None
-        return fault
+            raise found from None
+        return found
     return None
+
+
+def forgotten_group(group: Group, vocab: VocabShard | None) -> str:
+    """The end of a sentence about a size, where a group or the widths of shards may have been forgotten."""
+    if group is not None:
+        if vocab is not None or group_size(group) == 1:
+            return ""
+        return (
+            f". vocab is None, so that the vocabulary was taken for {group_size(group)} shards as wide as this rank's: "
+            f"if their widths differ, pass vocab=VocabShard(start, stop, size) on each rank"
+        )
+    if not dist.is_available():
+        return ""
+    started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+    if started == 1:
+        return ""
+    first = "" if dist.is_initialized() else "call torch.distributed.init_process_group first, and "
+    return (
+        f". tp_group is None, and {started} ranks run: if what was passed is one rank's shard of the vocabulary, "
+        f"{first}pass the group that shares it"
+    )
 
 
 def or_refuse(
     compute: Callable[[], Any], shape: tuple[int, ...], like: Tensor, refusal: type[ValueError] = ValueError
 ) -> tuple[Any, ValueError | None]:
-    """What `compute` returns, and None; or zeros of its `shape` and dtype, made of `like`'s, and what it refused.
+    """Return what `compute` does, and None; or zeros of its `shape` and dtype, made of `like`'s, and what it refused.
 
     The head tells the ranks of the tensor-parallel group what one of them refuses. Those of the context-parallel group
     are told in the exchange of the results, which takes both: `SequenceParts.gather_or_refuse`.
@@ -134,34 +162,33 @@ def check_same_shape(argument: str, x: Tensor, labels: Tensor) -> None:
         raise ValueError(f"{argument} is on {x.device}, labels on {labels.device}: move them to one device")
 
 
-def shard_of(vocab: VocabShard | None, columns: int, group: Group) -> VocabShard:
-    """`vocab`, or equal shards in rank order."""
-    if vocab is None:
-        return VocabShard.equal(columns, group)
+def check_vocab(vocab: Any) -> None:
+    """Raises ValueError unless it is a `VocabShard`."""
     if not isinstance(vocab, VocabShard):
         raise ValueError(
             f"vocab is {vocab!r}: it must be a VocabShard(start, stop, size) or None; "
             f"VocabShard.equal(columns, group, size) makes the one of a padded vocabulary of `size` ids"
         )
-    return vocab
 
 
-def check_one_piece(weight: Any) -> None:
-    """Raises ValueError for a weight that generalized tensor parallelism cuts once more."""
+def equal_shard(columns: int, group: Group) -> VocabShard:
+    """The shard of this rank where all hold as many columns, in rank order."""
+    return VocabShard(0, columns, columns) if group is None else VocabShard.equal(columns, group)
+
+
+def check_marks(weight: Any, alone: bool) -> None:
+    """Raises ValueError for a weight that says that it is cut otherwise than the head takes it.
+
+    Generalized tensor parallelism cuts a shard once more. `alone`: no group was given; where several ranks run, a
+    weight that is marked as a shard of rows, as Megatron-Core's layers and ours mark theirs, is not the whole.
+    """
     if getattr(weight, "is_distributed_weight", False):
         raise ValueError(
             f"weight is a piece {tuple(weight.shape)} of this rank's shard, cut over {weight.gtp_remat_size} ranks by "
             f"generalized tensor parallelism: it must be the shard [V/R, D]; set the size of generalized tensor "
             f"parallelism to 1, or take logits from the layer"
         )
-
-
-def check_whole(weight: Any) -> None:
-    """Raises ValueError where no group was given, several ranks run, and the weight says that it is a shard of rows.
-
-    Layers of Megatron-Core, and ours, mark their weights; elsewhere a shard looks like a small vocabulary.
-    """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not alone or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if getattr(weight, "tensor_model_parallel", False) and getattr(weight, "partition_dim", -1) == 0:
         raise ValueError(
@@ -172,7 +199,7 @@ def check_whole(weight: Any) -> None:
 
 
 def shard_fault(vocab: VocabShard, columns: int, argument: str, ranks: int) -> ValueError | None:
-    """Whether the shard's width is that of the tensor, and a shard of one rank the whole vocabulary."""
+    """Compare the shard's width with the tensor's, and a shard of one rank with the whole vocabulary."""
     if ranks == 1 and vocab.counted != vocab.size:
         return ValueError(
             f"vocab is {vocab}, a part of the vocabulary, on one rank: it must be the whole; pass the tp_group whose "
@@ -196,11 +223,18 @@ def computed_dtype(hidden: Tensor, weight: Any) -> torch.dtype:
 
 
 def linear_fault(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab: VocabShard | None, ranks: int, whose: str = ""
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    vocab: VocabShard | None,
+    ranks: int,
+    whose: str = "",
 ) -> ValueError | None:
-    """What is wrong with this rank's weight or bias, seen from its hidden states; `whose` begins their names."""
+    """Return the fault of this rank's weight or bias, seen from hidden states; `whose` begins their names."""
     its_hidden, its_weight, its_bias = whose + "hidden", whose + "weight", whose + "bias"
-    quantised, casts = is_quantised(weight), torch.is_autocast_enabled(hidden.device.type)
+    casts = torch.is_autocast_enabled(hidden.device.type)
+    plain = type(weight) in _PLAIN and weight.dtype in _FLOATING and weight.dim() == 2
+    quantised = not plain and is_quantised(weight)
     if quantised and (weight.dim() != 2 or weight.requires_grad):
         return ValueError(
             f"{its_weight} is a quantised {type(weight).__name__} of shape {tuple(weight.shape)}, requires_grad "
@@ -208,7 +242,7 @@ def linear_fault(
             f"weight.dequantize()"
         )
     try:
-        if not quantised:
+        if not plain and not quantised:
             check_floating(its_weight, weight, 2)
         if bias is not None:
             check_floating(its_bias, bias, 1)
@@ -223,7 +257,9 @@ def linear_fault(
         if x is not None and x.device != hidden.device:
             return ValueError(f"{name} is on {x.device}, {its_hidden} on {hidden.device}: move them to one device")
         made = casts or (x is weight and quantised)  # of the dtype to compute in, when it is needed
-        if x is not None and not made and x.dtype != computed_dtype(hidden, weight):
+        if x is None or made or x.dtype == hidden.dtype == weight.dtype:
+            continue
+        if x.dtype != computed_dtype(hidden, weight):
             return ValueError(
                 f"{name} is {x.dtype}, {its_hidden} {hidden.dtype}: they must be equal, or weight and bias "
                 f"fp32 over 16 bits; cast one, or autocast"
@@ -256,7 +292,7 @@ def check_tokens_of(argument: str, x: Tensor, name: str, logits: Tensor) -> None
 
 
 def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, argument: str) -> ValueError | None:
-    """Whether `hidden` fits `labels`: as a whole, or as this rank's equal slice of dim 0.
+    """Compare `hidden` with `labels`: as a whole, or as this rank's equal slice of dim 0.
 
     Only a slice can be wrong on one rank alone; what all ranks see is raised.
     """
@@ -265,8 +301,8 @@ def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, ar
     if not in_slices:
         if hidden.shape[:-1] != labels.shape:
             raise ValueError(
-                f"hidden has shape {tuple(hidden.shape)}, {argument} {tuple(labels.shape)}: hidden must have "
-                f"that shape and D; transpose one of them if the sequence and batch dims are swapped"
+                f"hidden has shape {tuple(hidden.shape)}, {argument} {tuple(labels.shape)}, and hidden_layout is "
+                f'"replicated": hidden must have that shape and D; {_fix_of_layout(hidden, labels, ranks, argument)}'
             )
         return None
     if labels.dim() == 0 or labels.shape[0] % ranks:
@@ -284,7 +320,25 @@ def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, ar
     )
 
 
-def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: Call, words: str = "") -> None:
+def _fix_of_layout(hidden: Tensor, labels: Tensor, ranks: int, argument: str) -> str:
+    """The likely reason why whole hidden states do not fit the labels, as what to do."""
+    leading, wanted = tuple(hidden.shape[:-1]), tuple(labels.shape)
+    if ranks == 1 and dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
+        group = "tp_group= and "
+    else:
+        group = ""
+    if ranks > 1 and leading[1:] == wanted[1:] and leading and leading[0] * ranks == wanted[0]:
+        return (
+            f"it is a slice of dim 0, one of {ranks}, as under sequence parallelism: pass "
+            f'{group}hidden_layout="sequence", or gather hidden'
+        )
+    if len(wanted) > 1 and leading == (wanted[1], wanted[0], *wanted[2:]):
+        return "the sequence and batch dims are swapped: transpose one of them"
+    return f"pass the hidden states and {argument} of the same tokens"
+
+
+def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, words: str = "") -> None:
     """Raises on every rank alike what only the statistics of all ranks together show.
 
     Without a host sync, as `raise_unless`; not looked at while compiling or on fake tensors. `words`: this rank's
@@ -345,7 +399,7 @@ def check_agreement(numbers_R2: Tensor, words: str) -> None:
     )
 
 
-def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: Call) -> None:
+def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> None:
     """Raises on every rank, as `check_exchange` does, where each holds the whole vocabulary and not a shard of it.
 
     Then the sums of all ranks are equal, and no label is past the first rank's columns. Shards of one vocabulary do not

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import group_rank
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.leaves import LEAVES, leaves_fault
-from megatron_ext.head.validation.option_checks import Bits
 from megatron_ext.numerics.fixed_order import functions_fault
 from megatron_ext.numerics.readable_values import has_values
 
 
-def bits_fault(bits: Bits, head: Any, ranks: int, hidden: Tensor, readouts: Sequence[Any]) -> ValueError | None:
+def bits_fault(head: ResolvedHead, ranks: int, hidden: Tensor, readouts: Sequence[Any]) -> ValueError | None:
     """What is wrong with this rank's shard, or its processor, given bits that are not "fast"; what every rank sees is
     raised."""
+    bits = head.bits
     if hidden.is_cuda and importlib.util.find_spec("triton") is None:
         raise ValueError(
             f'bits is "{bits}" and hidden is on {hidden.device}: on CUDA its products are Triton\'s, which is not '
@@ -38,4 +39,4 @@ def bits_fault(bits: Bits, head: Any, ranks: int, hidden: Tensor, readouts: Sequ
         return fault
     if LEAVES % ranks:
         raise ValueError(f'bits is "tensor_parallel" over {ranks} ranks: it must be 1, 2, 4 or 8; use bits="batch"')
-    return leaves_fault(head.shard, ranks, group_rank(head.tp_group)) or fault
+    return leaves_fault(head.vocab, ranks, group_rank(head.group)) or fault

@@ -32,8 +32,15 @@ _RULES: dict[str, tuple[tuple[str | None, ...], str, Callable[[float], bool], st
 
 
 def one_of(argument: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError unless the value is one of the allowed words."""
+    words = ", ".join(map(repr, allowed))
+    if value is not None and not isinstance(value, str | int | float):
+        raise ValueError(
+            f"{argument} is a {type(value).__name__}: it must be one of {words}; if it was meant for another argument, "
+            f"pass it by that one's name, a bias as bias="
+        )
     if value not in allowed:
-        raise ValueError(f"{argument} is {value!r}: it must be one of {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{argument} is {value!r}: it must be one of {words}")
 
 
 def check_ignore_index(value: Any) -> None:
@@ -47,6 +54,14 @@ def check_option(argument: str, value: Any) -> None:
         check_number(argument, value, rule, holds, fix)
 
 
+def check_options(options: Any, defaults: dict[str, Any]) -> None:
+    """Raises ValueError unless the attributes of `options` keep their rules; what has its default does."""
+    for name, usual in defaults.items():
+        value = getattr(options, name)
+        if value is not usual and (type(value) is not type(usual) or value != usual):
+            check_option(name, value)
+
+
 def check_teachers_temperature(name: str, value: float, students: float) -> None:
     if value not in (1.0, students):
         raise ValueError(
@@ -56,7 +71,7 @@ def check_teachers_temperature(name: str, value: float, students: float) -> None
 
 
 def check_logit_dtype(value: Any) -> None:
-    if not any(value is allowed for allowed in LOGIT_DTYPES):
+    if value is not None and value not in LOGIT_DTYPES:
         raise ValueError(
             f"logit_dtype is {value!r}: it must be None or torch.float32 for logits as they are summed, or "
             f"torch.bfloat16 or torch.float16 for logits rounded as inference engines round them"

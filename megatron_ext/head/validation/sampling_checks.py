@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.head.validation.argument_checks import INTEGERS, check_integers
+from megatron_ext.head.validation.argument_checks import INTEGERS, SizeFault, check_integers
 from megatron_ext.head.validation.option_checks import check_number, is_int
 from megatron_ext.numerics.readable_values import check_plain, check_within, has_values, raise_if
 
@@ -18,16 +18,17 @@ def filters(top_k: Any, top_p: Any) -> bool:
     return top_k not in (None, -1) or top_p < 1
 
 
-def check_k(argument: str, k: Any, size: int, hint: str = "") -> None:
+def check_k(argument: str, k: Any, size: int) -> None:
     if not is_int(k, 1) or k > size:
-        raise ValueError(f"{argument} is {k!r}: it must be an int from 1 to the vocabulary's size {size}{hint}")
+        kind = SizeFault if is_int(k, 1) else ValueError
+        raise kind(f"{argument} is {k!r}: it must be an int from 1 to the vocabulary's size {size}")
 
 
-def check_ids(indices: Tensor, size: int, hint: str = "") -> None:
+def check_ids(indices: Tensor, size: int) -> None:
     check_integers("indices", indices)
     if indices.dim() == 0 or indices.shape[-1] == 0:
         raise ValueError(f"indices has shape {tuple(indices.shape)}: it must be [..., K] with K at least 1")
-    fix = f"; clamp those of tokens that do not count and mask their results{hint}"
+    fix = "; clamp those of tokens that do not count and mask their results"
     check_within("indices", indices, size, fix)
 
 

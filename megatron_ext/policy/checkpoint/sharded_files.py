@@ -28,6 +28,7 @@ from uuid import uuid4
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_ext.policy.checkpoint import atomic_folders
@@ -125,11 +126,15 @@ def must_hold(found: Found, tensors: Mapping[str, Tensor]) -> None:
     def check() -> tuple[list[str], list[str]]:
         there = read_index(found.folder).state_dict_metadata
         for name, tensor in tensors.items():
-            size = getattr(there.get(name), "size", None)
-            if size != tensor.shape:
-                other = "lacks it" if size is None else f"has it as {list(size)}"
+            entry = there.get(name)
+            if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.shape:
+                other = "lacks it" if entry is None else f"has it as {list(getattr(entry, 'size', ()))}"
                 raise ValueError(
                     f"{name} is {list(tensor.shape)} here and the checkpoint {found.path} {other}: {_SAME_MODEL}"
+                )
+            if (dtype := entry.properties.dtype) != tensor.dtype:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} here and {dtype} in the checkpoint {found.path}: {_SAME_MODEL}"
                 )
         return sorted(there), list(tensors)
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from megatron_ext.policy import checkpoint
+from megatron_ext.policy.checkpoint.fact_checks import check_keys, check_like, check_loss_scale, refuse_fact
 from megatron_ext.policy.checkpoint.sharded_files import Found, Part
 from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.worker.backend import Backend
@@ -55,9 +56,10 @@ def load_policy(worker: Backend, weights_path: str, optimizer_path: str | None) 
     facts = saved_optimizer.facts
     checkpoint.must_hold(saved, weights)
     assert worker.scheduler is not None
-    _same_keys(optimizer_path, "schedule", facts["scheduler"], worker.scheduler.state_dict())
+    schedule = worker.scheduler.state_dict()
+    agree(lambda: _check_facts(optimizer_path, facts, schedule))
     if "groups" in facts:
-        _same_groups(optimizer_path, facts["groups"], _groups(optimizer))
+        agree(lambda: _same_groups(optimizer_path, facts["groups"], _groups(optimizer)))
         checkpoint.read(saved, weights)
         optimizer.state.clear()
         for group, values in zip(optimizer.param_groups, facts["groups"], strict=True):
@@ -68,11 +70,21 @@ def load_policy(worker: Backend, weights_path: str, optimizer_path: str | None) 
     worker._loss_scale.load_state_dict(facts["loss_scale"])
 
 
+def _check_facts(path: str, facts: Any, schedule: Mapping[str, Any]) -> None:
+    """Refuse facts that can be told without the optimizer's own state."""
+    check_keys(path, facts)
+    check_loss_scale(path, facts["loss_scale"])
+    _same_keys(path, "schedule", facts["scheduler"], schedule)
+    check_like(path, "scheduler", facts["scheduler"], schedule)
+
+
 def _load_both(worker: Backend, optimizer: Optimizer, weights: Found, state: Found) -> None:
     fresh = not optimizer.state
     try:
         tensors, numbers = _optimizer_state(worker)
-        _same_keys(state.path, "optimizer", state.facts["numbers"], _of_all_ranks(numbers))
+        own = _of_all_ranks(numbers)
+        _same_keys(state.path, "optimizer", state.facts["numbers"], own)
+        check_like(state.path, "numbers", state.facts["numbers"], own)
         parts = _as_global(worker, tensors)
         checkpoint.must_hold(state, parts)
         checkpoint.read(weights, worker._state())
@@ -85,7 +97,9 @@ def _load_both(worker: Backend, optimizer: Optimizer, weights: Found, state: Fou
     set_optimizer_state_dict(worker.model, optimizer, flat, options=_FLAT)
 
 
-def _same_groups(path: str, saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+def _same_groups(path: str, saved: Any, own: list[dict[str, Any]]) -> None:
+    if not isinstance(saved, list):
+        refuse_fact(path, "groups", saved, f"a list of {len(own)} groups of parameters")
     if len(saved) != len(own):
         raise ValueError(
             f"the checkpoint {path} has {len(saved)} groups of parameters and this optimizer {len(own)}: they must be "
@@ -93,10 +107,13 @@ def _same_groups(path: str, saved: list[dict[str, Any]], own: list[dict[str, Any
         )
     for there, here in zip(saved, own, strict=True):
         _same_keys(path, "optimizer", there, here)
+    check_like(path, "groups", saved, own)
 
 
-def _same_keys(path: str | Path, what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _same_keys(path: str | Path, what: str, saved: Any, own: Mapping[str, Any]) -> None:
     """Refuse saved keys that are not this worker's: keys are the same on all ranks, and so is the refusal."""
+    if not isinstance(saved, Mapping):
+        refuse_fact(path, f"the state of its {what}", saved, "a mapping")
     if odd := sorted(saved.keys() ^ own.keys()):
         raise ValueError(
             f"the checkpoint {path} is of another {what}: only one of them has {', '.join(odd[:3])}; change the "

@@ -169,11 +169,10 @@ def run_pipeline(
 
         return output, loss
 
-    numbers = [iter(range(passes)) for _ in pieces]
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=numbers if len(pieces) > 1 else numbers[0],
-        model=pieces if len(pieces) > 1 else pieces[0],
+        data_iterator=[iter(range(passes)) for _ in pieces],
+        model=pieces,
         num_microbatches=passes,
         seq_length=shape[1],
         micro_batch_size=shape[0],

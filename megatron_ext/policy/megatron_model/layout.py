@@ -17,6 +17,8 @@ def check_layout(settings: Settings, config: Any) -> None:
     uneven = pipeline.first_layers is not None or pipeline.last_layers is not None
     stages = 1 if uneven else pipeline.stages * pipeline.virtual
     llama.check(config, settings.tensor_parallel_size, stages, settings.expert_parallel_size)
+    if llama.experts(config) and settings.faults_with_experts:
+        raise ValueError(f"{config.model_type} has experts: {'; '.join(settings.faults_with_experts)}")
     if llama.experts(config) and settings.tensor_parallel_size > 1 and not settings.sequence_parallel:
         raise ValueError(
             f"{config.model_type} has experts, and megatron_cfg.sequence_parallel is False with "

@@ -62,7 +62,8 @@ class Refitting(Backend):
 
     @cached_property
     def _hub_rename(self) -> Rename:
-        return hub_rename(model_factories(self.settings.model, self.settings.gives_rewards).make_empty)
+        settings = self.settings
+        return hub_rename(model_factories(settings.model, settings.gives_rewards, settings.config_overrides).make_empty)
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """The size of each weight in bytes, and how many of them should be asked for at a time."""

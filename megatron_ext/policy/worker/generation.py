@@ -44,7 +44,9 @@ class Generating(Refitting):
             nonlocal generator
             if generator is None:
                 with torch.random.fork_rng(devices=[]):
-                    generator = model_factories(self.settings.model).make_empty()
+                    generator = model_factories(
+                        self.settings.model, overrides=self.settings.config_overrides
+                    ).make_empty()
                 generator.to(self.device, self.settings.dtype).eval()
                 _keep_stops(generator)
 

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,11 +22,13 @@ class ModelFactories(NamedTuple):
     config: Any
 
 
-def model_factories(source: Any, gives_rewards: bool = False) -> ModelFactories:
+def model_factories(
+    source: Any, gives_rewards: bool = False, overrides: Mapping[str, Any] | None = None
+) -> ModelFactories:
     """Make the factories of a local folder with safetensors, a config of transformers, or a function.
 
     With `gives_rewards` it is a sequence classifier with one label, made by `of_each_token`, else a causal language
-    model. Nothing that lies in a folder is executed.
+    model. Nothing that lies in a folder is executed. `overrides`: values of the config, instead of its own.
     """
     transformers = import_transformers()
     auto = transformers.AutoModelForSequenceClassification if gives_rewards else transformers.AutoModelForCausalLM
@@ -35,6 +37,11 @@ def model_factories(source: Any, gives_rewards: bool = False) -> ModelFactories:
     elif isinstance(source, transformers.PretrainedConfig):
         config = copy.deepcopy(source)
     elif callable(source):
+        if overrides:
+            raise ValueError(
+                f"hf_config_overrides is {dict(overrides)!r} and model_name a function: it makes its model itself; let "
+                f"it set these values, or pass a folder or a config as model_name"
+            )
         make = (lambda: of_each_token(source())) if gives_rewards else source
         return ModelFactories(make, make, None)
     else:
@@ -42,6 +49,7 @@ def model_factories(source: Any, gives_rewards: bool = False) -> ModelFactories:
             f"model_name is a {type(source).__name__}: it must be a local folder, a transformers config, or a function "
             f"that makes a model"
         )
+    config = _overridden(config, overrides or {}, "hf_config_overrides")
     if gives_rewards:
         config.num_labels = 1
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False  # `score` is no embedding
@@ -59,6 +67,28 @@ def model_factories(source: Any, gives_rewards: bool = False) -> ModelFactories:
         return of_each_token(model) if gives_rewards else model
 
     return ModelFactories(load if isinstance(source, str) else build, build, config)
+
+
+def _overridden(config: Any, overrides: Mapping[str, Any], where: str) -> Any:
+    """A config with other values, by its own class, which checks them; sub-configs keep what is not named."""
+    if not overrides:
+        return config
+    values, given = config.to_dict(), dict(overrides)
+    if isinstance(given.get("rope_scaling"), Mapping) and "rope_parameters" in values:  # transformers 5 has both in one
+        rope = dict(given.pop("rope_scaling"))
+        given["rope_parameters"] = {**(values["rope_parameters"] or {}), **rope}
+    for name, value in given.items():
+        if name not in values and not hasattr(config, name):
+            raise ValueError(
+                f"{where} has {name!r}, which {type(config).__name__} does not: a value by another name has no effect; "
+                f"correct the spelling, or leave it out"
+            )
+        inner = getattr(config, name, None)
+        if isinstance(value, Mapping) and hasattr(inner, "to_dict"):
+            values[name] = _overridden(inner, value, f"{where}.{name}").to_dict()
+        else:
+            values[name] = dict(value) if isinstance(value, Mapping) else value
+    return type(config).from_dict(values)
 
 
 def _loaded(auto: Any, folder: str, config: Any) -> nn.Module:

@@ -42,6 +42,10 @@ class SamplingSettings:
         generation = config.get("generation") or {}
         if generation.get("stop_strings"):
             raise ValueError("generation.stop_strings are set: generate() stops at token ids; set stop_token_ids")
+        if generation.get("bad_words"):
+            raise ValueError(
+                f"generation.bad_words is {generation['bad_words']!r}: generate() bans no words; leave it out"
+            )
         most = generation.get("max_new_tokens")
         if type(most) is not int or most < 1:
             raise ValueError(f"generation.max_new_tokens is {most!r}: generate() needs a positive integer; set it")

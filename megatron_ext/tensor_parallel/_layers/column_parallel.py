@@ -9,7 +9,7 @@ from megatron_ext.distributed.groups import Group, group_size, require_tensor_pa
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral, drain_embedding_wgrad_compute
 from megatron_ext.tensor_parallel._layers.distributed_weights import is_distributed, shape_of_shard
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
-from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan, check_tensor
+from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, LinearPlan, check_tensor
 from megatron_ext.tensor_parallel._layers.parameter_attributes import set_tensor_model_parallel_attributes
 from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer
 from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
@@ -80,7 +80,7 @@ class ColumnParallelLinear(ParallelLayer):
         output_dtype: torch.dtype | None = None,
         pg_collection: Any = None,
     ):
-        super().__init__()
+        torch.nn.Module.__init__(self)  # what comes next may be Megatron's class of this name
         self._read_config(config, require_tensor_parallel_group(tp_group, expert=is_expert), is_expert)
         self.name, self.output_dtype = name, output_dtype
         self.input_size, self.output_size = input_size, output_size
@@ -106,7 +106,7 @@ class ColumnParallelLinear(ParallelLayer):
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
         self._mark_for_gradient_sums()
 
-    def plan(self) -> Plan:
+    def plan(self) -> LinearPlan:
         layout: ActivationLayout = "sharded"
         if not self.explicit_expert_comm:
             layout = "sequence" if self.sequence_parallel else "replicated" if self.allreduce_dgrad else "sharded"
@@ -114,7 +114,7 @@ class ColumnParallelLinear(ParallelLayer):
         if self.grad_output_buffer is not None and getattr(self.config, "defer_embedding_wgrad_compute", False):
             limit = getattr(self.config, "wgrad_deferral_limit", 0)
             deferral = Deferral(self.grad_output_buffer, self.embedding_activation_buffer, limit)
-        return Plan(
+        return LinearPlan(
             self.tp_group,
             layout,
             "sharded",

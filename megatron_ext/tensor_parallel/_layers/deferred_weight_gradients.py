@@ -22,7 +22,7 @@ from megatron_ext.numerics import cpu_products
 
 @dataclass(frozen=True, eq=False)
 class Deferral:
-    """Where pairs of input and output gradient are kept, and how many at most.
+    """Lists that keep pairs of input and output gradient, and how many at most.
 
     Attributes:
         grad_outputs: output gradients, oldest first.

@@ -19,7 +19,7 @@ from megatron_ext.tensor_parallel import gtp_api
 
 
 def is_distributed(weight: Any) -> bool:
-    """Whether a rank holds a piece of its shard only, by Transformer Engine's protocol."""
+    """True if a rank holds a piece of its shard only, by Transformer Engine's protocol."""
     return getattr(weight, "is_distributed_weight", False)
 
 
@@ -60,7 +60,7 @@ def gather_in_forward(weight: Any) -> Tensor:
 
 
 def gather_in_backward(weight: Any) -> Tensor:
-    """As `gather_in_forward`, in backward."""
+    """The shard as `gather_in_forward` gives it, in backward."""
     return weight.materialize_group_for_backward()
 
 
@@ -116,5 +116,5 @@ def copies_of_piece(weight: Any) -> Group:
 
 
 def piece_of(weight: Any) -> tuple[int, int]:
-    """Which piece of its shard this rank holds of a distributed weight, and of how many; (0, 1) of any other."""
+    """The piece of its shard that this rank holds of a distributed weight, and of how many; (0, 1) of any other."""
     return (group_rank(weight.group), group_size(weight.group)) if is_distributed(weight) else (0, 1)

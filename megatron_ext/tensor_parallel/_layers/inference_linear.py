@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
-from megatron_ext.tensor_parallel._layers.linear_autograd import Plan
+from megatron_ext.tensor_parallel._layers.linear_autograd import LinearPlan
 from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer
 from megatron_ext.tensor_parallel._random.process_tracker import get_cuda_rng_tracker
 from megatron_ext.tensor_parallel._random.rng_tracker import get_data_parallel_rng_tracker_name
@@ -84,8 +84,8 @@ class InferenceLinear(ParallelLayer):
             parameter.sequence_parallel = bool(getattr(config, "sequence_parallel", False))  # type: ignore[attr-defined]
         self._mark_for_gradient_sums()
 
-    def plan(self) -> Plan:
-        return Plan(fuse_main_grad=self.gradient_accumulation_fusion).in_mode(self.config)
+    def plan(self) -> LinearPlan:
+        return LinearPlan(fuse_main_grad=self.gradient_accumulation_fusion).in_mode(self.config)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """`(output, bias)` of `x` `[..., D]`: `[..., N]`, and None unless the layer has `skip_bias_add`.

@@ -34,8 +34,8 @@ InitMethod = Callable[[Tensor], Any]
 
 
 def device_for_parameters(use_cpu_initialization: bool) -> torch.device:
-    """Where new parameters go: torch's default device if it was set (meta, say), the CPU if `use_cpu_initialization`,
-    else where the RNG tracker draws: on the current CUDA device, if the process has one."""
+    """The device of new parameters: torch's default device if it was set (meta, say), the CPU if
+    `use_cpu_initialization`, else that of the RNG tracker: the current CUDA device, if the process has one."""
     default = torch.get_default_device()
     if use_cpu_initialization or default.type != "cpu":
         return default

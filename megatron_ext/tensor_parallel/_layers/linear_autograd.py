@@ -55,8 +55,8 @@ _COMMUNICATION = {
 }
 
 
-class Plan(NamedTuple):
-    """How one parallel linear runs.
+class LinearPlan(NamedTuple):
+    """Layouts, group and options of one parallel linear.
 
     Attributes:
         group: the ranks that share the weight; None: this rank has all of it.
@@ -84,7 +84,7 @@ class Plan(NamedTuple):
     invariant: bool = False
     in_pieces: bool = False
 
-    def in_mode(self, config: Any = None) -> "Plan":
+    def in_mode(self, config: Any = None) -> "LinearPlan":
         """This one, or where `batch_invariant_mode` is on the one that keeps what it promises."""
         if not is_on(config):
             return self
@@ -105,7 +105,7 @@ class Plan(NamedTuple):
 
     @property
     def adds_in_order(self) -> bool:
-        """Whether the ranks' parts of the output are added in one order; of two parts there is no other."""
+        """True if the ranks' parts of the output are added in one order; of two parts there is no other."""
         return self.invariant and self.output != "sharded" and group_size(self.group) > 2
 
     def output_shape(self, x_shape: torch.Size, outputs: int) -> list[int]:
@@ -136,7 +136,7 @@ class Plan(NamedTuple):
         return collectives.reduce_scatter(y_TN, self.group) if self.output == "sequence" else y_TN
 
 
-def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """`[..., N]`: `x @ weight.T + bias` of `[..., D]` and this rank's shard `[N, D]`, by `plan`.
 
     The bias is added after the output is reduced. A weight that generalized tensor parallelism cuts once more is
@@ -172,7 +172,7 @@ class ParallelLinear(torch.autograd.Function):
     """See `parallel_linear`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
         dtype = _matmul_dtype(x)
         _check(x, weight, bias, plan, dtype)
         needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and not plan.frozen
@@ -202,7 +202,7 @@ class ParallelLinear(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        plan: Plan = ctx.plan
+        plan: LinearPlan = ctx.plan
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         needs_w = needs_w and not plan.frozen
         if plan.in_pieces and needs_w:
@@ -254,7 +254,7 @@ class ParallelLinear(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def _multiply(x_TD: Tensor, w_DN: Tensor, plan: Plan, bias: Tensor | None = None) -> Tensor:
+def _multiply(x_TD: Tensor, w_DN: Tensor, plan: LinearPlan, bias: Tensor | None = None) -> Tensor:
     """`x @ w + bias`, in the plan's dtype: a wider one than the operands' keeps what the matmul accumulated."""
     dtype = plan.output_dtype or x_TD.dtype
     if plan.invariant:
@@ -270,7 +270,9 @@ def _multiply(x_TD: Tensor, w_DN: Tensor, plan: Plan, bias: Tensor | None = None
     return y_TN if bias is None else y_TN.add_(bias)
 
 
-def _gather_and_multiply(x_tD: Tensor, w_DN: Tensor, plan: Plan, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _gather_and_multiply(
+    x_tD: Tensor, w_DN: Tensor, plan: LinearPlan, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`(x @ w + bias, x)` for the `x_TD` of all ranks. On CUDA the own rows are multiplied while the others travel."""
     if plan.symmetric:
         y_TN, x_TD = all_gather_matmul(x_tD, w_DN, plan.group)
@@ -301,7 +303,7 @@ def _own_rows_first(
 
 
 def _matmul_dtype(x: Tensor) -> torch.dtype:
-    """As torch.nn.functional.linear chooses it: the input's, or under autocast autocast's."""
+    """The dtype that torch.nn.functional.linear chooses: the input's, or under autocast autocast's."""
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64 and x.is_floating_point()
     return torch.get_autocast_dtype(kind) if autocast else x.dtype
@@ -312,7 +314,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, dtype: torch.dtype) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, dtype: torch.dtype) -> None:
     shape = distributed_weights.shape_of_shard(weight) if plan.in_pieces else weight.shape
     if len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
         raise ValueError(

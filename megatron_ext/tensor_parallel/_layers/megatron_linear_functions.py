@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral
 from megatron_ext.tensor_parallel._layers.distributed_weights import piece_of
-from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan, parallel_linear
+from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, LinearPlan, parallel_linear
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -119,14 +119,14 @@ def _check_pieces(weight: Tensor, size: int) -> None:
         )
 
 
-def _plan(group: Group, allreduce_dgrad: bool, sequence_parallel: bool, **options: Any) -> Plan:
+def _plan(group: Group, allreduce_dgrad: bool, sequence_parallel: bool, **options: Any) -> LinearPlan:
     if allreduce_dgrad and sequence_parallel:
         raise ValueError(
             "allreduce_dgrad and sequence_parallel are both True: the gradient of a sequence-parallel input is "
             "reduce-scattered already; pass allreduce_dgrad=False"
         )
     layout: ActivationLayout = "sequence" if sequence_parallel else "replicated" if allreduce_dgrad else "sharded"
-    return Plan(require_tensor_parallel_group(group), layout, "sharded", **options).in_mode()
+    return LinearPlan(require_tensor_parallel_group(group), layout, "sharded", **options).in_mode()
 
 
 class LinearWithGradAccumulationAndAsyncCommunication:

@@ -64,7 +64,7 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
 def param_is_not_tensor_parallel_duplicate(
     param: Tensor, tp_group: Group = None, expert_tp_group: Group = None
 ) -> bool:
-    """Whether this rank counts `param` in a sum over the tensor-parallel ranks: a shard, or the first of the copies.
+    """True if this rank counts `param` in a sum over the tensor-parallel ranks: a shard, or the first of the copies.
 
     Copies of an expert's parameter (`allreduce=False`) are told apart over `expert_tp_group`, where one is given.
     """
@@ -75,7 +75,7 @@ def param_is_not_tensor_parallel_duplicate(
 
 
 def param_is_not_gtp_duplicate(param: Tensor) -> bool:
-    """Whether this rank counts `param` in a sum over the ranks of generalized tensor parallelism; True without it."""
+    """True if this rank counts `param` in a sum over the ranks of generalized tensor parallelism; True without it."""
     if getattr(param, "is_gtp_weight_remat", False):
         return True
     return group_rank(generalized_tensor_parallel_group(expert=not getattr(param, "allreduce", True))) == 0

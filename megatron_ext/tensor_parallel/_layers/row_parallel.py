@@ -2,11 +2,12 @@
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
-from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan, check_tensor
+from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, LinearPlan, check_tensor
 from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer
 from megatron_ext.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
@@ -63,7 +64,7 @@ class RowParallelLinear(ParallelLayer):
         name: str | None = None,
         pg_collection: Any = None,
     ):
-        super().__init__()
+        torch.nn.Module.__init__(self)  # what comes next may be Megatron's class of this name
         self._read_config(config, require_tensor_parallel_group(tp_group, expert=is_expert), is_expert)
         self.name = name
         self.input_size, self.output_size = input_size, output_size
@@ -88,11 +89,11 @@ class RowParallelLinear(ParallelLayer):
             self.bias.sequence_parallel = self.sequence_parallel and not added_to_all  # type: ignore[attr-defined]
         self._mark_for_gradient_sums()
 
-    def plan(self) -> Plan:
+    def plan(self) -> LinearPlan:
         layout: ActivationLayout = "sharded"
         if not self.explicit_expert_comm:
             layout = "sequence" if self.sequence_parallel else "replicated"
-        return Plan(
+        return LinearPlan(
             self.tp_group,
             "sharded",
             layout,

@@ -26,8 +26,8 @@ def _mapping() -> ModuleType:
     return module
 
 
-class Place(NamedTuple):
-    """Where a layer lies in the model, and on which ranks.
+class LayerPlacement(NamedTuple):
+    """A layer's place in the model, and its ranks.
 
     Attributes:
         offsets: (axis, this piece, number of pieces), of axes that lie before the tensors'.
@@ -98,6 +98,6 @@ class Place(NamedTuple):
 
 
 def _cut_once_more(pieces: Mapping[int, tuple[int, int]], rank: int, ranks: int) -> tuple[int, int]:
-    """Which piece along dimension 0, and of how many, where each of `pieces` there is cut over `ranks` ranks."""
+    """The piece along dimension 0, and of how many, where each of `pieces` there is cut over `ranks` ranks."""
     position, number = pieces.get(0, (0, 1))
     return position * ranks + rank, number * ranks

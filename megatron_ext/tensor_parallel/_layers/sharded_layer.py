@@ -19,7 +19,7 @@ from megatron_ext.tensor_parallel._layers.initialization import (
     initialize_on_cpu,
     initialize_on_device,
 )
-from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
+from megatron_ext.tensor_parallel._layers.linear_autograd import LinearPlan, parallel_linear
 from megatron_ext.tensor_parallel._layers.megatron_linear_functions import (
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
@@ -29,7 +29,9 @@ from megatron_ext.tensor_parallel._layers.parameter_attributes import (
     copy_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import LayerPlacement
+from megatron_ext.tensor_parallel._recompute.checkpoint import LayerGroups
+from megatron_ext.tensor_parallel._replaced_functions import users_linear_function
 from megatron_ext.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -59,7 +61,7 @@ class ShardedLayer(torch.nn.Module):
     gtp_remat_size = 1
 
     def _cut_weight_once_more(self, pg_collection: Any, *, sent_ahead: bool = True) -> None:
-        """Where there is generalized tensor parallelism, keep this rank's piece of the weight (see `cut_weight`)."""
+        """Keep this rank's piece of the weight where there is generalized tensor parallelism (see `cut_weight`)."""
         group = generalized_tensor_parallel_group(pg_collection, expert=self.is_expert)
         replicas = getattr(pg_collection, "expt_dp" if self.is_expert else "dp_cp", None)
         self.gtp_remat_size = cut_weight(self, group, replicas, sent_ahead)
@@ -112,7 +114,7 @@ class ShardedLayer(torch.nn.Module):
 
 
 class ParallelLayer(ShardedLayer):
-    """What the column-parallel and the row-parallel layer have in common.
+    """The base of the column-parallel and the row-parallel layer.
 
     Attributes:
         symmetric: the layer multiplies and communicates in one, through symmetric memory: what Megatron's
@@ -194,19 +196,27 @@ class ParallelLayer(ShardedLayer):
         if context is not None and getattr(context, "inside_context", False):
             x.activation_offloading = getattr(self.config, "cpu_offloading_activations", True)  # type: ignore[attr-defined]
 
-    def plan(self) -> Plan:
-        """What the next call communicates."""
+    def plan(self) -> LinearPlan:
+        """The layouts and options of the next call."""
         raise NotImplementedError
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The matmul by Megatron's arguments, for subclasses to replace: `forward` goes through it where one does."""
         frozen = not weight.requires_grad
         function = linear_with_frozen_weight if frozen else linear_with_grad_accumulation_and_async_allreduce
-        return function(input, weight, *args, **kwargs)
+        return (users_linear_function(frozen) or function)(input, weight, *args, **kwargs)
 
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
-        """`x @ weight.T + bias` by `plan`; through another's `_forward_impl` as Megatron's layers would, undeferred."""
-        if type(self)._forward_impl is ParallelLayer._forward_impl and "_forward_impl" not in self.__dict__:
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+        """`x @ weight.T + bias` by `plan`.
+
+        A user's `_forward_impl` or linear function is called as Megatron's layers would, and nothing is deferred.
+        """
+        if "sequence" in (plan.input, plan.output):
+            LayerGroups.note_none()
+        elif not self.is_expert:
+            LayerGroups.note(plan.group)
+        own = type(self)._forward_impl is ParallelLayer._forward_impl and "_forward_impl" not in self.__dict__
+        if own and users_linear_function(not weight.requires_grad) is None:
             return parallel_linear(x, weight, bias, plan)
         output = self._forward_impl(
             input=x,
@@ -241,7 +251,7 @@ class ParallelLayer(ShardedLayer):
             ValueError: Megatron's dist_checkpointing is not imported.
         """
         state = self.state_dict(prefix="", keep_vars=True)
-        return Place(sharded_offsets, metadata, self.tp_group).layer(state, self.sharded_axes, prefix)
+        return LayerPlacement(sharded_offsets, metadata, self.tp_group).layer(state, self.sharded_axes, prefix)
 
     def get_extra_state(self) -> None:
         """Nothing; the entry is there because Transformer Engine's layers have one, and checkpoints serve both."""

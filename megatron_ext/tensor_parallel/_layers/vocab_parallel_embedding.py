@@ -12,7 +12,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.numerics.readable_values import fault_within, on_host
 from megatron_ext.tensor_parallel._layers.distributed_weights import table_of_lookup
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
-from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import LayerPlacement
 from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, check_config
 from megatron_ext.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
@@ -148,7 +148,7 @@ class VocabParallelEmbedding(ShardedLayer):
         """
         key = f"{prefix}weight"
         table = self.state_dict(keep_vars=True)["weight"]
-        place = Place(sharded_offsets, metadata, self.tp_group)
+        place = LayerPlacement(sharded_offsets, metadata, self.tp_group)
         return {key: place.tensor(table, key, 0, allow_shape_mismatch=True)}
 
     def extra_repr(self) -> str:
@@ -160,7 +160,7 @@ class VocabParallelEmbedding(ShardedLayer):
 
 
 def token_id_fault(ids: Tensor, size: int) -> ValueError | None:
-    """What is wrong with `ids` that one rank alone may have been given: some outside [0, size), see `check_within`.
+    """The fault of `ids` that one rank alone may have been given: some outside [0, size), see `check_within`.
 
     Raises ValueError unless they are integers.
     """

@@ -52,7 +52,7 @@ def _checked_sizes(argument: str, sizes: Sizes, group: Group) -> list[int] | Non
 
 
 def _rows_of_each(input_: Tensor, input_split_sizes: Sizes, group: Group) -> list[int] | None:
-    """How many of `input_`'s rows belong to each rank; None: equally many."""
+    """The number of `input_`'s rows that belong to each rank; None: equally many."""
     sizes = _checked_sizes("input_split_sizes", input_split_sizes, group)
     if sizes is None:
         check_divides(input_, 0, group, ", or give input_split_sizes")

@@ -32,7 +32,7 @@ def generator_of(device: Device | None = None) -> Generator:
 
 
 def capturing(generator: Generator) -> bool:
-    """Whether a CUDA graph is being captured: then states can be shared, but neither read nor written."""
+    """True while a CUDA graph is captured: then states can be shared, but neither read nor written."""
     return generator.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -26,8 +26,8 @@ from megatron_ext.tensor_parallel._random.transformer_engine import is_te_tracke
 Tracker = Any  # a CudaRNGStatesTracker, or Transformer Engine's class of the same methods
 
 
-class Kind(NamedTuple):
-    """What was asked for when the tracker was made."""
+class TrackerOptions(NamedTuple):
+    """The options with which the tracker was made."""
 
     use_te_rng_tracker: bool = False
     inference_rng_tracker: bool = False
@@ -38,7 +38,7 @@ class Process:
     """This process's tracker (None until somebody asks for it) and its kind."""
 
     tracker: Tracker | None = None
-    kind = Kind()
+    kind = TrackerOptions()
 
 
 def initialize_rng_tracker(
@@ -65,7 +65,7 @@ def initialize_rng_tracker(
         ValueError: there is a tracker already, which lacks what is asked for, or is on another device.
         ImportError: Transformer Engine's tracker is asked for and missing.
     """
-    kind = Kind(bool(use_te_rng_tracker), bool(inference_rng_tracker), bool(use_cudagraphable_rng))
+    kind = TrackerOptions(bool(use_te_rng_tracker), bool(inference_rng_tracker), bool(use_cudagraphable_rng))
     if Process.tracker is not None and not force_reset:
         existing = generator_of(Process.tracker.device)
         no_streams = Process.kind.inference_rng_tracker and not kind.inference_rng_tracker
@@ -85,8 +85,8 @@ def initialize_rng_tracker(
     Process.kind = kind
 
 
-def _lacks(kind: Kind) -> bool:
-    """Whether the tracker that there is was made without something that is asked for."""
+def _lacks(kind: TrackerOptions) -> bool:
+    """True if the tracker that there is was made without something that is asked for."""
     return any(asked and not has for asked, has in zip(kind, Process.kind, strict=True))
 
 
@@ -102,7 +102,7 @@ def get_cuda_rng_tracker(
     Raises:
         ValueError: something is asked for that the existing tracker does not have.
     """
-    kind = Kind(bool(use_te_rng_tracker), bool(inference_rng_tracker), bool(use_cudagraphable_rng))
+    kind = TrackerOptions(bool(use_te_rng_tracker), bool(inference_rng_tracker), bool(use_cudagraphable_rng))
     if Process.tracker is None or _lacks(kind):
         initialize_rng_tracker(*kind)
     return Process.tracker
@@ -120,12 +120,12 @@ def get_all_rng_states() -> dict[str, State]:
 
 
 def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: Tracker) -> bool:
-    """Whether the tracker's states are `torch.Generator`s, which CUDA graphs can be registered with."""
+    """True if the tracker's states are `torch.Generator`s, which CUDA graphs can be registered with."""
     return bool(getattr(cuda_rng_tracker, "use_cudagraphable_rng", False)) or is_te_tracker(cuda_rng_tracker)
 
 
 class RandomMoment:
-    """Where every generator stands that a function may draw from: the CPU's, the tracker's, those of CUDA `devices`."""
+    """The states of all generators that a function may draw from: the CPU's, the tracker's, those of CUDA `devices`."""
 
     def __init__(self, devices: Iterable[torch.device] = ()):
         self._devices = [device for device in devices if device.type == "cuda"]

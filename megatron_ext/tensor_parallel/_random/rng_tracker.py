@@ -54,7 +54,7 @@ def get_gtp_remat_rng_tracker_name(is_expert: bool = False) -> str:
 
 
 class Moment(NamedTuple):
-    """Where the streams of a tracker stand, as values: what a recomputation goes back to."""
+    """The states of a tracker's streams, as values, to which a recomputation goes back."""
 
     in_use: str
     default: Tensor
@@ -82,7 +82,7 @@ class CudaRNGStatesTracker:
         self.reset()
 
     def is_initialized(self) -> bool:
-        """Whether streams were added or set since the tracker was made or reset."""
+        """True if streams were added or set since the tracker was made or reset."""
         return self._is_initialized
 
     def reset(self) -> None:
@@ -152,7 +152,7 @@ class CudaRNGStatesTracker:
                 self._use(before)
 
     def moment(self) -> Moment | None:
-        """Where all streams stand; None while a CUDA graph is captured, when states cannot be read."""
+        """The states of all streams; None while a CUDA graph is captured, when states cannot be read."""
         if capturing(generator_of(self.device)):
             return None
         self._park()

@@ -1,4 +1,4 @@
-"""What Transformer Engine adds to random numbers and recomputation, where it is installed and asked for."""
+"""Transformer Engine's part in random numbers and recomputation, where it is installed and asked for."""
 
 import contextlib
 import sys
@@ -24,14 +24,14 @@ MEGATRON_SIDE = "megatron.core.extensions.transformer_engine"
 
 
 def have_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed; asking does not import it."""
+    """True if Transformer Engine is installed; asking does not import it."""
     if "transformer_engine" in sys.modules:
         return sys.modules["transformer_engine"] is not None
     return find_spec("transformer_engine") is not None
 
 
 def is_loaded() -> bool:
-    """Whether its layers are imported."""
+    """True if Transformer Engine's layers are imported."""
     return sys.modules.get("transformer_engine.pytorch.distributed") is not None
 
 
@@ -52,7 +52,7 @@ def transformer_engine(module: str, needed_for: str) -> ModuleType:
 
 
 def is_te_tracker(tracker: Any) -> bool:
-    """Whether it is Transformer Engine's tracker, or a class made of it."""
+    """True for Transformer Engine's tracker, or a class made of it."""
     distributed = sys.modules.get("transformer_engine.pytorch.distributed")
     return distributed is not None and isinstance(tracker, distributed.CudaRNGStatesTracker)
 
@@ -80,7 +80,7 @@ def make_te_tracker() -> Any:
             return bool(self.states_)
 
         def moment(self) -> Any:
-            """Where all streams stand, as values; None while a CUDA graph is captured, when states cannot be read."""
+            """The states of all streams, as values; None while a CUDA graph is captured, when states cannot be read."""
             if capturing(generator_of(self.device)):
                 return None
             in_use = get_rng_state(self.device, graph_safe=True)
@@ -105,28 +105,39 @@ def make_te_tracker() -> Any:
 
 
 class Fp8Recompute:
-    """The fp8 settings of a forward, for its recomputation. Transformer Engine then quantizes both runs alike."""
+    """The fp8 settings of a forward, for its recomputation. Transformer Engine then quantizes both runs alike.
 
-    def __init__(self) -> None:
+    Args:
+        told: Tell Transformer Engine of both runs also where the forward runs without fp8.
+    """
+
+    def __init__(self, told: bool = True) -> None:
         self._phase = transformer_engine("distributed", needed_for="fp8").activation_recompute_forward
         try:
             fp8 = import_module("transformer_engine.pytorch.quantization")
         except ModuleNotFoundError:  # before Transformer Engine 2.8
             fp8 = transformer_engine("fp8", needed_for="fp8")
-        enabled = fp8.FP8GlobalStateManager.is_fp8_enabled()
-        recipe = fp8.FP8GlobalStateManager.get_fp8_recipe() if enabled else None
+        state = fp8.FP8GlobalStateManager
+        self._is_on, enabled = state.is_fp8_enabled, state.is_fp8_enabled()
+        self._was_on, self._told = enabled, told or enabled
+        recipe, group = (state.get_fp8_recipe(), state.get_fp8_group()) if enabled else (None, None)
         if hasattr(fp8, "autocast"):  # which deprecates the other one
-            self._autocast = partial(fp8.autocast, enabled=enabled, recipe=recipe)
+            self._autocast = partial(fp8.autocast, enabled=enabled, recipe=recipe, amax_reduction_group=group)
         else:
-            self._autocast = partial(fp8.fp8_autocast, enabled=enabled, fp8_recipe=recipe)
+            self._autocast = partial(fp8.fp8_autocast, enabled=enabled, fp8_recipe=recipe, fp8_group=group)
 
     def first(self) -> contextlib.AbstractContextManager[Any]:
         """Around the first run."""
-        return self._phase(activation_recompute=True, recompute_phase=False)
+        return self._in_phase(recompute_phase=False)
 
     @contextlib.contextmanager
     def second(self) -> Iterator[None]:
         """Around the second."""
-        with self._autocast():
-            with self._phase(activation_recompute=True, recompute_phase=True):
+        with self._autocast() if self._was_on or self._is_on() else contextlib.nullcontext():
+            with self._in_phase(recompute_phase=True):
                 yield
+
+    def _in_phase(self, recompute_phase: bool) -> contextlib.AbstractContextManager[Any]:
+        if not self._told:
+            return contextlib.nullcontext()
+        return self._phase(activation_recompute=True, recompute_phase=recompute_phase)

@@ -5,13 +5,14 @@ tensor-parallel ranks (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.0205
 all of them, so that each needs to keep only its part.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import group_size, require_tensor_parallel_group
+from megatron_ext.distributed.groups import UNSHARDED, Group, group_size, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._recompute.replay_forward import (
     FlatCall,
     Rerun,
@@ -28,8 +29,9 @@ def checkpoint(
     """`function(*args, **kwargs)`; of its forward only the inputs are kept, and its backward runs it again first.
 
     The second run draws the same random numbers (of the CPU, of the tensors' devices and of the RNG tracker's streams)
-    under the same autocast settings, so that losses and gradients are those of the plain call, bit for bit, as long as
-    the function itself does the same twice. Exception: what is captured into a CUDA graph draws new numbers.
+    under the same autocast settings, torch's and Transformer Engine's, and the same default device, so that losses and
+    gradients are those of the plain call, bit for bit, as long as the function itself does the same twice. Exception:
+    what is captured into a CUDA graph draws new numbers.
 
     Args:
         function: Anything that takes and returns tensors, also inside tuples, lists, dicts and named tuples, and any
@@ -37,7 +39,9 @@ def checkpoint(
         distribute_saved_activations: Keep only this rank's part of the first argument, a tensor of any shape that is
             equal on all tensor-parallel ranks (so not under sequence parallelism). As in Megatron the caller's tensor
             itself becomes that part, flat, and the memory of the rest is free: do not read it after this call. It stays
-            whole where it is a view, and where the function has it as another argument too.
+            whole where it is a view, and where the function has it as another argument too. The ranks are those of the
+            linear layers of ours that the function runs, else Megatron's; over layers of several groups, or with
+            sequence parallelism, it is kept whole.
 
     Gradients flow to tensor arguments and to parameters that the function holds, also where only the latter need any.
     With gradients off this is the plain call.
@@ -55,13 +59,43 @@ def checkpoint(
             f"distribute_saved_activations is set and the first argument is {type(args[0]) if args else 'missing'}: "
             f"it must be the tensor to distribute; pass that first, or False"
         )
-    if distribute_saved_activations:
-        require_tensor_parallel_group()
     if not torch.is_grad_enabled():
         with checkpointing():
             return function(*args, **kwargs)
     call, tensors = FlatCall.flatten(function, args, kwargs)
     return call.unflatten(CheckpointFunction.apply(call, distribute_saved_activations, *tensors))
+
+
+class LayerGroups:
+    """The tensor-parallel groups of linear layers that run inside a checkpointed function, each once."""
+
+    _notes: list[Any] | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def noted(cls) -> Iterator[list[Any]]:
+        """Note those of the layers that run in the block."""
+        before, cls._notes = cls._notes, []
+        try:
+            yield cls._notes
+        finally:
+            inside, cls._notes = cls._notes, before
+            for group in inside if before is not None else ():
+                cls.note(group)
+
+    @classmethod
+    def note(cls, group: Group) -> None:
+        """Take the group of a layer that runs now; the layers' input is the same on all of its ranks."""
+        if cls._notes is not None:
+            named = UNSHARDED if group is None else group
+            if all(known is not named for known in cls._notes):
+                cls._notes.append(named)
+
+    @classmethod
+    def note_none(cls) -> None:
+        """Take a layer whose input is another on each rank: no group has equal ones."""
+        if cls._notes is not None:
+            cls._notes.extend((None, None))
 
 
 class CheckpointFunction(torch.autograd.Function):
@@ -73,12 +107,14 @@ class CheckpointFunction(torch.autograd.Function):
     ) -> Any:
         """Run it without a graph, and keep the tensors among `args`."""
         ctx.rerun = Rerun(run_function, args)
-        results = ctx.rerun.first(ctx, args)
+        with LayerGroups.noted() as groups:
+            results = ctx.rerun.first(ctx, args)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         ctx.distributed_shape = None
-        if distribute_saved_activations:
-            ctx.group, whole, ctx.distributed_shape = require_tensor_parallel_group(), tensors[0], tensors[0].shape
-            several = group_size(ctx.group) > 1
+        if distribute_saved_activations and len(groups) < 2:
+            ctx.group = groups[0] if groups else require_tensor_parallel_group()
+            whole, ctx.distributed_shape = tensors[0], tensors[0].shape
+            several = ctx.group is not UNSHARDED and group_size(ctx.group) > 1
             tensors[0] = split_tensor_into_1d_equal_chunks(whole.detach(), new_buffer=several, tp_group=ctx.group)
             if not whole._is_view() and all(tensor is not whole for tensor in tensors[1:]):
                 whole.data = tensors[0]

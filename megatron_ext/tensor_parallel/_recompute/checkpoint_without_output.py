@@ -21,7 +21,6 @@ manager:
 An idea of Megatron-Core (its selective recomputation of norms and activations, and of hyper-connections).
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import cuda_graph_phase
-from megatron_ext.tensor_parallel._random.transformer_engine import Fp8Recompute, is_loaded
+from megatron_ext.tensor_parallel._random.transformer_engine import is_loaded
 from megatron_ext.tensor_parallel._recompute.replay_forward import (
     FlatCall,
     Rerun,
@@ -48,10 +47,8 @@ class CheckpointWithoutOutputFunction(torch.autograd.Function):
         ctx: Any, run_function: Callable[..., Any], checkpoint_without_output_obj: "CheckpointWithoutOutput", *args: Any
     ) -> Any:
         """Run it without a graph, and keep the tensors among `args`; the object gets `ctx`, for the second run."""
-        ctx.fp8 = Fp8Recompute() if checkpoint_without_output_obj.fp8 else None
-        ctx.rerun = Rerun(run_function, args)
-        with ctx.fp8.first() if ctx.fp8 else contextlib.nullcontext():
-            results = ctx.rerun.first(ctx, args)
+        ctx.rerun = Rerun(run_function, args, checkpoint_without_output_obj.fp8)
+        results = ctx.rerun.first(ctx, args)
         ctx.save_for_backward(*(arg for arg in args if isinstance(arg, Tensor)))
         ctx.second_run = None
         checkpoint_without_output_obj.ctx = ctx
@@ -70,7 +67,7 @@ def run_again(ctx: Any) -> tuple[list[Any], tuple[Any, ...]]:
     """The second run of the function that `ctx` keeps: its inputs and results."""
     if cuda_graph_phase() != "capture":  # whose backward is a torch.autograd.grad() that knows what it does
         check_backward_call()
-    with checkpointing(), ctx.fp8.second() if ctx.fp8 else contextlib.nullcontext():
+    with checkpointing():
         return ctx.rerun.second(ctx.saved_tensors, ctx.needs_input_grad[2:])
 
 
@@ -80,7 +77,7 @@ class CheckpointWithoutOutput:
     Args:
         fp8: Whether the function uses Transformer Engine's fp8 (any true value, such as Megatron's "hybrid"). Where
             Transformer Engine is loaded it is told of both runs in any case but None, as by Megatron's own: its name
-            says fp8, and Megatron's generalized tensor parallelism asks it too.
+            says fp8, and Megatron's generalized tensor parallelism asks it too. Inside its autocast it always is.
         ckpt_manager: A manager that discards this call's outputs together with those of others. None: this object does.
         retain_input_tensors: Accepted and not needed: an output that shares memory with an input always stays.
 

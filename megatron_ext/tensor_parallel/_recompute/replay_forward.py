@@ -1,7 +1,8 @@
 """Runs a function without saved activations, and again later with the same random states and autocast settings.
 
-What all recomputation here has in common: arguments and results as flat tensors, which is what autograd sees; the
-random states and autocast settings of the first run, entered again for the second; and the flag that one is running.
+All recomputation here has in common: arguments and results as flat tensors, which is what autograd sees; the random
+states, the autocast settings (torch's and Transformer Engine's) and the default device of the first run, entered again
+for the second; and the flag that one is running.
 """
 
 import contextlib
@@ -14,19 +15,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_ext.tensor_parallel._random.process_tracker import RandomMoment
+from megatron_ext.tensor_parallel._random.transformer_engine import Fp8Recompute, is_loaded
 
 _TENSOR = object()  # stands in for a tensor in a list of results
 _LEAVES = (Tensor, type(None), bool, int, float, str)
 
 
 class Depth:
-    """How many checkpointed functions are running now, one inside the other, for the first or the second time."""
+    """The number of checkpointed functions that run now, one inside the other, for the first or the second time."""
 
     now = 0
 
 
 def is_checkpointing() -> bool:
-    """Whether a checkpointed function is running, in its forward or for its backward."""
+    """True while a checkpointed function runs, in its forward or for its backward."""
     return Depth.now > 0
 
 
@@ -94,7 +96,7 @@ class FlatCall:
         return tuple(result for result in results if isinstance(result, Tensor))
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
-        """What the function returned, with these tensors in the places of its own."""
+        """The results of the function, with these tensors in the places of its own."""
         assert self._result is not None
         results, spec = self._result
         remaining = iter(tensors)
@@ -128,11 +130,14 @@ def _autocast(kind: str) -> tuple[str, torch.dtype, bool, bool]:
 class Rerun:
     """A function between its two runs, in an `autograd.Function` whose context `ctx` keeps this and the tensors.
 
-    The random states and autocast settings that hold where this is made hold in the second run.
+    The random states, autocast settings and default device that hold where this is made hold in the second run.
+    Transformer Engine is told of both runs inside its autocast, and with `fp8` in any case.
     """
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any]):
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], fp8: bool = False):
         self._function = function
+        self._fp8 = Fp8Recompute(told=fp8) if fp8 or is_loaded() else None
+        self._device = torch.get_default_device()
         self._others = [None if isinstance(arg, Tensor) else arg for arg in args]
         self._places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         devices = {args[i].device for i in self._places}
@@ -144,7 +149,8 @@ class Rerun:
         """Run it without keeping a graph; returns what `forward` may return."""
         ctx.set_materialize_grads(False)
         look_for_gradients = isinstance(self._function, FlatCall) and self._function.edge
-        with checkpointing(), _graph_without_tensors() if look_for_gradients else torch.no_grad():
+        fp8 = self._fp8.first() if self._fp8 else contextlib.nullcontext()
+        with checkpointing(), fp8, _graph_without_tensors() if look_for_gradients else torch.no_grad():
             results = self._function(*args)
         listed = results if isinstance(results, tuple | list) else (results,)
         # Private aliases: what a function was given or holds, and returns as it is, must not become part of the graph.
@@ -158,11 +164,17 @@ class Rerun:
         inputs = list(self._others)
         for place, tensor in zip(self._places, tensors, strict=True):
             inputs[place] = tensor.detach().requires_grad_(needs_grad[place])
-        with self._random.again(), contextlib.ExitStack() as autocast, torch.enable_grad():
+        with contextlib.ExitStack() as as_before:
+            if self._fp8:
+                as_before.enter_context(self._fp8.second())
+            as_before.enter_context(self._random.again())
             for settings in self._autocast:
                 if settings != _autocast(settings[0]):
-                    autocast.enter_context(torch.autocast(*settings))
-            results = self._function(*inputs)
+                    as_before.enter_context(torch.autocast(*settings))
+            if torch.get_default_device() != self._device:
+                as_before.enter_context(self._device)
+            with torch.enable_grad():
+                results = self._function(*inputs)
         return inputs, tuple(results) if isinstance(results, tuple | list) else (results,)
 
 

@@ -34,7 +34,7 @@ class LaunchCircles:
         self._after: dict[str, dict[str, Step]] = {}  # by the first operation, then by the second
 
     def news(self, peer: int) -> list[Step]:
-        """What `peer` may not know, the first time that this is asked."""
+        """Steps that `peer` may not know, the first time that this is asked."""
         start = max(self._told.get(peer, 0) - self._forgotten, 0)
         self._told[peer] = self._forgotten + len(self._steps)
         new = [self._steps[at] for at in range(start, len(self._steps))]

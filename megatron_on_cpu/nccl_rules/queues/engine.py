@@ -2,10 +2,10 @@
 
 import threading
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 
@@ -13,20 +13,26 @@ from megatron_on_cpu.nccl_rules.buffers import unobserved
 from megatron_on_cpu.nccl_rules.queues import hangs
 from megatron_on_cpu.nccl_rules.queues.launches import MADE, Communicator, Launch, Part, lines_of_caller
 from megatron_on_cpu.nccl_rules.queues.order import LaunchOrder, LaunchOrderHazard
+from megatron_on_cpu.nccl_rules.queues.threads import Threads
 from megatron_on_cpu.nccl_rules.queues.transport import Header, Transport
 from megatron_on_cpu.nccl_rules.rules import NcclRules
 
 _PATIENCE_S = 0.5  # how long nothing happens before ranks are asked what they wait for, at first and at most
 _LEAST_OFTEN_S = 4.0
 _REPLIES_S = 2.0
+_STALL_S = 30.0  # how long a rank waits before it warns, once, that others may wait for its program
 
 
 class CommunicationHang(dist.DistBackendError):
     """Ranks wait for each other, or for a rank that has ended, and nothing can end it."""
 
 
+class StallWarning(UserWarning):
+    """A rank has waited for long, and it is not known that it will for good."""
+
+
 class CommunicationMismatch(dist.DistBackendError):
-    """What ranks launched as the same operation is not the same."""
+    """Ranks launched different operations as the same one."""
 
 
 _FAILURES = {kind.__name__: kind for kind in (CommunicationHang, CommunicationMismatch, LaunchOrderHazard)}
@@ -37,12 +43,13 @@ class Engine:
 
     def __init__(self, store: dist.Store, rank: int, size: int, rules: NcclRules):
         self.rank, self.size, self.rules, self.closed = rank, size, rules, False
+        self.splitting = False  # a group is made whose split is over
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._communicators: dict[str, Communicator] = {}
         # What has come: (communicator, channel, number) -> peer -> header and payload
         self._arrived: dict[tuple[str, str, int], dict[int, tuple[Header, memoryview]]] = {}
-        self._threads: dict[int, Launch | None] = {}  # what each thread that launches waits for
+        self._threads = Threads()
         self._to_run: deque[Communicator] = deque()
         self._launches = 0
         self._progress = 0
@@ -54,17 +61,27 @@ class Engine:
         with self._lock:
             self._transport = Transport(store, rank, size, self._lock, self._receive, self._peer_ended)
 
-    def communicator(self, name: str, ranks: list[int]) -> Communicator:
+    def communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
         """The one of this name; where it is new, this blocks until all of its ranks have come, as in NCCL."""
         with self._lock:
-            found = self._communicators.setdefault(name, Communicator(name, ranks))
+            found = self._communicators.setdefault(name, Communicator(name, list(ranks)))
         if not found.made:
             found.made = True
-            everyone = dict.fromkeys((r for r in ranks if r != self.rank), 0)
-            sends = dict.fromkeys(everyone, b"")
-            part = Part("communicator", lambda received: None, sends, everyone, frozenset(everyone), MADE, MADE)
-            self.wait(self.launch(found, [part], f"the making of communicator {name}"))
+            self._meet(found, f"the making of communicator {name}")
         return found
+
+    def split(self, parent: str, ranks: Sequence[int], child: str) -> str:
+        """Block until all `ranks` of the group `parent` have come to split the group `child` off it; name the split."""
+        with self._lock:
+            splits = self._communicators.setdefault(f"{parent} splits", Communicator(f"{parent} splits", list(ranks)))
+        self._meet(splits, f"the split of group {child} off group {parent}, to which all of its ranks have to come,")
+        return f"{parent} split {splits.launched[MADE]}"
+
+    def _meet(self, communicator: Communicator, what: str) -> None:
+        everyone = dict.fromkeys((r for r in communicator.ranks if r != self.rank), 0)
+        sends = dict.fromkeys(everyone, b"")
+        part = Part("communicator", lambda received: None, sends, everyone, frozenset(everyone), MADE, MADE)
+        self.wait(self.launch(communicator, [part], what))
 
     def launch(self, communicator: Communicator, parts: list[Part], what: str) -> Launch:
         """Append to the communicator's queue; returns at once."""
@@ -72,7 +89,7 @@ class Engine:
         with self._lock:
             self._raise_failure()
             self._progress += 1
-            self._threads.setdefault(threading.get_ident(), None)
+            self._threads.launches(threading.get_ident())
             launch.number, self._launches = self._launches, self._launches + 1
             communicator.number(launch)
             communicator.queue.append(launch)
@@ -89,41 +106,48 @@ class Engine:
         Raises:
             CommunicationHang: it never will be.
             CommunicationMismatch: ranks launched different operations.
-            TimeoutError: `timeout_s` are over.
+            torch.distributed.DistBackendError: `timeout_s` are over.
         """
-        deadline, patience = time.monotonic() + timeout_s, _PATIENCE_S
+        start, patience = time.monotonic(), _PATIENCE_S
+        deadline, stalled = start + timeout_s, start + _STALL_S
         with self._lock:
             thread = threading.get_ident()
-            self._threads[thread] = launch
+            self._threads.waits[thread] = launch
             self._progress += 1
             try:
                 while not launch.done:
                     self._raise_failure()
                     if time.monotonic() > deadline:
-                        raise TimeoutError(f"not complete within {timeout_s:.0f} s: {launch.describe()}")
+                        raise dist.DistBackendError(f"not complete within {timeout_s:.0f} s: {launch.describe()}")
                     before = self._progress
                     self._changed.wait(min(patience, max(deadline - time.monotonic(), 0.01)))
                     if self._progress == before and not launch.done:
                         patience = min(2 * patience, _LEAST_OFTEN_S)
-                        self._look_for_hang()
+                        states = self._look_for_hang()
+                        if states is not None and time.monotonic() > stalled:
+                            stalled = float("inf")
+                            warnings.warn(hangs.stall(states, self.rank, launch.describe()), StallWarning, stacklevel=2)
             finally:
-                self._threads[thread] = None
+                self._threads.waits[thread] = None
                 self._progress += 1
             if launch.error is not None:
                 raise launch.error
             self._order.waited_for(launch)
 
-    def when_done(self, launch: Launch, call: Callable[[], None]) -> None:
-        """Call `call()` when `launch` is complete or has failed: now, or by the thread that completes it."""
-        with self._lock:
-            if not launch.done and self._failure is None:
-                launch.when_done.append(call)
-                return
-        call()
-
     def close(self) -> None:
+        """End, once what this rank has launched is complete."""
+        try:
+            for communicator in list(self._communicators.values()):
+                if communicator.queue and self._failure is None:
+                    self.wait(communicator.queue[-1])
+        finally:
+            self.closed = True
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End now; those who wait for this rank are told."""
         self.closed = True
-        self._transport.close()
+        self._transport.abort()
 
     # Running what is launched. The lock is held from here on.
 
@@ -161,6 +185,7 @@ class Engine:
                     "number": part.number,
                     "agree": part.agree,
                     "expects": part.expects[peer],
+                    "needs": peer in part.needs,
                     "what": launch.describe(),
                     "before": launch.before.get(peer, []),
                     "news": self._order.news(peer),
@@ -169,7 +194,8 @@ class Engine:
                     self._receive(peer, header, memoryview(payload))
                     continue
                 part.unsent += 1
-                self._transport.send(peer, header, payload, partial(self._sent, part, launch))
+                sent, lost = partial(self._sent, part, launch), partial(self._lost, part, launch, peer)
+                self._transport.send(peer, header, payload, sent, lost)
             for peer, message in list(arrived.items()):
                 self._take(launch, part, peer, *message)
 
@@ -178,6 +204,18 @@ class Engine:
         if part.unsent == 0:
             self._progress += 1
             self._run(launch.communicator)
+
+    def _lost(self, part: Part, launch: Launch, peer: int) -> None:
+        part.lost.add(peer)
+        if peer in self._ended:
+            self._settle(part, launch, peer)
+
+    def _settle(self, part: Part, launch: Launch, peer: int) -> None:
+        """`peer` has ended, and its message is lost: no fault if one of the two did not wait for the other."""
+        header, _ = self._arrived.get((launch.communicator.name, part.theirs, part.number), {}).get(peer, ({}, b""))
+        if peer not in part.needs or not header.get("needs", True):
+            part.lost.discard(peer)
+            self._sent(part, launch)
 
     def _take(self, launch: Launch, part: Part, peer: int, header: Header, payload: memoryview) -> None:
         if peer in part.received:
@@ -207,8 +245,6 @@ class Engine:
                 self._arrived.pop((communicator.name, part.theirs, part.number), None)
                 part.received, part.sends = {}, {}
         launch.done = True
-        for call in launch.when_done:
-            call()
         self._changed.notify_all()
 
     # What comes from other ranks.
@@ -245,6 +281,15 @@ class Engine:
     def _peer_ended(self, peer: int) -> None:
         self._ended.add(peer)
         self._progress += 1
+        lost = [
+            (part, launch)
+            for communicator in self._communicators.values()
+            for launch in communicator.queue
+            for part in launch.parts
+            if peer in part.lost
+        ]
+        for part, launch in lost:
+            self._settle(part, launch, peer)
         self._changed.notify_all()
 
     # What goes wrong.
@@ -260,8 +305,6 @@ class Engine:
             for communicator in self._communicators.values():
                 for launch in communicator.queue:
                     launch.error = failure
-                    for call in launch.when_done:
-                        call()
         self._changed.notify_all()
 
     def _tell_failure(self, failure: Exception | None) -> None:
@@ -272,18 +315,22 @@ class Engine:
                 self._transport.send(peer, {"failure": str(failure), "kind": type(failure).__name__})
         self._fail(failure)
 
-    def _look_for_hang(self) -> None:
-        """Ask all ranks twice. What waits both times, and did nothing in between, waited at the same time."""
+    def _look_for_hang(self) -> dict[int, hangs.State] | None:
+        """Ask all ranks twice. What waits both times, and did nothing in between, waited at the same time.
+
+        Returns what they said if there is no hang.
+        """
         first = self._ask()
         if first is None or hangs.report(first, self.rank) is None:
-            return
+            return first
         second = self._ask()
         if second is None:
-            return
+            return None
         told = hangs.report(second, self.rank)
         same = all(first[rank]["progress"] == second[rank]["progress"] for rank in hangs.stuck_ranks(second))
         if told is not None and same:
             self._tell_failure(CommunicationHang(told))
+        return None
 
     def _ask(self) -> dict[int, hangs.State] | None:
         self._question += 1
@@ -302,8 +349,7 @@ class Engine:
         return self._states if self._question == question and self._failure is None else None
 
     def _state(self) -> hangs.State:
-        alive = {thread.ident for thread in threading.enumerate()}
-        waits = [launch for thread, launch in self._threads.items() if thread in alive]
+        waits, running = self._threads.states()
 
         def place(launch: Launch | None) -> tuple[str, int] | None:
             if launch is None or launch.done:
@@ -314,20 +360,8 @@ class Engine:
             "progress": self._progress,
             "ended": False,
             "threads": [place(launch) for launch in waits],
-            "communicators": {name: self._queue_state(found) for name, found in self._communicators.items()},
-        }
-
-    def _queue_state(self, communicator: Communicator) -> dict[str, Any]:
-        def part_state(part: Part) -> dict[str, Any]:
-            key = (communicator.name, part.theirs, part.number)
-            needs = sorted(part.needs - self._arrived.get(key, {}).keys())
-            return {"mine": part.mine, "theirs": part.theirs, "number": part.number, "needs": needs}
-
-        return {
-            "ranks": communicator.ranks,
-            "started": communicator.started,
-            "queue": [
-                {"what": launch.describe(), "parts": [part_state(part) for part in launch.parts]}
-                for launch in communicator.queue
-            ],
+            "running": running,
+            "communicators": {
+                name: hangs.queue_state(found, self._arrived) for name, found in self._communicators.items()
+            },
         }

@@ -1,16 +1,38 @@
 """Who waits for whom: whether a wait can ever end, from the states of all ranks, and the sentences that say so.
 
 A state is what a rank says of itself: `progress`, which grows with all that it does; `ended`; `threads`, what each of
-the threads that have launched something waits for, (communicator, place in its queue), or None for one that runs; and
-for each communicator the launches in its queue and how many parts of each channel have started.
+the threads that have launched something waits for, (communicator, place in its queue), or None for one that runs, and
+`running`, the lines of code that these are at; and for each communicator the launches in its queue and how many parts
+of each channel have started.
 """
 
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_on_cpu.nccl_rules.queues.launches import Communicator, Part
+
 State = dict[str, Any]
 _SHOWN = 4  # launches of a queue
-ENDED: State = {"progress": 0, "ended": True, "threads": [], "communicators": {}}
+ENDED: State = {"progress": 0, "ended": True, "threads": [], "running": [], "communicators": {}}
+
+
+def queue_state(communicator: Communicator, arrived: Mapping[tuple[str, str, int], Container[int]]) -> dict[str, Any]:
+    """Describe a communicator of this rank; `arrived` has the peers that have come, by its name, channel and number."""
+
+    def part_state(part: Part) -> dict[str, Any]:
+        came = arrived.get((communicator.name, part.theirs, part.number), ())
+        needs = sorted({peer for peer in part.needs if peer not in came} | part.lost)
+        return {"mine": part.mine, "theirs": part.theirs, "number": part.number, "needs": needs}
+
+    return {
+        "ranks": communicator.ranks,
+        "started": communicator.started,
+        "queue": [
+            {"what": launch.describe(), "parts": [part_state(part) for part in launch.parts]}
+            for launch in communicator.queue
+        ],
+    }
 
 
 @dataclass(frozen=True)
@@ -23,7 +45,7 @@ class Node:
 
 
 class Waits:
-    """What waits for what, between all ranks. A program that runs may launch anything; all else has to follow."""
+    """The graph of waits between all ranks. A program that runs may launch anything; all else has to follow."""
 
     def __init__(self, states: dict[int, State]):
         self._states = states
@@ -68,7 +90,7 @@ class Waits:
         return needed
 
     def _meeting(self, peer: int, name: str, channel: str, number: int) -> Node | None:
-        """What rank `peer` needs to come to part `number` of `channel`, None if it has come."""
+        """The node that rank `peer` needs to come to part `number` of `channel`, None if it has come."""
         state = self._states[peer]
         communicator = state["communicators"].get(name)
         if communicator is not None:
@@ -116,12 +138,23 @@ def report(states: dict[int, State], start: int) -> str | None:
     return "\n".join(lines)
 
 
+def stall(states: dict[int, State], start: int, what: str) -> str:
+    """The sentences of a warning that rank `start` waits for `what`, and where the programs of the others are."""
+    lines = [
+        f"rank {start} has waited for long for {what}. A wait blocks the program here, on a GPU only the current "
+        "stream: if another rank waits for a signal of this one over the store or gloo, the program may be right there."
+    ]
+    for rank, state in sorted(states.items()):
+        lines += [f"rank {rank} runs at {place}" for place in state["running"]]
+        lines += _describe(rank, state) if state["ended"] or (rank != start and not state["running"]) else []
+    return "\n".join(lines)
+
+
 def _describe(rank: int, state: State) -> list[str]:
     if state["ended"]:
         return [f"rank {rank} has ended"]
     lines = [f"rank {rank}"]
-    for wait in state["threads"]:
-        name, place = wait
+    for name, place in filter(None, state["threads"]):
         launch = state["communicators"][name]["queue"][place]
         lines.append(f"  its program waits for {launch['what']} on communicator {name}")
     for name, communicator in state["communicators"].items():

@@ -1,4 +1,4 @@
-"""What a rank launches on a communicator: collectives and messages, described so that the queues can run them."""
+"""Launches of a rank on a communicator: collectives and messages, described so that the queues can run them."""
 
 import sys
 from collections import Counter
@@ -36,6 +36,7 @@ class Part:
     number: int = -1  # given at launch
     received: Payloads = field(default_factory=dict)
     unsent: int = 0
+    lost: set[int] = field(default_factory=set)  # peers that ended before they could be told or sent to
 
     @property
     def complete(self) -> bool:
@@ -61,10 +62,9 @@ class Launch:
     done: bool = False
     waited_for: bool = False
     error: Exception | None = None
-    when_done: list[Callable[[], None]] = field(default_factory=list)
 
     def name(self, part: Part) -> str:
-        """What `part` is called on each of its ranks: the communicator, and "all 3", or "0>1 3" of a message."""
+        """The name of `part` on each of its ranks: the communicator, and "all 3", or "0>1 3" of a message."""
         return f"{self.communicator.name} {part.name}"
 
     def describe(self) -> str:
@@ -90,7 +90,11 @@ class Communicator:
 
 def lines_of_caller() -> list[str]:
     """The lines of code that the program is at, outside torch and this backend, innermost first."""
-    frame: Any = sys._getframe(1)
+    return lines_from(sys._getframe(1))
+
+
+def lines_from(frame: Any) -> list[str]:
+    """Lines as of `lines_of_caller`, of a thread whose innermost frame is `frame`."""
     lines: list[str] = []
     while frame is not None and len(lines) < _LINES:
         file = frame.f_code.co_filename

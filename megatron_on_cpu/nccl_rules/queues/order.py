@@ -1,4 +1,4 @@
-"""Whether ranks launch operations of several communicators in the same order.
+"""Comparison of the orders in which ranks launch operations of several communicators in the same order.
 
 Kernels of two communicators that run at once may each hold what the other needs. Their order has to be the same on
 every rank they share, unless the program waits for the first before it launches the second; and orders of more than
@@ -20,11 +20,11 @@ class LaunchOrderHazard(RuntimeError):
 
 
 class LaunchOrderWarning(UserWarning):
-    """What `LaunchOrderHazard` is, as a warning."""
+    """Warning of what `LaunchOrderHazard` raises."""
 
 
 class LaunchOrder:
-    """What rank `rank` has launched, and in which order; `mode` is "raise", "warn" or "ignore"."""
+    """Operations that rank `rank` has launched, in order; `mode` is "raise", "warn" or "ignore"."""
 
     def __init__(self, mode: str, rank: int):
         self._mode, self._rank = mode, rank
@@ -54,7 +54,7 @@ class LaunchOrder:
         return self._learn(self._rank, steps)
 
     def news(self, peer: int) -> list[Step]:
-        """What the next message to `peer` tells it of orders."""
+        """Orders that the next message to `peer` tells it."""
         return self._circles.news(peer)
 
     def heard(self, peer: int, header: dict[str, Any]) -> LaunchOrderHazard | None:

@@ -48,18 +48,29 @@ class Transport:
         self._thread = threading.Thread(target=self._run, name="nccl-rules", daemon=True)
         self._thread.start()
 
-    def send(self, peer: int, header: Header, payload: Any = b"", sent: Callable[[], None] | None = None) -> None:
-        """Send `header` and the bytes of `payload`; `sent()` is called once they have left and may be changed."""
+    def send(
+        self,
+        peer: int,
+        header: Header,
+        payload: Any = b"",
+        sent: Callable[[], None] | None = None,
+        lost: Callable[[], None] | None = None,
+    ) -> None:
+        """Send `header` and the bytes of `payload`.
+
+        `sent()` is called once they have left and may be changed, `lost()` instead if the peer has ended before.
+        """
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(len(text) + _PREFIX.size) % _ALIGNMENT)
         connection = self._connections.get(peer)
         if connection is None:
-            return  # the peer has ended: whoever waits for it is told so
-        connection.out.append(
-            (memoryview(_PREFIX.pack(len(text), len(payload)) + text), None if len(payload) else sent)
-        )
+            if lost is not None:
+                lost()
+            return
+        frame = memoryview(_PREFIX.pack(len(text), len(payload)) + text)
+        connection.out.append((frame, None, None) if len(payload) else (frame, sent, lost))
         if len(payload):
-            connection.out.append((memoryview(payload), sent))
+            connection.out.append((memoryview(payload), sent, lost))
         if connection.writes_all:
             self._flush(connection)
 
@@ -69,12 +80,21 @@ class Transport:
         self._wake.send(b"x")
         self._flushed.wait(_CLOSE_S)
 
+    def abort(self) -> None:
+        """End as the system ends a process: what is left is not sent, what comes is not read."""
+        with self._lock:
+            self._closing = True
+            self._flushed.set()
+            for connection in list(self._connections.values()):
+                self._drop(connection)
+        self._wake.send(b"x")
+
     def _flush(self, connection: "_Connection") -> None:
         try:
             done = connection.flush()
         except OSError:  # it no longer reads; what it has sent is still to be read
-            connection.out.clear()
             done = True
+            connection.drop_output()
         if done != connection.writes_all:
             connection.writes_all = done
             events = selectors.EVENT_READ if done else selectors.EVENT_READ | selectors.EVENT_WRITE
@@ -82,6 +102,7 @@ class Transport:
 
     def _drop(self, connection: "_Connection") -> None:
         if self._connections.pop(connection.peer, None) is not None:
+            connection.drop_output()
             self._selector.unregister(connection.socket)
             connection.socket.close()
             self._gone(connection.peer)
@@ -127,7 +148,7 @@ class _Connection:
 
     def __init__(self, peer: int, connected: socket.socket):
         self.peer, self.socket = peer, connected
-        self.out: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
+        self.out: deque[tuple[memoryview, Callable[[], None] | None, Callable[[], None] | None]] = deque()
         self.writes_all = True
         self._header_bytes = -1  # not known yet
         self._wanted = memoryview(bytearray(_PREFIX.size))
@@ -138,18 +159,25 @@ class _Connection:
     def flush(self) -> bool:
         """Send what the system takes now. Returns whether that was all."""
         while self.out:
-            data, sent = self.out[0]
+            data, sent, lost = self.out[0]
             try:
                 n = self.socket.send(data)
             except BlockingIOError:
                 return False
             if n < len(data):
-                self.out[0] = (data[n:], sent)
+                self.out[0] = (data[n:], sent, lost)
                 continue
             self.out.popleft()
             if sent is not None:
                 sent()
         return True
+
+    def drop_output(self) -> None:
+        """Tell the senders of what is left that it is lost."""
+        out, self.out = self.out, deque()
+        for _, _, lost in out:
+            if lost is not None:
+                lost()
 
     def read(self) -> tuple[Header, memoryview] | None:
         """Read on; returns a frame once it is whole."""

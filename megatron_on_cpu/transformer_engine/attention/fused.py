@@ -93,7 +93,7 @@ fused_attn_fwd = taking(_FORWARD)(attend)
 
 @taking(_BACKWARD)
 def fused_attn_bwd(given: Any) -> list[Any]:
-    """As `gradients`."""
+    """Gradients of attention, see `gradients`."""
     return gradients(given, TORCH_DTYPES[given.dqkv_type])
 
 
@@ -141,7 +141,7 @@ def _backward(
 
 
 def _keep(pack: Pack, p: float, rng_state: Tensor) -> Tensor | None:
-    """What the probabilities are multiplied by in dropout, the same for the same seed and sequence."""
+    """Factors of the probabilities in dropout, the same for the same seed and sequence."""
     if p == 0:
         return None
     generator = torch.Generator().manual_seed(int(rng_state[0]) + pack.index)

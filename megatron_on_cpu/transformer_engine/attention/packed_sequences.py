@@ -3,10 +3,13 @@
 A rank has two chunks of each sequence, so its halves are chunks. `cu_seqlens` here are this rank's.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from megatron_on_cpu.cuda_graphs import read_by_the_host
 
 
 def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
@@ -47,7 +50,7 @@ def thd_out_correction(
     lse_packed: bool,
 ) -> None:
     """Adds the output of a step, `[T, H, D]`, to that of all, weighted by their log-sum-exps, in place."""
-    rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(int(cu_seqlens[-1]))
+    rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(_ends(cu_seqlens)[-1])
     whole = _by_token(lse, cu_seqlens, lse_packed)[rows]
     lengths = cu_seqlens // 2 if only_second_half else cu_seqlens
     weight = (_by_token(lse_per_step, lengths, lse_packed) - whole).exp()
@@ -74,7 +77,7 @@ def thd_grad_correction(
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
     """`[B, max_seq_len, H, D]`, filled up with zeros."""
     batch = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
-    for row, (start, end) in zip(batch, pairwise(cu_seqlens.tolist()), strict=False):
+    for row, (start, end) in zip(batch, _sequences(cu_seqlens), strict=False):
         row[: end - start] = tensor[start:end]
     return batch
 
@@ -82,9 +85,18 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len:
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
     """`[t, H, D]`, without what was filled up."""
     packed = tensor.new_zeros(t, *tensor.shape[2:])
-    for row, (start, end) in zip(tensor, pairwise(cu_seqlens.tolist()), strict=False):
+    for row, (start, end) in zip(tensor, _sequences(cu_seqlens), strict=False):
         packed[start:end] = row[: end - start]
     return packed
+
+
+def _ends(cu_seqlens: Tensor) -> list[int]:
+    return read_by_the_host(cu_seqlens, "cu_seqlens")
+
+
+def _sequences(cu_seqlens: Tensor) -> Iterator[tuple[int, int]]:
+    """The first token and the end of each sequence."""
+    return pairwise(_ends(cu_seqlens))
 
 
 def _half(cu_seqlens: Tensor, which: int) -> Tensor:
@@ -95,7 +107,7 @@ def _half(cu_seqlens: Tensor, which: int) -> Tensor:
 def _chunks(cu_seqlens: Tensor, count: int, places: tuple[int, ...]) -> Tensor:
     """Token numbers of the chunks at these places of each sequence, which has `count`."""
     parts = [torch.empty(0, dtype=torch.int64)]
-    for start, end in pairwise(cu_seqlens.tolist()):
+    for start, end in _sequences(cu_seqlens):
         size = (end - start) // count
         parts += [torch.arange(start + place * size, start + (place + 1) * size) for place in places]
     return torch.cat(parts)
@@ -104,7 +116,7 @@ def _chunks(cu_seqlens: Tensor, count: int, places: tuple[int, ...]) -> Tensor:
 def _second_halves(lse: Tensor, step: Tensor, cu_seqlens: Tensor, packed: bool) -> list[tuple[Tensor, Tensor]]:
     """Views of second halves in a log-sum-exp, and where they are in that of second halves alone."""
     found = []
-    for i, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+    for i, (start, end) in enumerate(_sequences(cu_seqlens)):
         half = (end - start) // 2
         if packed:
             found.append((lse[:, start + half : end], step[:, start // 2 : start // 2 + half]))
@@ -116,7 +128,7 @@ def _second_halves(lse: Tensor, step: Tensor, cu_seqlens: Tensor, packed: bool) 
 def _by_token(lse: Tensor, cu_seqlens: Tensor, packed: bool) -> Tensor:
     """`[T, H]` in fp32."""
     if packed:
-        return lse[:, : int(cu_seqlens[-1])].t().float()
-    sequences = pairwise(cu_seqlens.tolist())
+        return lse[:, : _ends(cu_seqlens)[-1]].t().float()
+    sequences = _sequences(cu_seqlens)
     rows = [row[:, : end - start].t() for row, (start, end) in zip(lse, sequences, strict=False)]
     return torch.cat(rows).float()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_on_cpu.cuda_graphs import read_by_the_host
 from megatron_on_cpu.transformer_engine.enums import NVTE_QKV_Format
 from megatron_on_cpu.transformer_engine.parameters import taking
 
@@ -68,14 +69,16 @@ def _quarter(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def _angles(x: Tensor, given: Any) -> Tensor:
-    """Those of every position of `x`, ready to be multiplied."""
+    """Angles of every position of `x`, ready to be multiplied."""
     freqs, context = given.freqs, (given.cp_size, given.cp_rank)
     table = freqs[:, :, 0] if freqs.dim() == 4 else freqs  # [positions, 1 or B, width]
     if given.qkv_format == NVTE_QKV_Format.NVTE_THD:
         if given.cu_seqlens is None:
             raise ValueError("cu_seqlens is None: packed sequences need it; pass their cumulated lengths")
-        lengths = (given.cu_seqlens.diff() // context[0]).tolist()
-        starts = [0] * len(lengths) if given.start_positions is None else given.start_positions.tolist()
+        lengths = read_by_the_host(given.cu_seqlens.diff() // context[0], "the lengths in cu_seqlens")
+        starts = [0] * len(lengths)
+        if given.start_positions is not None:
+            starts = read_by_the_host(given.start_positions, "start_positions")
         positions = [_positions(n, *context) + s for n, s in zip(lengths, starts, strict=True)]
         found = table[torch.cat(positions), 0]
         return torch.cat([found, found.new_zeros(x.shape[0] - len(found), found.shape[1])])[:, None]
@@ -85,7 +88,7 @@ def _angles(x: Tensor, given: Any) -> Tensor:
     if given.start_positions is None:
         found = table[positions_S]  # [S, 1 or B, width]
     else:
-        found = torch.stack([table[positions_S + int(start), 0] for start in given.start_positions], dim=1)
+        found = table[positions_S[:, None] + given.start_positions, 0]
     return (found if sequence_first else found.transpose(0, 1))[:, :, None]
 
 

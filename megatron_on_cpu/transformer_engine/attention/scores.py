@@ -14,12 +14,12 @@ from megatron_on_cpu.transformer_engine.enums import NVTE_Bias_Type, NVTE_Mask_T
 
 
 def has_offset(given: Any) -> bool:
-    """Whether the softmax has a column of its own in every row: 0, or a learned number for each head."""
+    """Tells whether the softmax has a column of its own in every row: 0, or a learned number for each head."""
     return bool(given.softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX)
 
 
 def sink(given: Any, scores: Tensor) -> Tensor:
-    """That column, `[1, H, 1, 1]`."""
+    """Column of the softmax, `[1, H, 1, 1]`."""
     if given.softmax_type == NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX or given.SoftmaxOffset is None:
         return scores.new_zeros(1, scores.shape[1], 1, 1)
     return given.SoftmaxOffset.detach().float().view(1, -1, 1, 1)

@@ -10,7 +10,7 @@ def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
 
 
 def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
-    """Where `mask` `[1 or B, 1, Sq, Skv]` is set, scores are -10000; rows of nothing else become zeros."""
+    """Softmax with scores of -10000 where `mask` `[1 or B, 1, Sq, Skv]` is set; rows of nothing else become zeros."""
     hidden = mask.bool()
     found = (input.float() * scale_factor).masked_fill(hidden, -10000.0).softmax(-1)
     return found.masked_fill(hidden.all(-1, keepdim=True), 0.0).to(input.dtype)
@@ -38,7 +38,7 @@ scaled_masked_softmax_backward = scaled_softmax_backward
 def scaled_upper_triang_masked_softmax_backward(
     output_grads_: Tensor, softmax_results_: Tensor, scale_factor: float
 ) -> Tensor:
-    """As `scaled_softmax_backward`."""
+    """Gradient, see `scaled_softmax_backward`."""
     return scaled_softmax_backward(output_grads_, softmax_results_, scale_factor)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_on_cpu.cuda_graphs import read_by_the_host
+
 Optional = Tensor | None
 
 
@@ -89,8 +91,8 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 
 def make_chunk_sort_map(split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int, num_splits: int) -> Tensor:
     """`[tokens]` int32, the row to which each goes when chunks of `split_sizes` come in the order `sorted_indices`."""
-    chunks = torch.arange(num_tokens).split(split_sizes.tolist())
-    order = torch.cat([chunks[i] for i in sorted_indices.tolist()])
+    chunks = torch.arange(num_tokens).split(read_by_the_host(split_sizes, "split_sizes"))
+    order = torch.cat([chunks[i] for i in read_by_the_host(sorted_indices, "sorted_indices")])
     rows = torch.empty(num_tokens, dtype=torch.int32)
     rows[order] = torch.arange(num_tokens, dtype=torch.int32)
     return rows

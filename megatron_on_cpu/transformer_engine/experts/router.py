@@ -88,9 +88,10 @@ def fused_moe_aux_loss_fwd(
     coeff: float,
 ) -> tuple[Tensor, Tensor]:
     """(the loss, its constant factor): `coeff experts / (topk tokens^2)` times the sum of probabilities and counts."""
-    factor = num_experts * coeff / topk / int(total_num_tokens) / int(total_num_tokens)
+    tokens = torch.as_tensor(total_num_tokens, dtype=torch.float64).view(())
+    factor = (num_experts * coeff / topk / tokens / tokens).float()
     loss = (probs.float().sum(0) * tokens_per_expert.float()).sum() * factor
-    return loss.to(probs.dtype), torch.tensor(factor, dtype=torch.float32)
+    return loss.to(probs.dtype), factor
 
 
 def fused_moe_aux_loss_bwd(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_on_cpu.transformer_engine.enums import TORCH_DTYPES, Float8BlockScaleTensorFormat
 from megatron_on_cpu.transformer_engine.quantisation.scales import (
+    amax_of,
     cast_to_fp8,
     exponent_of_amax,
     power_of_exponent,
@@ -22,7 +23,7 @@ _BLOCK, _MX = 128, 32
 
 
 def compact(tensor: Any) -> bool:
-    """Whether scales and columns are laid out for an all-gather of rows, not for a product; 2.20 has none such."""
+    """Tells whether scales and columns are laid out for an all-gather of rows, not for a product; not in 2.20."""
     return getattr(tensor, "_data_format", None) == Float8BlockScaleTensorFormat.COMPACT
 
 
@@ -32,8 +33,9 @@ def blocks_of(tensor: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor,
     x = x.t() if columnwise else x
     number = TORCH_DTYPES[quantizer.dtype]
     height = _BLOCK if quantizer.block_scaling_dim == 2 else 1
-    amax = _in_blocks(x.abs(), height, _BLOCK).amax(dim=(1, 3))
-    scale = scale_of_amax(amax, torch.finfo(number).max, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
+    amax = amax_of(_in_blocks(x, height, _BLOCK), 1, 3)
+    limits = torch.finfo(number).max, quantizer.force_pow_2_scales, quantizer.amax_epsilon
+    scale = scale_of_amax(amax, *limits, highest=torch.finfo(tensor.dtype).max)
     data = cast_to_fp8(x * _spread(scale, height, _BLOCK, x.shape), number)
     scale_inv = 1 / scale
     small = quantizer.block_scaling_dim == 1 and getattr(quantizer, "all_gather_usage", False)
@@ -64,7 +66,7 @@ def mx_blocks_of(tensor: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tens
     number = TORCH_DTYPES[quantizer.dtype]
     x = tensor.float().reshape(-1, tensor.shape[-1])
     height, width = (_MX, 1) if columnwise else (1, _MX)
-    amax = _in_blocks(x.abs(), height, width).amax(dim=(1, 3))
+    amax = amax_of(_in_blocks(x, height, width), 1, 3)
     exponent = exponent_of_amax(amax, torch.finfo(number).max)
     inverse = 1 / power_of_exponent(exponent)
     data = cast_to_fp8(x * _spread(inverse, height, width, x.shape), number)

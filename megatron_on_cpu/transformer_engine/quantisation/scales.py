@@ -10,21 +10,36 @@ from megatron_on_cpu.transformer_engine.enums import TORCH_DTYPES
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def scale_of_amax(amax: Tensor, largest: float, power_of_two: bool, epsilon: float) -> Tensor:
-    """What numbers up to `amax` are multiplied by to use the format's range: 1 where there is none or it is not finite.
+def amax_of(x: Tensor, *dims: int) -> Tensor:
+    """The largest absolute value over these dims, by default over all; NaN does not count, as in the kernels."""
+    if not (dims or x.numel()):
+        return x.new_zeros(())
+    magnitude = x.abs()
+    return magnitude.where(~magnitude.isnan(), 0).amax(dims)
 
-    `power_of_two` rounds it down to one; `epsilon` is the least amax.
+
+def scale_of_amax(
+    amax: Tensor, largest: float, power_of_two: bool, epsilon: float, highest: float = _LARGEST
+) -> Tensor:
+    """The factor that brings numbers up to `amax` into the range up to `largest`; 1 where amax is 0 or not finite.
+
+    `power_of_two` rounds the factor down to one; `epsilon` is the least amax, `highest` the largest factor.
     """
     amax = amax.clamp(min=epsilon) if epsilon > 0 else amax
-    scale = (largest / amax).clamp(max=_LARGEST)
+    scale = _quotient(largest, amax, highest)
     if power_of_two:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
 
 
+def _quotient(largest: float, amax: Tensor, highest: float = _LARGEST) -> Tensor:
+    """`largest / amax`, rounded once: a Python number over a tensor is in torch a reciprocal times the number."""
+    return torch.full_like(amax, largest).div(amax).clamp(max=highest)
+
+
 def exponent_of_amax(amax: Tensor, largest: float) -> Tensor:
     """The biased exponent, uint8, of the least power of two that brings numbers up to `amax` into the format."""
-    bits = (amax / largest).view(torch.int32)
+    bits = (amax * (1 / largest)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     rounded_up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
     exponent = exponent + rounded_up.to(torch.int32)
@@ -34,7 +49,7 @@ def exponent_of_amax(amax: Tensor, largest: float) -> Tensor:
 
 def power_of_exponent(exponent: Tensor) -> Tensor:
     """2 to the power of a biased exponent, in fp32."""
-    return torch.ldexp(torch.ones((), dtype=torch.float64), exponent.to(torch.int32) - 127).float()
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent.to(torch.int32) - 127).float()
 
 
 def cast_to_fp8(scaled: Tensor, number: torch.dtype) -> Tensor:
@@ -45,7 +60,7 @@ def cast_to_fp8(scaled: Tensor, number: torch.dtype) -> Tensor:
 
 def compute_amax(input: Tensor, amax: Tensor) -> None:
     """The largest absolute value, into `amax`."""
-    amax.fill_(input.detach().float().abs().max())
+    amax.fill_(amax_of(input.detach().float()))
 
 
 def fused_amax_and_scale_update_after_reduction(
@@ -58,20 +73,21 @@ def fused_amax_and_scale_update_after_reduction(
 ) -> None:
     """Delayed scaling between two steps: amaxes of the step, in one buffer, go to the histories and make new scales.
 
-    A history is `[length, tensors]`, the amaxes of the running step in its first row. The others move up by one.
-    A scale whose amax is 0 or not finite stays.
+    A history is `[length, tensors]`, the amaxes of the running step in its first row, which the buffer's replace unless
+    they are 0. The other rows move up by one. Where the amax of the step is 0, as of an expert without tokens, history
+    and scale stay; so does a scale whose amax is not finite.
     """
     largest = torch.finfo(TORCH_DTYPES[fp8_dtype]).max * 2.0**-margin
     widths = [history.shape[1] for history in amax_histories]
     parts = amax_reduction_buffer.split(widths)
-    for amax, history, scale in zip(parts, amax_histories, scales, strict=True):
+    for reduced, history, scale in zip(parts, amax_histories, scales, strict=True):
+        amax = torch.where(reduced != 0, reduced, history[0])
         moved = torch.cat([history[1:], amax[None]])
-        newest = amax_compute_algo == "most_recent"
-        used = amax if newest else moved.amax(0)
-        found = (largest / used).clamp(max=_LARGEST)
-        scale.copy_(torch.where((used > 0) & torch.isfinite(used), found, scale))
+        used = amax if amax_compute_algo == "most_recent" else amax_of(moved, 0)
+        found = _quotient(largest, used)
+        scale.copy_(torch.where((amax != 0) & (used > 0) & torch.isfinite(used), found, scale))
         moved[0] = 0
-        history.copy_(moved)
+        history.copy_(torch.where(amax != 0, moved, history))
 
 
 def multi_tensor_compute_scale_and_scale_inv(
@@ -82,13 +98,13 @@ def multi_tensor_compute_scale_and_scale_inv(
     force_pow_2_scales: bool,
     epsilon: float,
 ) -> None:
-    """Of [amaxes, scales, inverse scales], the latter two from the first."""
+    """Scales of [amaxes, scales, inverse scales]: the latter two from the first."""
     for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
         scale.copy_(scale_of_amax(amax, max_fp8, force_pow_2_scales, epsilon))
         scale_inv.copy_(1 / scale)
 
 
 def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, dummy: Any, tensor_lists: list[list[Tensor]]) -> None:
-    """Of [amaxes, exponents], the exponents of E4M3 from the amaxes."""
+    """Exponents of [amaxes, exponents]: the exponents of E4M3 from the amaxes."""
     for amax, exponent in zip(*tensor_lists, strict=True):
         exponent.copy_(exponent_of_amax(amax.float(), torch.finfo(torch.float8_e4m3fn).max))

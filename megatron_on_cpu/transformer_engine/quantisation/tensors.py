@@ -28,43 +28,54 @@ from megatron_on_cpu.transformer_engine.quantisation.blocks import (
     mx_back,
     mx_blocks_of,
 )
-from megatron_on_cpu.transformer_engine.quantisation.scales import cast_to_fp8, scale_of_amax
+from megatron_on_cpu.transformer_engine.quantisation.scales import amax_of, cast_to_fp8, scale_of_amax
 
 _TENSORS = "transformer_engine.pytorch.tensor"
 
 
 def quantized(tensor: Any) -> bool:
-    """Whether it is one of TE's quantised tensors, or what holds the data of one."""
+    """Tells whether it is one of TE's quantised tensors, or what holds the data of one."""
     return hasattr(tensor, "_fp8_dtype")
 
 
 def nominal_dtype(tensor: Any) -> torch.dtype:
-    """What it stands for."""
+    """Dtype that the tensor stands for."""
     found: torch.dtype = getattr(tensor, "dtype", torch.float32)
     return found
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """`tensor` as the quantiser has it, in `output` or in a new tensor; nothing is done where `noop` is set."""
-    if noop is not None and output is not None and noop.item() != 0:
-        return output
+    """`tensor` as the quantiser has it, in `output` or in a new tensor. Where `noop` is set, `output` and the
+    quantiser's own amax and scale keep their values; the host does not read `noop`, so a CUDA graph may change it."""
     name = type(quantizer).__name__
     if name not in _KINDS:
         raise NotImplementedError(
             f"quantizer is a {name}: the CPU emulation of Transformer Engine has {', '.join(_KINDS)}; choose an FP8 "
             "recipe of these"
         )
-    held = _KINDS[name][0](tensor.detach(), quantizer)
     if output is None:
-        return _new(tensor, quantizer, held)
+        return _new(tensor, quantizer, _KINDS[name][0](tensor.detach(), quantizer))
+    own = [x for x in (getattr(quantizer, kept, None) for kept in ("amax", "scale")) if isinstance(x, Tensor)]
+    before = [x.clone() for x in own]
+    held = _KINDS[name][0](tensor.detach(), quantizer)
+    for now, old in zip(own, before, strict=True):
+        _overwrite(now, now.clone(), noop, old)
     for attribute, value in held.items():
         was = getattr(output, "_" + attribute, None)
-        tensors = isinstance(was, Tensor) and isinstance(value, Tensor)
-        if tensors and (was.shape, was.dtype) == (value.shape, value.dtype):  # type: ignore[union-attr]
-            was.copy_(value)  # type: ignore[union-attr]
+        if (
+            isinstance(was, Tensor)
+            and isinstance(value, Tensor)
+            and (was.shape, was.dtype) == (value.shape, value.dtype)
+        ):
+            _overwrite(was, value, noop, was)
         else:
             setattr(output, "_" + attribute, value)
     return output
+
+
+def _overwrite(target: Tensor, value: Tensor, noop: Tensor | None, kept: Tensor) -> None:
+    """`value` into `target`, or `kept` where `noop` is set."""
+    target.copy_(value if noop is None else torch.where(noop.view(()) != 0, kept, value))
 
 
 def quantize_into(tensor: Tensor, output: Any, quantizer: Any) -> Any:
@@ -75,7 +86,7 @@ def quantize_into(tensor: Tensor, output: Any, quantizer: Any) -> Any:
 
 
 def dequantize(input: Any, otype: Any) -> Tensor:
-    """What an FP8 tensor stands for, in `otype`."""
+    """Numbers that an FP8 tensor stands for, in `otype`."""
     return high_precision(input).to(TORCH_DTYPES[otype])
 
 
@@ -129,7 +140,7 @@ def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def _new(tensor: Tensor, quantizer: Any, held: dict[str, Any]) -> Any:
-    """Of TE's class, or of its class for data alone where the quantiser is for TE's own use."""
+    """New tensor of TE's class, or of its class for data alone where the quantiser is for TE's own use."""
     names = {"scale_inv": "fp8_scale_inv", "transpose": "data_transpose"}
     held = {names.get(name, name): value for name, value in held.items() if name != "transpose_invalid"}
     _, whole, module = _KINDS[type(quantizer).__name__]
@@ -143,8 +154,8 @@ def _new(tensor: Tensor, quantizer: Any, held: dict[str, Any]) -> Any:
 
 def _of_one_scale(tensor: Tensor, scale: Tensor, quantizer: Any) -> dict[str, Any]:
     number = TORCH_DTYPES[quantizer.dtype]
-    data = cast_to_fp8(tensor.float() * scale, number)
-    turned = data.movedim(-1, 0).contiguous() if quantizer.columnwise_usage and data.dim() else None
+    data = cast_to_fp8(tensor.float() * scale.view(()), number)
+    turned = (data.movedim(-1, 0).contiguous() if data.dim() else data) if quantizer.columnwise_usage else None
     return {
         "data": data if quantizer.rowwise_usage else None,
         "transpose": turned,
@@ -156,18 +167,15 @@ def _of_one_scale(tensor: Tensor, scale: Tensor, quantizer: Any) -> dict[str, An
 
 def _delayed(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
     held = _of_one_scale(tensor, quantizer.scale, quantizer)
-    if tensor.numel():
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, tensor.float().abs().max()))
+    quantizer.amax.copy_(torch.maximum(quantizer.amax, amax_of(tensor.float())))
     return held
 
 
 def _current(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
     """Before 2.20 its quantiser kept the amax and the scale."""
     keeps = hasattr(quantizer, "use_existing_amax")
-    if keeps and quantizer.use_existing_amax:
-        amax = quantizer.amax
-    else:
-        amax = tensor.float().abs().max().view(1) if tensor.numel() else torch.zeros(1)
+    existing = keeps and quantizer.use_existing_amax
+    amax = quantizer.amax if existing else amax_of(tensor.float()).view(1)
     if quantizer.with_amax_reduction:
         amax = amax.clone()
         dist.all_reduce(amax, dist.ReduceOp.MAX, quantizer._canonicalized_amax_reduction_group())
@@ -227,4 +235,4 @@ def _per_tensor(tensor: Any, number: torch.dtype, columnwise: bool) -> Tensor:
         values = turned.view(number).float().movedim(0, -1)
     else:
         values = tensor._data.view(number).float()
-    return values * tensor._scale_inv
+    return values * tensor._scale_inv.view(())

@@ -1,1 +1,1 @@
-"""What 2.20 of Transformer Engine has otherwise than 2.11, or only since, in terms of what 2.11 has."""
+"""Differences of Transformer Engine 2.20 from 2.11, in terms of what 2.11 has."""

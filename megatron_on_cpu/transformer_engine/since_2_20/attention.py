@@ -45,7 +45,7 @@ def fused_attn_fwd(given: Any) -> list[Any]:
 
 @taking(_BACKWARD)
 def fused_attn_bwd(given: Any) -> list[Any]:
-    """As before; gradients have the dtype that Q, K and V stand for."""
+    """Gradients as before; gradients have the dtype that Q, K and V stand for."""
     _refuse_other_diagonal(given)
     return fused.gradients(given, given.fake_dtype)
 

@@ -23,7 +23,7 @@ def fused_topk_with_score_function_fwd(
     routing_map_format: int = _BYTEMAP,
     topk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As before, of any leading dims; what backward needs is in fp32."""
+    """Function as before, of any leading dims; what backward needs is in fp32."""
     _refuse_other_maps(routing_map_format, topk_indices is not None)
     _refuse_other_scores(score_function)
     wide = logits.float().flatten(0, -2)
@@ -58,7 +58,7 @@ def fused_topk_with_score_function_bwd(
 def fused_score_for_moe_aux_loss_fwd(
     logits: Tensor, topk: int, score_function: str, routing_map_format: int = _BYTEMAP
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As before, of any leading dims; scores and what backward needs are in fp32."""
+    """Function as before, of any leading dims; scores and what backward needs are in fp32."""
     _refuse_other_maps(routing_map_format, False)
     _refuse_other_scores(score_function)
     found = router.fused_score_for_moe_aux_loss_fwd(logits.float().flatten(0, -2), topk, score_function)

@@ -1,4 +1,4 @@
-"""What else of tensors 2.20 has only since."""
+"""Functions of tensors that are new in 2.20."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def multi_tensor_scale_tensor(
     chunk_size: int, is_infinite: Tensor, tensor_lists: optimizers.Lists, scale: Tensor
 ) -> None:
     """Second list = first list * scale, a tensor."""
-    optimizers.multi_tensor_scale(chunk_size, is_infinite, tensor_lists, scale.item())
+    optimizers.multi_tensor_scale(chunk_size, is_infinite, tensor_lists, scale)
 
 
 def nvte_built_with_cublasmp() -> bool:

@@ -1,6 +1,7 @@
 """The values of every collective, under both names that torch has had for it, and what torch builds on them."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -136,14 +137,126 @@ def test_modes_see_what_is_sent():
 
 
 @ranks(2, rules=RULES)
-def test_futures():
-    x = torch.ones(2)
-    future = dist.all_reduce(x, async_op=True).get_future().then(lambda done: done.value()[0] * 10)
-    assert future.wait().tolist() == [20, 20]
-    works = [dist.all_reduce(x, async_op=True) for _ in range(2)]
-    waiting = works[0].get_future().then(lambda done: works[1].wait())
-    assert waiting.wait() is True
-    assert x.tolist() == [8, 8]
+def test_callbacks_of_futures_run_where_they_are_added():
+    """NCCL's futures are complete at launch, so that their callbacks may launch more."""
+    x, threads = torch.ones(2), []
+
+    def launch_more(done):
+        threads.append(threading.get_ident())
+        dist.all_reduce(x)
+        return done.value()[0] * 10
+
+    future = dist.all_reduce(x, async_op=True).get_future().then(launch_more)
+    assert threads == [threading.get_ident()]
+    dist.broadcast(x, 0)
+    assert future.wait().tolist() == [40, 40]
+
+
+@ranks(2, rules=RULES)
+def test_power_sgd_hook_of_data_parallel():
+    """Its callbacks launch collectives."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
+
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    model = nn.parallel.DistributedDataParallel(inner, bucket_cap_mb=1e-4)
+    state = hooks.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2, min_compression_rate=0.1)
+    model.register_comm_hook(state, hooks.powerSGD_hook)
+    x = torch.randn(4, 8) + dist.get_rank()
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    copies = [torch.empty_like(p.grad) for p in model.parameters()]
+    for p, copied in zip(model.parameters(), copies, strict=True):
+        copied.copy_(p.grad)
+        dist.broadcast(copied, 0)
+        torch.testing.assert_close(copied, p.grad)
+
+
+@ranks(2, rules=RULES)
+def test_minimum_and_maximum_skip_nan():
+    nan, rank = float("nan"), dist.get_rank()
+    for dtype in (torch.float32, torch.bfloat16):
+        for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            x = torch.tensor([nan, 2.0, nan] if rank else [1.0, nan, nan], dtype=dtype)
+            dist.all_reduce(x, op)
+            assert x[:2].tolist() == [1, 2]
+            assert x[2].isnan()
+
+
+@ranks(2, rules=RULES)
+def test_premultiplied_sum():
+    x = torch.tensor([1.0, 2.0]) + dist.get_rank()
+    dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))
+    assert x.tolist() == [1.5, 2.5]
+    piece = torch.empty(1)
+    reduce_scatter_single(piece, torch.tensor([1.0, 2.0]), dist._make_nccl_premul_sum(0.25))
+    assert piece.tolist() == [0.5 + 0.5 * dist.get_rank()]
+    with pytest.raises(TypeError, match="PREMUL_SUM of torch.int64"):
+        dist.all_reduce(torch.ones(2).long(), dist._make_nccl_premul_sum(0.5))
+
+
+@ranks(2, rules=RULES)
+def test_divide_factor_of_fsdp2():
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model)
+    model.set_gradient_divide_factor(8.0)
+    x = torch.ones(2, 4) * (1 + dist.get_rank())
+    model(x).sum().backward()
+    torch.testing.assert_close(model.weight.grad.to_local(), torch.full((2, 4), 6 / 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@ranks(2, rules=RULES)
+def test_sums_of_eight_bits(dtype):
+    """Hopper has them."""
+    x = torch.tensor([1.0, 2.5]).to(dtype)
+    dist.all_reduce(x)
+    assert x.float().tolist() == [2, 5]
+    dist.all_reduce(x, dist.ReduceOp.AVG)
+    assert x.float().tolist() == [2, 5]
+
+
+@ranks(2, rules=RULES)
+def test_dense_messages_of_any_order():
+    x = torch.arange(6.0).view(2, 3)
+    y = torch.empty(3, 2).t()
+    if dist.get_rank() == 0:
+        dist.send(x.t().contiguous().t(), 1)
+    else:
+        dist.recv(y, 0)
+        assert torch.equal(y, x)
+
+
+@ranks(2, rules=RULES)
+def test_lists_of_strided_tensors():
+    rank, whole = dist.get_rank(), torch.zeros(3, 4)
+    outputs = [whole[:, 0], whole[:, 2]]
+    dist.all_gather(outputs, torch.arange(3.0) + 10 * rank)
+    assert torch.equal(whole, torch.tensor([[i, 0, 10.0 + i, 0] for i in range(3)]))
+    piece = torch.empty(3)
+    dist.reduce_scatter(piece, [whole[:, 0], whole[:, 2]])
+    assert torch.equal(piece, 2 * (torch.arange(3.0) + 10 * rank))
+
+
+@ranks(2, rules=RULES)
+def test_empty_collectives_are_discarded():
+    """NCCL does not let ranks meet for them, so that one may leave them out."""
+    if dist.get_rank() == 0:
+        empty = torch.empty(0)
+        assert dist.all_reduce(empty, async_op=True).get_future().value()[0] is empty
+        dist.broadcast(empty, 0)
+        all_gather_single(torch.empty(0), empty)
+        reduce_scatter_single(torch.empty(0), empty)
+        with dist.distributed_c10d._coalescing_manager(async_ops=True) as work:
+            dist.all_reduce(empty)
+        work.wait()
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x.item() == 2
 
 
 @ranks(2, rules=RULES)
@@ -193,6 +306,17 @@ def check_groups():
                     dist.send(x, high, group=group)
                 elif rank == high:
                     dist.recv(x, low, group=group)
+    if dist.group.WORLD.rules.eager:
+        half = dist.split_group(split_ranks=[[1, 0], [3]])
+        assert (half is None) == (rank == 2)
+        if half is not None:
+            x = torch.tensor([float(rank)])
+            dist.all_reduce(x, group=half)
+            assert x.item() == (1 if rank < 2 else 3)
+            assert dist.get_process_group_ranks(half) == ([0, 1] if rank < 2 else [3])
+    else:
+        with pytest.raises(RuntimeError, match="device_id"):
+            dist.split_group(split_ranks=[[0, 1], [2, 3]])
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = torch.tensor([float(rank)])
     dist.all_reduce(x, group=mesh.get_group("tp"))

@@ -30,6 +30,7 @@ def test_forward_with_bias_and_gelu(dtype):
     torch.testing.assert_close(out, F.gelu(expected.float(), approximate="tanh").to(dtype))
 
 
+@pytest.mark.essential
 def test_backward_with_its_epilogues():
     x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(7, 8, requires_grad=True)
     bias, grad = torch.randn(7, requires_grad=True), torch.randn(6, 7)

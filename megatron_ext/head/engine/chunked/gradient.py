@@ -14,9 +14,9 @@ from megatron_ext.head.engine import logit_gradient
 from megatron_ext.head.engine.autograd import Asked
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces
-from megatron_ext.head.row_passes.dispatch import row_gradient
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
-from megatron_ext.head.row_passes.logit_passes import parts_of, transformed
+from megatron_ext.head.row_passes.logit_passes import part_of, parts_of, transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
 
 
@@ -97,9 +97,22 @@ class ChunkGradient:
 
     def _write_softmax(self, z_tV: Tensor, rows: slice, out_tV: Tensor) -> None:
         plan, call = self.plan, self.plan.call
-        given = (plan.target_T, self.stats.shift, *self.softmax.passed, self.softmax.value)
-        bends = call.counted, call.softcap, call.temperature
-        row_gradient(z_tV, False, *parts_of(rows, *given), out_tV, None, *bends, plan.labelled)
+        passed = self.softmax.passed
+        scale_t, slope_t, offset_t, value_t = parts_of(rows, *passed, self.softmax.value)
+        passes_of(z_tV).row_gradient(
+            z_tV,
+            part_of(plan.target_T, rows),
+            part_of(self.stats.shift, rows),
+            out_tV,
+            scale_T=scale_t,
+            slope_T=slope_t,
+            offset_T=offset_t,
+            value_T=value_t,
+            counted=call.counted,
+            softcap=call.softcap,
+            temperature=call.temperature,
+            labelled=plan.labelled,
+        )
 
     def _add_at_places(self, each: AtPlaces, out_tV: Tensor) -> None:
         """In fp64, rounded once beside what is there."""

@@ -11,14 +11,22 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.flatten import rows_of
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.leaves import leaves_of
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.logit_passes import bend, transformed
 from megatron_ext.head.row_passes.side_by_side import in_one, operand
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.matrices import accumulation_dtype
+
+
+class LogitTransform(NamedTuple):
+    """What a head does to its product: a softcap of the logits times a scale, and whether they are rounded first."""
+
+    softcap: float | None
+    scale: float
+    rounds: bool
 
 
 class Rule(NamedTuple):
@@ -94,7 +102,7 @@ def of_logits(logits: Sequence[Tensor], rules: Sequence[Rule]) -> list[Given]:
 
 
 def of_hidden(
-    inputs: Sequence[Any], rules: Sequence[tuple[float | None, float, bool]], call: Call, sizes: list[int] | None
+    inputs: Sequence[Any], rules: Sequence[LogitTransform], call: ResolvedHead, sizes: list[int] | None
 ) -> list[list[Product]]:
     """The same of each leaf with all tokens' hidden states; `inputs`: those, weight, bias and low rank of each.
     Communicates: with `sizes` 1 all-gather."""

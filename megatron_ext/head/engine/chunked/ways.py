@@ -18,7 +18,7 @@ from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
 from megatron_ext.head.engine.chunked import kept_gradient, sources
 from megatron_ext.head.engine.chunked.by_leaf import Leaves
 from megatron_ext.head.engine.chunked.gradient import ChunkGradient, logits_of_chunk, sides_of
-from megatron_ext.head.engine.chunked.sources import Product, Rule
+from megatron_ext.head.engine.chunked.sources import LogitTransform, Product, Rule
 from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.fixed_bits import engine_order
@@ -26,7 +26,7 @@ from megatron_ext.head.fixed_bits.leaves import of_shard, total_of
 from megatron_ext.head.fixed_bits.source import chunks as fixed_chunks
 from megatron_ext.head.readouts.read_out import Chunk
 from megatron_ext.head.row_passes import matmul
-from megatron_ext.head.row_passes.dispatch import combined, row_statistics
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, part_of
 from megatron_ext.head.row_passes.side_by_side import WeightSums, column_spans
 from megatron_ext.numerics import fixed_order, matrices
@@ -76,7 +76,7 @@ class OfChunks(Way):
     layout each also gathers the hidden states, with the teachers' in the same collective.
     """
 
-    def __init__(self, rules: Sequence[tuple[float | None, float, bool]], sizes: list[int] | None, keep: bool):
+    def __init__(self, rules: Sequence[LogitTransform], sizes: list[int] | None, keep: bool):
         self.rules, self.sizes, self.keep = rules, sizes, keep
 
     def forward(self, plan: Plan, *inputs: Any) -> Passed:
@@ -235,7 +235,7 @@ def _read(
         if engine_order.applies(call, like):
             stats = engine_order.rounded(stats, stats_RKT)
     elif plan.softmax:
-        stats = combined(stats_RKT, stats_KT, shifts[0], call)
+        stats = passes_of(stats_RKT).combined(stats_RKT, stats_KT, shifts[0], call)
     found = Passed(stats, *plan.results(stats, stats_RKT, stats_KT, own_KT))
     return found._replace(kept=shifts) if plan.softmax and leaves is not None else found
 
@@ -244,7 +244,8 @@ def _write_statistics(plan: Plan, z_tV: Tensor, rows: slice, stats_Kt: Tensor, s
     """The shared statistics of a chunk of logits."""
     call = plan.call
     target_t = part_of(plan.target_T, rows)
-    row_statistics(z_tV, target_t, stats_Kt, None, shift_t, None, *call.sums(call.counted), plan.labelled)
+    options = call.sums(call.counted)
+    passes_of(z_tV).row_statistics(z_tV, target_t, stats_Kt, shift_T=shift_t, labelled=plan.labelled, **options)
     if engine_order.applies(call, z_tV):
         engine_order.write_sums(z_tV, stats_Kt, None, call.counted, call)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine import chunk_sizes
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.readouts.divergences.teacher import SIDE, OfTwoSides, normaliser, side_statistics
 from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut, put
 from megatron_ext.head.row_passes.logit_passes import transformed
@@ -95,7 +95,7 @@ class NormalisedSides(OfTwoSides):
         return [x for i in (0, 1) for x in normaliser(sides_RKT, i, self.call)]
 
 
-def _log_probs(logits: Sequence[Tensor], normalisers: list[Tensor], at: slice, call: Call) -> list[Tensor]:
+def _log_probs(logits: Sequence[Tensor], normalisers: list[Tensor], at: slice, call: ResolvedHead) -> list[Tensor]:
     """Of the student and the teacher."""
     found = []
     for i, z_tV in enumerate(logits):

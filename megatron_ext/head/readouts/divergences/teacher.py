@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.leaves import added
 from megatron_ext.head.readouts.read_out import ReadOut
-from megatron_ext.head.row_passes.dispatch import row_statistics
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
 
 SIDE = 3  # rows of each side, those of `row_statistics`
@@ -48,16 +48,16 @@ class Normaliser(NamedTuple):
     log_sum: Tensor
 
 
-def side_statistics(logits: Sequence[Tensor], stats_Kt: Tensor, call: Call) -> None:
+def side_statistics(logits: Sequence[Tensor], stats_Kt: Tensor, call: ResolvedHead) -> None:
     """Write the statistics of the student's logits of a chunk, and below them the teacher's."""
     for i, z_tV in enumerate(logits):
         nowhere = torch.full((z_tV.shape[0],), -1, device=z_tV.device)
         rows_Kt = stats_Kt[i * SIDE : (i + 1) * SIDE]
-        last = (call.vocab.counted, None, call.temperature, False, False, False)
-        row_statistics(z_tV, nowhere, rows_Kt, None, None, None, *last)
+        options = call.vocab.counted, call.temperature
+        passes_of(z_tV).row_statistics(z_tV, nowhere, rows_Kt, counted=options[0], temperature=options[1])
 
 
-def normaliser(stats_RKT: Tensor, side: int, call: Call) -> Normaliser:
+def normaliser(stats_RKT: Tensor, side: int, call: ResolvedHead) -> Normaliser:
     """Of all shards together."""
     peaks_RT, sums_RT = (stats_RKT[:, side * SIDE + row].double() for row in (MAX, SUM_EXP))
     largest_T = peaks_RT.amax(0)

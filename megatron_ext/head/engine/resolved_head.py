@@ -1,18 +1,32 @@
-"""What every pass, exchange and gradient of one call takes: facts of the head, and which sums over rows are wanted."""
+"""`ResolvedHead`: a head in one call, with its group and shard found, and which sums over rows are wanted."""
 
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.validation.option_checks import Bits, Cache
 
 
+class RowOptions(TypedDict):
+    """The number of columns that count, the transform of logits, and the sums that are wanted beside the softmax's."""
+
+    counted: int
+    softcap: float | None
+    temperature: float
+    with_mean: bool
+    with_entropy: bool
+    with_hits: bool
+
+
 @dataclass(frozen=True)
-class Call:
-    """One call. All ranks of `group` hold equal calls, `vocab` and `chosen` aside. Checked where heads are made.
+class ResolvedHead:
+    """The part of a head that every pass, exchange and gradient of one call takes; no tensors of the caller's.
+
+    `LmHead.resolved` and `Logits.resolved` make it. On all ranks of `group` they are equal, `vocab` and `chosen` aside.
 
     Attributes:
         group: the ranks that share the vocabulary; None: not sharded.
@@ -31,6 +45,8 @@ class Call:
         rounds: logits are rounded to the hidden states' 16 bits before anything else is done with them.
         chosen: int64, rising: the columns of this rank whose logits are made; None: all.
         leaf: which of this rank's leaves `vocab` is; None: it is all of this rank's columns.
+        in_slices: each rank has its slice of dim 0 of the hidden states.
+        guessed: the caller gave no `vocab`, and equal shards are assumed.
     """
 
     group: Group
@@ -49,6 +65,8 @@ class Call:
     rounds: bool = False
     chosen: Tensor | None = None
     leaf: int | None = None
+    in_slices: bool = False
+    guessed: bool = False
 
     @property
     def fixed(self) -> bool:
@@ -60,15 +78,22 @@ class Call:
         """How many columns of the logits that are made count, from the first one on."""
         return self.vocab.counted if self.chosen is None else self.chosen.shape[0]
 
-    def sums(self, counted: int) -> tuple[int, float | None, float, bool, bool, bool]:
-        """The last arguments of `row_statistics`, of logits of which `counted` columns count."""
-        return counted, self.softcap, self.temperature, self.mean, self.expected, self.hits
+    def sums(self, counted: int) -> RowOptions:
+        """The options of `row_statistics`, of logits of which `counted` columns count."""
+        return {
+            "counted": counted,
+            "softcap": self.softcap,
+            "temperature": self.temperature,
+            "with_mean": self.mean,
+            "with_entropy": self.expected,
+            "with_hits": self.hits,
+        }
 
     def place(self, columns: Tensor) -> Tensor:
         """Where `columns` of this rank's shard are among the logits that are made."""
         return columns if self.chosen is None else torch.searchsorted(self.chosen, columns)
 
-    def without_scale(self) -> "Call":
+    def without_scale(self) -> "ResolvedHead":
         """The same with the scale in softcap and temperature: `c tanh(s z / c) = s (c / s) tanh(z / (c / s))`."""
         if self.logit_scale == 1.0:
             return self
@@ -76,7 +101,7 @@ class Call:
         temperature = self.temperature / self.logit_scale
         return replace(self, softcap=softcap, temperature=temperature, logit_scale=1.0)
 
-    def without_bends(self) -> "Call":
+    def without_bends(self) -> "ResolvedHead":
         """The same of logits that scale and softcap have left already."""
         bent = self.softcap is not None or self.logit_scale != 1.0
         return replace(self, softcap=None, logit_scale=1.0) if bent else self
@@ -84,4 +109,4 @@ class Call:
     @property
     def ranks(self) -> int:
         """Number of ranks that share the vocabulary."""
-        return group_size(self.group)
+        return 1 if self.group is None else self.group.size()

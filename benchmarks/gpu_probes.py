@@ -1,0 +1,125 @@
+"""`python -m benchmarks.gpu_probes`: why dx is slow where it is, and which chunks are quickest.
+
+dx at B runs at 663 TFLOP/s where dW has 713: here it is made five ways. Log-probabilities without gradient take chunks
+of three sizes. With `--profile FILE` a table of the kernels of one step, and nothing else.
+"""
+
+import argparse
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks import gpu, record
+from benchmarks.cases import GPU_CASES, Case
+from benchmarks.implementations import ours
+from benchmarks.measure import drawn, run_once
+from megatron_ext import head
+
+CHUNKS = (384, 1024, 2048)
+
+
+def through(library: str, product: Callable[[], object]) -> Callable[[], object]:
+    """A product by another library of torch's."""
+
+    def step() -> object:
+        before = torch.backends.cuda.preferred_blas_library()
+        torch.backends.cuda.preferred_blas_library(library)
+        try:
+            return product()
+        finally:
+            torch.backends.cuda.preferred_blas_library(before)
+
+    return step
+
+
+def dx_five_ways(case: Case) -> dict[str, Callable[[], object]]:
+    """As the head makes it; by cuBLASLt; with a result of 16 bits; in two halves of K; and as its transpose."""
+    w_VD = drawn(case).w_VD.detach()
+    g_TV = torch.rand(case.tokens, case.columns, device=w_VD.device).to(w_VD.dtype)
+    half = case.columns // 2
+    first, second = (g_TV[:, :half], w_VD[:half]), (g_TV[:, half:], w_VD[half:])
+
+    def wide() -> Tensor:
+        return torch.mm(g_TV, w_VD, out_dtype=torch.float32)
+
+    def halves() -> Tensor:
+        total_TD = torch.mm(*first, out_dtype=torch.float32)
+        return torch.addmm(total_TD, *second, out_dtype=torch.float32, out=total_TD)
+
+    return {
+        "dx: as the head": wide,
+        "dx: by cublaslt": through("cublaslt", wide),
+        "dx: of 16 bits": lambda: torch.mm(g_TV, w_VD),
+        "dx: halves of K": halves,
+        "dx: transposed": lambda: torch.mm(w_VD.t(), g_TV.t(), out_dtype=torch.float32),
+    }
+
+
+def log_probs_by_chunks(case: Case) -> dict[str, Callable[[], object]]:
+    """Forward alone, by tokens of a chunk."""
+    x_TD, w_VD, labels_T = (x.detach() for x in drawn(case))
+
+    def step(tokens: int) -> object:
+        with torch.no_grad():
+            return head.LmHead(w_VD, chunk_tokens=tokens).read(x_TD, head.LogProbs(labels_T))
+
+    return {f"log-probabilities: chunks of {n}": lambda n=n: step(n) for n in CHUNKS}
+
+
+def measure(run: gpu.Run, case: Case) -> None:
+    """Rows of what is missing, by turns within each kind."""
+    for probes in (dx_five_ways, log_probs_by_chunks):
+        steps = {name: step for name, step in probes(case).items() if not run.measured(case, name)}
+        for name, step in steps.items():
+            run.attempt(case, name, lambda step=step: _times(run, step))
+
+
+def _times(run: gpu.Run, step: Callable[[], object]) -> list[gpu.Row]:
+    return [("time", "ms", gpu.by_turns(run.machine, {"it": step}, run.seconds)["it"])]
+
+
+def profile(case: Case, out: Path) -> None:
+    """The kernels of one step at cache 1 and 0, by time."""
+    inputs, tables = drawn(case), []
+    activities = [
+        torch.profiler.ProfilerActivity.CUDA if case.device == "cuda" else torch.profiler.ProfilerActivity.CPU
+    ]
+    for cache in (1, 0):
+        step = ours(cache).build(case, None)
+        run_once(step, inputs)
+        with torch.profiler.profile(activities=activities) as found:
+            run_once(step, inputs)
+        by = "cuda_time_total" if case.device == "cuda" else "cpu_time_total"
+        tables.append(f"{case.name}, cache {cache}\n{found.key_averages().table(sort_by=by, row_limit=25)}")
+    with out.open("a") as file:
+        file.write("\n".join(tables) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="the CSV")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a profile of one step there instead")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each step (default: %(default)s)")
+    parser.add_argument("--rehearse", action="store_true", help="the same on a CPU, at toy sizes")
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        if options.rehearse:
+            from benchmarks.stand_in import stood_in_for_cuda
+
+            machine, cases = stack.enter_context(stood_in_for_cuda()), gpu.REHEARSAL
+            run = gpu.Run(machine, replace(record.Origin.here("cpu"), device="rehearsal"), options.out, 0.0)
+        else:
+            run, cases = gpu.Run(gpu.cuda(), record.Origin.here("cuda"), options.out, options.seconds), GPU_CASES
+        for case in cases:
+            if options.profile is None:
+                measure(run, case)
+            else:
+                profile(case, options.profile)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Joules, clocks and what holds them back, from the driver's own library (NVML): no package is wanted for it."""
+
+import ctypes
+from typing import Any
+
+import torch
+
+_SM_CLOCK = 1
+# Bits of `nvmlDeviceGetCurrentClocksEventReasons`; idle and what an application set are none.
+REASONS = {
+    0x4: "power limit",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "heat, by software",
+    0x40: "heat, by hardware",
+    0x80: "power brake",
+}
+
+
+class Nvml:
+    """The current CUDA device."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libnvidia-ml.so.1")
+        self._device = ctypes.c_void_p()
+        self._call("nvmlInit_v2")
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        name = f"GPU-{uuid.removeprefix('GPU-')}".encode()
+        self._call("nvmlDeviceGetHandleByUUID", name, ctypes.byref(self._device))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status != 0:
+            raise RuntimeError(f"{name} returned {status}")
+
+    def _asked(self, name: str, kind: type[Any], *arguments: Any) -> int:
+        found = kind()
+        self._call(name, self._device, *arguments, ctypes.byref(found))
+        return int(found.value)
+
+    def joules(self) -> float:
+        """Of the board, since the driver was loaded. The counter moves every 20 to 100 ms."""
+        return self._asked("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong) / 1e3
+
+    def megahertz(self) -> float:
+        """Of the multiprocessors, now."""
+        return float(self._asked("nvmlDeviceGetClockInfo", ctypes.c_uint, ctypes.c_int(_SM_CLOCK)))
+
+    def limit_watts(self) -> float:
+        """What the board is held to."""
+        return self._asked("nvmlDeviceGetEnforcedPowerLimit", ctypes.c_uint) / 1e3
+
+    def held_by(self) -> list[str]:
+        """What holds the clock back now."""
+        bits = self._asked("nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong)
+        return [name for bit, name in REASONS.items() if bits & bit]
+
+
+class StandIn:
+    """In a rehearsal: a card at 700 W and 1980 MHz."""
+
+    def __init__(self) -> None:
+        self._spent = 0.0
+
+    def joules(self) -> float:
+        self._spent += 1.0
+        return self._spent
+
+    def megahertz(self) -> float:
+        return 1980.0
+
+    def limit_watts(self) -> float:
+        return 700.0
+
+    def held_by(self) -> list[str]:
+        return ["power limit"]

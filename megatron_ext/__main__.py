@@ -1,0 +1,36 @@
+"""`python -m megatron_ext`, or `megatron-ext`: the package's version, and its programs by name."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import megatron_ext
+from megatron_ext import doctor, run
+
+_PROGRAMS: dict[str, Callable[[list[str]], int | None]] = {"doctor": doctor.main, "run": run.main}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the program that the first argument names, with the arguments behind it, as `python -m megatron_ext.NAME`.
+
+    Args:
+        argv: the arguments; None: those of the process.
+    """
+    parser = argparse.ArgumentParser(
+        prog="megatron-ext",
+        description="Run a program of megatron_ext.",
+        epilog="megatron-ext PROGRAM --help tells more",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron_ext {megatron_ext.__version__}")
+    parser.add_argument(
+        "program", choices=_PROGRAMS, help="doctor: what is installed and active; run: a Megatron script"
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="all that follows is the program's")
+    options = parser.parse_args(argv)
+    found = _PROGRAMS[options.program](options.arguments)
+    if found is not None:
+        sys.exit(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The proof that a model's loss with labels may be fused: its own forward on a few tokens, with its head or with ours.
+
+Both run the model's whole forward. What goes into the head is the same on both sides, and the head is a copy in fp32,
+so that no rounding hides a difference.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.dtensor.decoder import embedding
+from megatron_ext.dtensor.output.promised_logits import HeadCall
+from megatron_ext.dtensor.output.stand_ins import (
+    SampleHead,
+    class_of,
+    promising,
+    whole_copy,
+    with_decoder,
+    with_head,
+)
+from megatron_ext.proof import SAMPLE_TOKENS, Basis, Proof, compare, config_values, module_parts
+
+_OF_TOKENS = ("input_ids", "labels", "shift_labels")
+_LEAST = 8  # tokens of a sample
+
+
+class _NoLoss(Exception):
+    """A forward with labels that gives no loss."""
+
+
+def basis(model: nn.Module, own: Callable[..., Any], head: nn.Module) -> Basis:
+    """What a proof of `model`'s loss rests on."""
+    replica = getattr(model, "_is_replica", False)  # of nn.DataParallel, whose modules are new at each call
+    return Basis(
+        own,
+        class_of(model),
+        getattr(model, "loss_function", None),
+        torch.nn.functional.cross_entropy,
+        None if replica else head,
+        [module_parts(module) for module in head.modules()],
+        config_values(model.config),
+    )
+
+
+def prove_loss(
+    model: nn.Module,
+    own: Callable[..., Any],
+    path: str,
+    given: dict[str, Any],
+    call_of: Callable[[nn.Module, Tensor], HeadCall],
+    alone: bool = True,
+) -> Proof:
+    """Compare the loss that `own`, the forward of `model`, makes of a sample of what was `given`, with the fused one.
+
+    `call_of(head, hidden)`: a call of a copy of the head at `path`, whose loss has no options of ours. `alone`: the
+    decoder can be run on a sample; else ranks share its tokens and layers, and hidden states are drawn.
+    """
+    head = whole_copy(model.get_submodule(path))
+    device = next(iter(head.parameters())).device
+    sample = sample_of(model, given, next(iter(head.parameters())).shape[0])
+    if not alone:
+        sample = {name: x for name, x in sample.items() if name in _OF_TOKENS or _is_plain(x)}
+        shape = (1, sample["labels"].shape[-1], next(iter(head.parameters())).shape[1])
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
+        model = with_decoder(model, path, drawn)
+    ambient = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+    def loss(at_head: nn.Module) -> Tensor:
+        with torch.autocast(device.type, ambient[1], enabled=ambient[0]):
+            output = own(with_head(model, path, at_head), **sample)
+        found = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+        if not isinstance(found, Tensor):
+            raise _NoLoss
+        return found
+
+    with torch.autocast(device.type, enabled=False):
+        first = SampleHead(head)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                loss(first)
+        except _NoLoss:
+            return Proof.not_comparable("its forward gives no loss with labels")
+        except Exception as error:  # a model's own code may raise anything
+            said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+            return Proof.not_comparable(f"on a sample it raised {said}")
+        if first.seen is None:
+            return Proof.not_comparable("its forward with labels does not call its lm head")
+        calls: list[HeadCall] = []
+
+        def fused(hidden: Tensor) -> Tensor:
+            return loss(promising(head, lambda _: call_of(head, hidden), calls.append))
+
+        hidden = first.seen.to(next(iter(head.parameters())).dtype)
+        parameters = _by_rows(head)
+        proof = compare(lambda hidden: loss(SampleHead(head, hidden)), fused, hidden, parameters)
+    if proof.verdict == "not comparable":
+        return proof
+    if readers := [call.read_by for call in calls if call.read_by]:
+        return Proof.refused(f"its forward reads its logits by {readers[0]}", proof.tokens)
+    if not any(call.redeemed for call in calls):
+        return Proof.refused("it is no cross entropy of the logits of its lm head", proof.tokens)
+    return proof
+
+
+def _by_rows(head: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a head, those with a row for each column of the logits first."""
+    found = dict(head.named_parameters())
+    return dict(sorted(found.items(), key=lambda item: (not item[0].endswith("weight"), item[0])))
+
+
+def _is_plain(x: Any) -> bool:
+    return x is None or isinstance(x, (bool, int, float, str)) or (isinstance(x, Tensor) and x.dim() == 0)
+
+
+def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str, Any]:
+    """The arguments of a call on one row of at most 64 tokens: the first of a batch, with targets that count."""
+    ids = given.get("input_ids")
+    labels = next(given[name] for name in ("labels", "shift_labels") if given.get(name) is not None)
+    like = next((x for x in (ids, given.get("inputs_embeds")) if isinstance(x, Tensor)), labels)
+    rows, length = (like.shape[0], like.shape[1]) if like.dim() > 1 else (1, like.shape[0])
+    count = min(length, SAMPLE_TOKENS)
+    short = count < _LEAST and isinstance(ids, Tensor)
+    if short:
+        count = 2 * _LEAST
+    sample: dict[str, Any] = {}
+    for name, x in given.items():
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            sample[name] = x
+        elif x.shape[:2] == (rows, length) and x.dim() <= 3 and not short:
+            sample[name] = x[:1, :count]
+        elif x.dim() == 1 and x.shape[0] == rows and rows > 1:
+            sample[name] = x[:1]
+    if isinstance(ids, Tensor):
+        several = ids.flatten().repeat(-(-count // ids.numel()))[: max(count, 1)].view(1, -1)
+        known = embedding(model).weight.shape[0]
+        sample["input_ids"] = (
+            several.clamp(0, known - 1) if short or ids.dim() == 1 else ids[:1, :count].clamp(0, known - 1)
+        )
+        targets = sample["input_ids"].clamp(max=columns - 1).clone()
+    else:
+        targets = labels.flatten()[:count].view(1, -1).clamp(0, columns - 1).clone()
+    targets[:, 1] = given.get("ignore_index", -100) if isinstance(given.get("ignore_index", -100), int) else -100
+    for name in ("labels", "shift_labels"):
+        if given.get(name) is not None:
+            sample[name] = targets.to(given[name].dtype)
+    return sample

@@ -1,0 +1,294 @@
+"""Logits that an lm head has not made: what a model's own forward does to them is followed, up to its cross entropy.
+
+A promise passes for the logits `[..., V]` in the forward of a model. Multiplied or divided by a positive number, capped
+by tanh, cast, viewed, or with some of its tokens or its first columns taken, it is a promise again. Its cross entropy
+is read from hidden states. Whoever asks anything else of it is given real logits, on which the same functions were
+called in the same order: they are those of the model bit by bit.
+
+Legend: D hidden size, V vocabulary, [...] the leading dims of the tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+_GETTERS = ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse", "is_quantized", "is_nested")
+_FACTS = [
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size, Tensor.__len__),
+    *(Tensor.is_complex, Tensor.get_device),
+    *(getattr(Tensor, name).__get__ for name in _GETTERS),
+]
+
+
+class LogitTransform(NamedTuple):
+    """Logits are `scale * z`, or with a cap `scale * tanh(inside * z)`, of the head's product z, bias included."""
+
+    scale: float = 1.0
+    inside: float | None = None
+
+    def facts(self, temperature: float) -> dict[str, float | None]:
+        """The softcap and the temperature that the head's functions take, for logits divided by `temperature`."""
+        if self.inside is None:
+            return {"softcap": None, "temperature": temperature / self.scale}
+        return {"softcap": 1 / self.inside, "temperature": temperature / (self.inside * self.scale)}
+
+
+class CrossEntropyArguments(NamedTuple):
+    """The arguments of a model's own call of cross entropy, beside logits and targets."""
+
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+
+@dataclass
+class HeadCall:
+    """A call of an lm head in a model's forward, whose logits were not made.
+
+    Attributes:
+        hidden: `[..., D]` at the head's input; of a sharded sequence this rank's slice.
+        tokens: the leading dims of the logits.
+        columns, dtype: the other facts of the logits.
+        make: from hidden states to the head's logits, as the head makes them.
+        redeem: from hidden states `[..., D]`, targets, the transform and the number of columns to a cross entropy.
+        in_slices: hidden states are a slice, so that tokens cannot be chosen among them.
+        made: the head's logits, once somebody asked for them; `read_by` names the function that did.
+        redeemed: whether a cross entropy was read from hidden states.
+    """
+
+    hidden: Tensor
+    tokens: tuple[int, ...]
+    columns: int
+    dtype: torch.dtype
+    make: Callable[[Tensor], Tensor] = field(repr=False)
+    redeem: Callable[..., Tensor] = field(repr=False)
+    in_slices: bool = False
+    made: Tensor | None = field(default=None, repr=False)
+    read_by: str | None = None
+    redeemed: bool = False
+    with_grad: bool = field(default_factory=torch.is_grad_enabled)
+
+    def logits(self) -> Tensor:
+        """The head's logits, made once."""
+        if self.made is None:
+            with torch.set_grad_enabled(self.with_grad):
+                self.made = self.make(self.hidden)
+        return self.made
+
+    def promise(self) -> "PromisedLogits":
+        """The promise that the head gives in the place of its logits."""
+        return PromisedLogits.of(self, _State(self.hidden, self.tokens, self.columns, self.dtype))
+
+
+class _State(NamedTuple):
+    """Some of a head's tokens and columns, after what was done to their logits, and the functions that did it."""
+
+    hidden: Tensor
+    tokens: tuple[int, ...]
+    columns: int
+    dtype: torch.dtype
+    transform: LogitTransform = LogitTransform()
+    history: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+
+class PromisedLogits(Tensor):
+    """See the top of this file. Made by `HeadCall.promise`."""
+
+    call: HeadCall
+    state: _State
+    made: Tensor | None
+
+    @classmethod
+    def of(cls, call: HeadCall, state: _State) -> "PromisedLogits":
+        # One element of memory, whatever the shape; a function that reads memory past torch finds NaN.
+        element = torch.full((), float("nan"), dtype=state.dtype, device=call.hidden.device)
+        promise = element.expand(*state.tokens, state.columns).as_subclass(cls)
+        promise.call, promise.state, promise.made = call, state, None
+        return promise
+
+    def logits(self, asked_by: str, changed: bool = False) -> Tensor:
+        """The real ones. `changed`: they will be, in place, and stay so for who holds this promise."""
+        if self.made is None:
+            self.call.read_by = self.call.read_by or asked_by
+            with torch.set_grad_enabled(self.call.with_grad):
+                real = self.call.logits()
+                for function in self.state.history:
+                    real = function(real)
+            self.made = real.clone() if changed else real
+        return self.made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PromisedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.logits("copy.deepcopy").clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.logits("pickle").detach().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        promise = next((x for x in args if isinstance(x, PromisedLogits)), None)
+        if promise is not None and promise.made is None and func in _FOLLOWED:
+            followed = _FOLLOWED[func](promise, func, args, kwargs)
+            if isinstance(followed, _State):
+                return cls.of(promise.call, followed)
+            if followed is not None:
+                return followed
+        name = getattr(func, "__name__", str(func))
+        changed = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+
+        def real(x: Any) -> Any:
+            return x.logits(name, changed and x is promise) if isinstance(x, PromisedLogits) else x
+
+        args, kwargs = tree_map(real, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _then(promise: PromisedLogits, func: Any, rest: tuple, kwargs: dict, **changes: Any) -> _State:
+    """The state after `func(promise, *rest, **kwargs)`."""
+
+    def again(x: Tensor) -> Tensor:
+        return func(x, *rest, **kwargs)
+
+    return promise.state._replace(history=(*promise.state.history, again), **changes)
+
+
+def _scaled(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+    """A product with a positive number, or a quotient by one."""
+    if kwargs or len(args) != 2:
+        return None
+    first, number = promise is args[0], args[1] if promise is args[0] else args[0]
+    if type(number) not in (int, float) or not 0 < number < float("inf"):
+        return None
+    if func in _QUOTIENTS and not first:
+        return None
+    factor = 1.0 / number if func in _QUOTIENTS else float(number)
+    transform = promise.state.transform
+    return promise.state._replace(
+        transform=transform._replace(scale=transform.scale * factor),
+        history=(*promise.state.history, lambda x: func(x, number) if first else func(number, x)),
+    )
+
+
+def _capped(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+    transform = promise.state.transform
+    if kwargs or len(args) != 1 or transform.inside is not None:
+        return None
+    return _then(promise, func, (), {}, transform=LogitTransform(1.0, transform.scale))
+
+
+def _cast(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+    """A cast to another floating dtype; to the device where the logits are."""
+    with torch._C.DisableTorchFunctionSubclass():
+        probe = torch.empty((), dtype=promise.state.dtype, device=promise.call.hidden.device)
+        after = func(probe, *args[1:], **kwargs)
+    if not isinstance(after, Tensor) or not after.is_floating_point() or after.device != probe.device:
+        return None
+    return _then(promise, func, args[1:], kwargs, dtype=after.dtype)
+
+
+def _same(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+    return _then(promise, func, args[1:], kwargs) if len(args) == 1 else None
+
+
+def _viewed(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+    """Other leading dims of the same tokens, with the columns last."""
+    if kwargs:
+        return None
+    sizes = args[1:]
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+    return _with_tokens(promise, func, args[1:], sizes) if all(isinstance(x, int) for x in sizes) else None
+
+
+def _flattened(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+    first, last = (*args[1:], *kwargs.values(), 0, -1)[:2] if not kwargs else (None, None)
+    dims = promise.dim()
+    if first is None or last % dims >= dims - 1:
+        return None
+    first, last, shape = first % dims, last % dims, tuple(promise.shape)
+    return _with_tokens(promise, func, args[1:], (*shape[:first], -1, *shape[last + 1 :]))
+
+
+def _with_tokens(promise: PromisedLogits, func: Any, rest: tuple, sizes: tuple) -> _State | None:
+    state = promise.state
+    count = 1
+    for size in state.tokens:
+        count *= size
+    if not sizes or sizes[-1] != state.columns:
+        return None
+    known = 1
+    for size in sizes[:-1]:
+        known *= size if size != -1 else 1
+    if list(sizes).count(-1) > 1 or (-1 not in sizes and known != count) or known == 0 or count % known:
+        return None
+    tokens = tuple(count // known if size == -1 else size for size in sizes[:-1])
+    hidden = state.hidden if promise.call.in_slices else state.hidden.reshape(*tokens, state.hidden.shape[-1])
+    return _then(promise, func, rest, {}, tokens=tokens, hidden=hidden)
+
+
+def _chosen(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+    """Some of the tokens, by any index of the leading dims; and the first columns, by a slice of the last one."""
+    state, index = promise.state, args[1] if isinstance(args[1], tuple) else (args[1],)
+    if any(isinstance(x, PromisedLogits) or x is None for x in index):
+        return None
+    if Ellipsis in [x for x in index if not isinstance(x, Tensor)]:
+        if sum(x is Ellipsis for x in index) > 1 or any(isinstance(x, Tensor) for x in index):
+            return None
+        at = next(i for i, x in enumerate(index) if x is Ellipsis)
+        index = (*index[:at], *[slice(None)] * (len(state.tokens) + 1 - len(index) + 1), *index[at + 1 :])
+    columns, every = state.columns, slice(None)
+    taken = sum(x.dim() if isinstance(x, Tensor) and x.dtype == torch.bool else 1 for x in index)
+    if taken > len(state.tokens):
+        last, index = index[-1], index[:-1]
+        if taken > len(state.tokens) + 1 or not isinstance(last, slice) or last.step not in (None, 1):
+            return None
+        if last.start not in (None, 0):
+            return None
+        columns = len(range(columns)[last])
+    whole = all(isinstance(x, slice) and x == every for x in index)
+    if (promise.call.in_slices and not whole) or columns == 0:
+        return None
+    hidden = state.hidden if whole else state.hidden[index]
+    tokens = state.tokens if whole else tuple(hidden.shape[:-1])
+    return _then(promise, func, args[1:], kwargs, tokens=tokens, hidden=hidden, columns=columns)
+
+
+def _cross_entropy(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
+    """The model's own call of cross entropy, read from hidden states where that is one of tokens and whole numbers."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    target = given.get("target")
+    if given.get("input") is not promise or not isinstance(target, Tensor) or target.is_floating_point():
+        return None
+    state = promise.state
+    if any(given.get(name) is not None for name in ("weight", "size_average", "reduce")) or len(state.tokens) > 1:
+        return None
+    if tuple(target.shape) != state.tokens or target.device != promise.call.hidden.device:
+        return None
+    own = {name: given[name] for name in CrossEntropyArguments._fields if name in given}
+    promise.call.redeemed = True
+    return promise.call.redeem(state.hidden, target, state.transform, state.columns, CrossEntropyArguments(**own))
+
+
+_PRODUCTS = (Tensor.mul, torch.mul, torch.multiply, Tensor.multiply, Tensor.__rmul__)
+_QUOTIENTS = (Tensor.div, torch.div, Tensor.true_divide, torch.true_divide, Tensor.divide, torch.divide)
+_FOLLOWED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((*_PRODUCTS, *_QUOTIENTS), _scaled),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), _capped),
+    **dict.fromkeys((Tensor.float, Tensor.to, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type), _cast),
+    **dict.fromkeys((Tensor.contiguous, Tensor.clone, torch.clone), _same),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _viewed),
+    **dict.fromkeys((Tensor.flatten, torch.flatten), _flattened),
+    Tensor.__getitem__: _chosen,
+    F.cross_entropy: _cross_entropy,
+}

@@ -1,0 +1,162 @@
+"""A model with another lm head, as an object of its own: the head gives a promise, or the logits of a sample.
+
+The model's own forward runs on it, and nothing of the model is changed, so that threads do not meet.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from megatron_ext.dtensor.decoder import text_model_path
+from megatron_ext.dtensor.output.promised_logits import HeadCall, PromisedLogits
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class FusedForward:
+    """A class of models whose forward `use_fused_loss` has replaced: see `fused_classes.py`."""
+
+
+def class_of(module: nn.Module) -> type:
+    """The class of `module` without those that FSDP2 and `use_fused_loss` put on top of it."""
+    # A class that FSDP2 made cannot be copied, nor does a stand-in want its methods.
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, (FSDPModule, FusedForward)))
+
+
+def stub_of(module: nn.Module) -> Any:
+    """`module` as an object of its own, with a dict of its modules of its own; all else is shared."""
+    stub: Any = object.__new__(class_of(module))
+    stub.__dict__.update(module.__dict__, _modules=dict(module._modules))
+    return stub
+
+
+def with_head(model: nn.Module, path: str, head: nn.Module) -> Any:
+    """`model` with another head at `path`; all else is shared, and `model` stays as it is."""
+    stub = stub_of(model)
+    first, _, rest = path.partition(".")
+    stub._modules[first] = with_head(model.get_submodule(first), rest, head) if rest else head
+    return stub
+
+
+def bring_back(model: nn.Module, stub: Any) -> None:
+    """Give `model` the attributes that a forward has set on its stand-in."""
+    own = vars(model)
+    for name, value in vars(stub).items():
+        if name != "_modules" and own.get(name, model) is not value:
+            own[name] = value
+
+
+def is_sharded(head: nn.Module) -> bool:
+    """Whether FSDP2 gathers the head by itself, or ranks share its vocabulary: its hooks are those of parallelism."""
+    return isinstance(head, FSDPModule) or any(isinstance(x, DTensor) for x in head.parameters())
+
+
+def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[HeadCall], None]) -> nn.Module:
+    """`head`, with its hooks, which gives promises instead of logits; `keep` is told of each call."""
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> PromisedLogits:
+        call = call_of(hidden)
+        keep(call)
+        return call.promise()
+
+    stub: Any = _HeadLike(head) if is_sharded(head) else stub_of(head)
+    stub.__dict__["forward"] = forward
+    return stub
+
+
+class _HeadLike(nn.Module):
+    """A module in the place of `head`, which has its attributes."""
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        self.head = head
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("head"), name)
+
+
+class SampleHead(_HeadLike):
+    """In the place of an lm head: makes logits of given hidden states by another head, whatever it is called with.
+
+    Without any given it makes those of what it is called with, and keeps that.
+    """
+
+    def __init__(self, head: nn.Module, hidden: Tensor | None = None):
+        super().__init__(head)
+        self.given, self.seen = hidden, hidden
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.given is None:
+            self.seen = hidden.detach()
+            weight = next(self.head.parameters())
+            hidden = hidden.to(weight.dtype)
+        else:
+            hidden = self.given
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.head(hidden)
+
+
+class SampleDecoder(nn.Module):
+    """In the place of a decoder whose ranks share its layers: gives hidden states `[B, S, D]` and nothing else."""
+
+    def __init__(self, hidden: Tensor):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> "_DecoderOutput":
+        return _DecoderOutput(self.hidden)
+
+
+class _DecoderOutput:
+    """Hidden states under the name and the place where forwards look for them; everything else is None."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, i: int) -> Tensor:
+        return (self.last_hidden_state,)[i]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def with_decoder(model: nn.Module, head_path: str, hidden: Tensor) -> Any:
+    """`model` with a decoder that gives `hidden`, beside the lm head at `head_path`."""
+    beside = head_path.rpartition(".")[0]
+    name = text_model_path(model.get_submodule(beside)).partition(".")[0]
+    return with_head(model, f"{beside}.{name}" if beside else name, SampleDecoder(hidden))
+
+
+def whole_copy(head: Any) -> Any:
+    """`head` with parameters of its own, whole and in fp32 at least, on which nothing hooks that shards them.
+
+    A collective of DTensor's where ranks share them.
+    """
+    copy = stub_of(head)
+    if is_sharded(head):
+        copy.__dict__.pop("forward", None)
+        copy.__dict__.update({name: type(vars(head)[name])() for name in HOOKS})
+    own = head._parameters | {name: x for name, x in vars(head).items() if isinstance(x, Tensor)}  # of replicas
+    for name in own:
+        copy.__dict__.pop(name, None)
+    copy.__dict__["_parameters"] = {name: _wide(x) for name, x in own.items()}
+    copy.__dict__["_modules"] = {name: x if x is None else whole_copy(x) for name, x in head._modules.items()}
+    return copy
+
+
+def _wide(parameter: Tensor | None) -> nn.Parameter | None:
+    if parameter is None:
+        return None
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    if whole.is_floating_point():
+        whole = whole.detach().to(torch.promote_types(whole.dtype, torch.float32))
+        # What is wide already is shared: nothing writes to it, and its gradient goes to no `.grad`.
+        return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    return nn.Parameter(whole, requires_grad=False)

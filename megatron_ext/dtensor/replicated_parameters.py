@@ -1,0 +1,158 @@
+"""Parameters that every tensor-parallel rank holds whole, in models whose plan is not ours: their gradients.
+
+A plan names what is cut. What it leaves out stays whole on every rank, and where such a parameter meets an activation
+that is cut, each rank has a part of its gradient. Where that is known of the module, the parts are summed
+(`with_summed_gradients`); whatever else there is, the first backward pass shows (`check_first_gradients`).
+"""
+
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from megatron_ext.distributed.collectives import all_gather
+from megatron_ext.distributed.groups import Group
+from megatron_ext.dtensor.gradients import to_local_if_dtensor
+from megatron_ext.dtensor.layers import Plan, scalar_functions
+from megatron_ext.dtensor.piecewise import adds_up
+from megatron_ext.dtensor.styles import FusedColwise, ShardwiseModule
+
+_TOLERANCE = 0.05  # of a gradient's norm; parts of a sum differ by about the whole of it
+
+
+def modules_of(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The modules that a plan's key stands for, which may have wildcards between its dots."""
+    found = [("", model)]
+    for atom in path.split("."):
+        found = [
+            (f"{name}.{inner}".removeprefix("."), child)
+            for name, module in found
+            for inner, child in module.named_children()
+            if fnmatch(inner, atom)
+        ]
+    return found
+
+
+def cuts_heads(model: nn.Module, plan: Plan) -> bool:
+    """Tell whether `plan` cuts the heads of every `self_attn` of `model`, so that each rank attends with its own."""
+    styles = _styles(model, plan)
+    blocks = [name for name, module in model.named_modules() if name.endswith(".self_attn") and list(module.children())]
+    return all(_cut(model.get_submodule(name), name, styles)[1] for name in blocks)
+
+
+def with_summed_gradients(model: nn.Module, plan: Plan) -> Plan:
+    """`plan`, and a style for each module that it leaves out, runs on shards, and is understood.
+
+    These are activation functions with parameters of one number, where the pieces of their block add up to it, and
+    norms of queries and keys over the channels of a head.
+    """
+    styles, added = _styles(model, plan), Plan()
+    for name, block in model.named_modules():
+        column, row = _cut(block, name, styles)
+        if not column or not row:
+            continue
+        halves = [child for child in column if isinstance(styles[f"{name}.{child}"], FusedColwise)]
+        functions = [child for child in scalar_functions(block) if f"{name}.{child}" not in styles]
+        if functions and adds_up(block, column, row, halves):
+            added |= {f"{name}.{child}": ShardwiseModule() for child in functions}
+        for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
+            child = getattr(block, norm, None)
+            shapes = {tuple(p.shape) for p in child.parameters()} if isinstance(child, nn.Module) else set()
+            left_out = projection in column and f"{name}.{norm}" not in styles
+            if left_out and shapes == {(getattr(block, "head_dim", None),)}:
+                added[f"{name}.{norm}"] = ShardwiseModule()
+    return {**plan, **added}
+
+
+def unequal_gradients(model: nn.Module, tp_group: Group) -> list[str]:
+    """The names of parameters that all ranks of `tp_group` hold whole, and whose gradients differ between them.
+
+    Communicates one all-gather of four numbers a parameter.
+    """
+    names, sketches = [], []
+    for name, parameter in _replicated(model):
+        names.append(name)
+        sketches.append(_sketch(parameter))
+    if not names:
+        return []
+    found = all_gather(torch.stack(sketches)[None], tp_group)  # [ranks, parameters, 4]
+    norms, apart = found[..., 0].amax(0), (found - found[:1]).abs().amax((0, 2))
+    noise = norms.max() * torch.finfo(torch.float32).eps
+    wrong = (apart > _TOLERANCE * norms) & (apart > noise)
+    return [name for name, odd in zip(names, wrong.tolist(), strict=True) if odd]
+
+
+def check_first_gradients(model: nn.Module, layers: Any, tp_group: Group) -> None:
+    """Have the first backward pass of `model` raise ValueError, on every rank of `tp_group`, if its replicated
+    parameters' gradients differ between these ranks. Later passes communicate nothing for it."""
+
+    kind = type(model).__name__.removeprefix("FSDP")  # FSDP2 derives a class
+
+    def compare() -> None:
+        if all(parameter.grad is None for parameter in model.parameters()):
+            return  # gradients are still being accumulated, unreduced
+        handle.remove()
+        if odd := unequal_gradients(model, tp_group):
+            raise ValueError(
+                f"{', '.join(odd[:3])} {'and others ' if len(odd) > 3 else ''}of {kind} are on every "
+                f"tensor-parallel rank, and their gradients differ between the ranks: the plan cuts what they are "
+                f"applied to, and does not say how their gradients are summed; name their modules in a "
+                f"custom_parallel_plan, or use tensor-parallel size 1"
+            )
+
+    def behind_others() -> None:  # FSDP2's own callback, which waits for gradients, may have been queued later
+        Variable._execution_engine.queue_callback(compare)
+
+    def begin(grad: Tensor) -> None:
+        Variable._execution_engine.queue_callback(behind_others)
+
+    def watch(layer: nn.Module, args: tuple, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            hidden.register_hook(begin)
+
+    handle = layers[-1].register_forward_hook(watch)
+
+
+def _styles(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
+    return {name: style for path, style in plan.items() for name, _ in modules_of(model, path)}
+
+
+def _cut(block: nn.Module, path: str, styles: dict[str, ParallelStyle]) -> tuple[list[str], list[str]]:
+    """The children of `block` whose outputs, and those whose inputs, are this rank's shard."""
+    column, row = [], []
+    for name, _ in block.named_children():
+        style: Any = styles.get(f"{path}.{name}")
+        if isinstance(style, FusedColwise) or (isinstance(style, ColwiseParallel) and _shards(style.output_layouts)):
+            column.append(name)
+        elif isinstance(style, RowwiseParallel) and _shards(style.input_layouts):
+            row.append(name)
+    return column, row
+
+
+def _shards(layouts: tuple[Any, ...]) -> bool:
+    return layouts == (Shard(-1),)
+
+
+def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters outside of any tensor-parallel mesh dimension, or whole on all of its ranks."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
+            tp = (parameter.device_mesh.mesh_dim_names or ()).index("tp")
+            if not parameter.placements[tp].is_replicate():
+                continue
+        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+
+
+def _sketch(parameter: nn.Parameter) -> Tensor:
+    """The norm of a gradient and its products with three directions, fp64 `[4]`; zeros where there is none."""
+    if parameter.grad is None:
+        return torch.zeros(4, dtype=torch.float64, device=to_local_if_dtensor(parameter).device)
+    flat = to_local_if_dtensor(parameter.grad).detach().flatten().double()
+    at = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
+    return torch.stack([flat.norm(), flat.sum(), *(flat @ torch.cos(at * angle) for angle in (1.0, 2.3))])

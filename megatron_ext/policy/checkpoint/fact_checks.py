@@ -1,0 +1,70 @@
+"""Checks of a checkpoint's facts, all that is no tensor, against the worker's, before anything is changed."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_COUNTS = {"last_epoch": -1, "_step_count": 0, "good_steps": 0}  # by name: the least that they can be
+
+
+def refuse_fact(path: str | Path, name: str, value: Any, rule: str) -> None:
+    """Raises ValueError for a fact of a checkpoint that cannot be loaded."""
+    raise ValueError(f"the checkpoint {path} has {name} = {value!r}: it must be {rule}; load another one")
+
+
+def check_keys(path: str | Path, facts: Any) -> None:
+    """Raises ValueError unless the facts of an optimizer are there, and no others."""
+    if not isinstance(facts, Mapping):
+        refuse_fact(path, "facts", facts, "a mapping")
+    state = "groups" if "groups" in facts else "numbers"
+    wanted = ["scheduler", "loss_scale", state]
+    if sorted(map(str, facts)) != sorted(wanted):
+        raise ValueError(
+            f"the checkpoint {path} has facts {sorted(map(str, facts))}: they must be {', '.join(wanted)}; "
+            f"load another one"
+        )
+
+
+def check_loss_scale(path: str | Path, state: Any) -> None:
+    """Raises ValueError unless this is the state of a `LossScale`, which is empty of one that is always 1."""
+    if not isinstance(state, Mapping) or (state and state.keys() != {"value", "good_steps"}):
+        refuse_fact(path, "loss_scale", state, "empty, or a mapping of value and good_steps")
+    if state:
+        check_like(path, "loss_scale.value", state["value"], 1.0)
+        check_like(path, "loss_scale.good_steps", state["good_steps"], 0)
+        if state["value"] <= 0:
+            refuse_fact(path, "loss_scale.value", state["value"], "above 0")
+
+
+def check_like(path: str | Path, name: str, saved: Any, own: Any) -> None:
+    """Raises ValueError unless `saved` is of the kind that `own` is, part by part, with numbers that are finite."""
+    last = name.rpartition(".")[2]
+    if last in _COUNTS:
+        if isinstance(saved, bool) or not isinstance(saved, int) or saved < _COUNTS[last]:
+            refuse_fact(path, name, saved, f"an integer of at least {_COUNTS[last]}")
+    elif isinstance(own, Mapping):
+        if type(saved) is not type(own) or (not isinstance(own, Counter) and saved.keys() != own.keys()):
+            refuse_fact(path, name, saved, f"a {type(own).__name__} with the keys {sorted(map(str, own))}")
+        for key, value in saved.items():
+            check_like(path, f"{name}.{key}", value, own.get(key, 0))
+            if isinstance(own, Counter):
+                check_like(path, f"a key of {name}", key, 0)
+    elif isinstance(own, list | tuple):
+        if type(saved) is not type(own) or len(saved) != len(own):
+            refuse_fact(path, name, saved, f"a {type(own).__name__} of {len(own)}")
+        for i, (there, here) in enumerate(zip(saved, own, strict=True)):
+            check_like(path, f"{name}.{i}", there, here)
+    elif own is None or isinstance(own, bool):
+        if not (saved is None or isinstance(saved, bool)) and not (own is None and _is_finite(saved)):
+            refuse_fact(path, name, saved, "None, True or False" if own is not None else "None, or a finite number")
+    elif isinstance(own, int | float):
+        if not _is_finite(saved):
+            refuse_fact(path, name, saved, "a finite number")
+    elif type(saved) is not type(own):
+        refuse_fact(path, name, saved, f"a {type(own).__name__}")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

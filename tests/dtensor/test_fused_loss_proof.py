@@ -1,0 +1,218 @@
+"""`use_fused_loss` on the model at hand: proved at the first call, again after a change, and kept by copies."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaForCausalLM, Trainer
+
+from megatron_ext import linear_cross_entropy
+from megatron_ext.dtensor import use_fused_loss
+from megatron_ext.dtensor.output import fused_loss
+from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
+from megatron_ext.proof import compare
+from tests.dtensor.models import SIZES, batch, check_gradients, drawn, loss_and_gradients, make
+from tests.dtensor.test_fused_loss import check_fused
+from tests.dtensor.test_trainer import rows, settings
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+    """The comparisons that are made."""
+    made = []
+
+    def recorded(*args):
+        made.append(compare(*args))
+        return made[-1]
+
+    monkeypatch.setattr("megatron_ext.dtensor.output.loss_proof.compare", recorded)
+    return made
+
+
+def test_a_proof_is_made_at_the_first_call_and_after_a_change(proofs, monkeypatch):
+    model, given = use_fused_loss(make("llama")), batch()
+    for _ in range(2):
+        model(**given).loss.backward()
+        assert [str(one) for one in proofs] == [str(proofs[0])]
+    assert str(proofs[0]).startswith("proved on 9 tokens, largest difference")
+    model.lm_head.register_forward_hook(lambda module, given, out: out * 1.0)
+    assert model(**given).logits is None
+    assert len(proofs) == 2
+    own = LlamaForCausalLM.forward
+    expected = model(**given).loss
+
+    def forward(self, *args, **kwargs):
+        out = own(self, *args, **kwargs)
+        out.loss = 3 * out.loss
+        return out
+
+    forward.__name__, forward.__qualname__ = own.__name__, own.__qualname__
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    torch.testing.assert_close(model(**given).loss, 3 * expected)
+    assert len(proofs) == 3
+    assert all(one.fused for one in proofs)
+
+
+def test_what_differs_keeps_the_models_own_loss(monkeypatch):
+    """A fused loss that were wrong would be found, and told by how much."""
+    model, given = make("llama"), batch()
+    expected, true = loss_and_gradients(model, **given)
+
+    def twice(*args, **kwargs):
+        return 2 * linear_cross_entropy(*args, **kwargs)
+
+    wrong = fused_loss._PLAIN._replace(hidden=twice)
+    monkeypatch.setattr(fused_loss, "_PLAIN", wrong)
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM keeps its own loss \(differs by a factor 0.5\)"):
+        found = use_fused_loss(model)(**given)
+    assert torch.equal(found.loss, expected)
+    assert found.logits is not None
+    found.loss.backward()
+    check_gradients(model, true, 0.0)
+
+
+def test_proofs_and_fusion_are_turned_off(proofs, monkeypatch):
+    given = batch()
+    assert use_fused_loss(make("llama"), proof="off")(**given).logits is None
+    assert not proofs
+    model = use_fused_loss(make("llama"), proof="always")
+    model(**given)
+    model(**given)
+    assert len(proofs) == 2
+    monkeypatch.setenv("MEGATRON_EXT_FUSION", "off")
+    assert model(**given).logits is not None
+    assert len(proofs) == 2
+    with pytest.raises(ValueError, match="proof is 'never': it must be \"first\""):
+        use_fused_loss(make("llama"), proof="never")
+
+
+def test_saved_and_copied_models_stay_fused():
+    model, given = use_fused_loss(make("llama"), cache=0), batch()
+    expected = model(**given).loss
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    for twin in twins:
+        found = twin(**given)
+        assert torch.equal(found.loss, expected)
+        assert found.logits is None
+        assert use_fused_loss(twin, label_smoothing=0.1)(**given).loss != expected
+        assert isinstance(twin, LlamaForCausalLM)
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def replica(module, factor):
+    """`module` as `nn.DataParallel` replicates it, with other weights."""
+    copied = module._replicate_for_data_parallel()
+    for name, child in module.named_children():
+        copied._modules[name] = replica(child, factor)
+    for name, parameter in module._parameters.items():
+        setattr(copied, name, None if parameter is None else parameter * factor)
+    return copied
+
+
+def test_replicas_compute_with_their_own_weights():
+    model, given = use_fused_loss(make("llama")), batch()
+    model(**given)
+    expected = replica(make("llama"), 1.5)(**given).loss
+    found = replica(model, 1.5)(**given)
+    torch.testing.assert_close(found.loss, expected)
+    assert found.logits is None
+
+
+@pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=str)
+def test_a_compiled_forward_keeps_its_own_loss(options):
+    model, given = make("llama"), batch()
+    expected = model(**given).loss
+    compiled = torch.compile(use_fused_loss(model), backend="eager", **options)
+    torch.testing.assert_close(compiled(**given).loss, expected)
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match=r"model is what torch.compile made, .* model\.model\.compile\(\)"):
+        use_fused_loss(torch.compile(model))
+
+
+def test_a_compiled_decoder_is_fused():
+    model, given = make("llama"), batch()
+    expected = model(**given).loss
+    model.model.compile(backend="eager")
+    found = use_fused_loss(model)(**given)
+    torch.testing.assert_close(found.loss, expected)
+    assert found.logits is None
+    torch._dynamo.reset()
+
+
+AUXILIARY = {
+    "JetMoe": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "aux_loss_coef": 0.1},
+    "Qwen3Moe": SIZES
+    | {
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "router_aux_loss_coef": 0.1,
+    },
+    "GraniteMoe": SIZES | {"num_local_experts": 4, "router_aux_loss_coef": 0.1, "logits_scaling": 3.0},
+}
+
+
+@pytest.mark.parametrize("name", AUXILIARY)
+def test_auxiliary_losses_are_the_models_own(name):
+    """Whatever their coefficient is called, and wherever the model keeps it."""
+    config = getattr(transformers, f"{name}Config")(**AUXILIARY[name])
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    plain = model(**batch()).loss
+    found, _ = check_fused(model, **batch(), output_router_logits=True)
+    assert found.loss != plain
+
+
+def test_arguments_that_do_not_fit_are_refused_in_a_sentence():
+    model, given = use_fused_loss(make("llama")), batch()
+    with pytest.raises(ValueError, match=r"labels has shape \[2, 8\]: it must be that of input_ids, \[2, 9\]"):
+        model(**given | {"labels": given["labels"][:, :-1]})
+    with pytest.raises(ValueError, match="Expected input batch_size"):  # torch's, of logits of another length
+        model(**given, logits_to_keep=3)
+    one = {name: x[:1] for name, x in given.items()}
+    expected = make("llama")(**one).loss
+    torch.testing.assert_close(model(**one | {"labels": one["labels"][0]}).loss, expected)
+    for options in ({"label_smoothing": 3.0}, {"cache": "most"}, {"chunk_tokens": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} is "):
+            use_fused_loss(make("llama"), **options)
+
+
+@pytest.mark.parametrize("way", ["label_smoothing_factor", "compute_loss_func"])
+def test_a_trainer_that_takes_the_labels_out_is_told(way, tmp_path):
+    def compute(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.float().square().mean()
+
+    arguments = settings(tmp_path, max_steps=1, **({way: 0.1} if way == "label_smoothing_factor" else {}))
+    more = {way: compute} if way == "compute_loss_func" else {}
+    trainer = Trainer(use_fused_loss(make("llama")), arguments, train_dataset=rows(), **more)
+    fused_loss._say_that_labels_are_missing.cache_clear()
+    with pytest.warns(UserWarning, match="LlamaForCausalLM was called in training without labels, so that its logits"):
+        trainer.train()
+
+
+def test_batches_of_16_bits_are_proved():
+    """In fp32, whatever autocast or the model's dtype."""
+    given = {"input_ids": drawn(2, 80), "labels": drawn(2, 80)}
+    for autocast in (False, True):
+        model = make("gemma2") if autocast else make("gemma2").bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            expected = model(**given).loss
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                found = use_fused_loss(model, proof="always")(**given)
+        torch.testing.assert_close(found.loss.float(), expected.float(), rtol=5e-3, atol=0)
+        owners = model.__dict__[fused_loss.FUSED]._owners.values()
+        (proof,) = [fused_loss._PROOFS.made(owner) for owner in owners]
+        assert proof.tokens == 64
+        assert proof.largest_difference < 1e-5

@@ -1,0 +1,94 @@
+"""Parameters that tensor parallelism leaves whole: their gradients are the whole ones on every rank, or refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from megatron_ext.dtensor import causal_lm_loss
+from megatron_ext.dtensor.piecewise import adds_up
+from megatron_ext.dtensor.replicated_parameters import unequal_gradients
+from tests.dtensor.models import check_gradients, drawn, make, meshes, parallelize, reference
+from tests.ranks import ranks
+
+HEAD = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+PLAN = HEAD | {
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+    "model.layers.*.self_attn.[qkv]_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+
+
+@ranks(2)
+def test_custom_plan_sums_gradients_it_leaves_out():
+    """Apertus has activation functions with parameters, and norms of heads; neither is named."""
+    tokens = drawn(2, 16)
+    mesh, dp_cp = meshes(tp=2)
+    model = parallelize(make("apertus"), mesh, dp_cp, custom_parallel_plan=PLAN)
+    causal_lm_loss(model, tokens)[:, :-1].mean().backward()
+    check_gradients(model, reference("apertus", False, tokens)[2])
+    assert unequal_gradients(model, mesh["tp"].get_group()) == []
+
+
+class _Scaled(nn.Module):
+    """A feed-forward block with a factor of its own on what is cut."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden):
+        return self.down_proj(torch.sigmoid(self.gate_proj(hidden)) * self.up_proj(hidden) * self.factor)
+
+
+def _scaled():
+    model = make("llama")
+    model.model.layers[1].mlp = _Scaled(model.model.layers[1].mlp)
+    return model
+
+
+CUT_BLOCKS = HEAD | {"model.layers.*.mlp.[gu]*": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+
+
+@pytest.mark.parametrize("plan", [None, CUT_BLOCKS])
+@ranks(2)
+def test_part_of_a_gradient_is_refused_on_every_rank(plan):
+    model, tokens = parallelize(_scaled(), *meshes(tp=2), custom_parallel_plan=plan), drawn(2, 16)
+    loss = causal_lm_loss(model, tokens).mean()
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.factor of LlamaForCausalLM are on every tensor-parallel"):
+        loss.backward()
+
+
+@ranks(2)
+def test_whole_heads_refuse_dropout_of_scores():
+    model = make("granite_moe_hybrid")
+    model.config.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="attention_dropout is 0.1: tensor-parallel ranks would draw different"):
+        parallelize(model, *meshes(tp=2))
+
+
+class _Block(nn.Module):
+    def __init__(self, between=lambda x: x):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(32, 96), nn.Linear(48, 32)
+        self.between = between
+
+    def forward(self, hidden):
+        gate, up = self.gate_up_proj(hidden).chunk(2, -1)
+        return self.down_proj(self.between(torch.sigmoid(gate) * up))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_pieces_of_a_block_add_up_unless_it_mixes_channels(device):
+    def of(block):
+        return adds_up(block.to(device), ["gate_up_proj"], ["down_proj"], ["gate_up_proj"])
+
+    assert of(_Block())
+    assert of(_Block(torch.nn.Dropout(0.5)))
+    assert of(_Block(lambda x: torch.softmax(x, -1))) is False
+    assert of(_Block(lambda x: x - x.mean(-1, keepdim=True))) is False
+    assert of(_Block(lambda x: x.view(-1, 48))) is None

@@ -1,0 +1,89 @@
+"""How long the way through the package is: calls of our functions, files, moves between files, and the first product.
+
+The bounds are what the code takes today. They only go down: a change that shortens a way lowers its bound.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import megatron_ext
+from megatron_ext import linear_cross_entropy
+from megatron_ext.head import LmHead, LogProbs, TopK
+from tests.ranks import ranks
+
+PACKAGE = str(Path(megatron_ext.__file__).parent)
+PRODUCTS = ("mm", "addmm", "addmm_", "matmul", "linear")
+T, D, V = 8, 16, 64
+
+
+class Counts(NamedTuple):
+    """Of one run: our functions' calls, the files they are in, moves from file to file, and calls before a product."""
+
+    calls: int
+    files: int
+    moves: int
+    first_product: int
+
+
+def counted(run: Callable[[], Any]) -> tuple[Any, Counts]:
+    """What `run` returns, and the counts of its run."""
+    seen: list[str] = []
+    first: list[int] = []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            seen.append(frame.f_code.co_filename)
+        elif event == "c_call" and not first and argument.__name__ in PRODUCTS:
+            first.append(len(seen))
+
+    sys.setprofile(note)
+    try:
+        found = run()
+    finally:
+        sys.setprofile(None)
+    moves = sum(one != other for one, other in zip(["", *seen], seen, strict=False))
+    return found, Counts(len(seen), len(set(seen)), moves, first[0])
+
+
+def assert_within(found: Counts, bound: Counts) -> None:
+    assert all(one <= other for one, other in zip(found, bound, strict=True)), f"{found} is above {bound}"
+
+
+def test_calls_of_a_cross_entropy_stay_within_bounds():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(T, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
+    labels = torch.randint(V, (T,))
+    linear_cross_entropy(hidden, weight, labels).sum().backward()  # what is found out once
+    loss, forward = counted(lambda: linear_cross_entropy(hidden, weight, labels).sum())
+    _, backward = counted(loss.backward)
+    assert_within(forward, Counts(calls=86, files=26, moves=65, first_product=69))
+    assert_within(backward, Counts(calls=55, files=18, moves=38, first_product=24))
+
+
+@ranks(2)
+def test_calls_of_two_read_outs_stay_within_bounds():
+    torch.manual_seed(0)
+    group = dist.group.WORLD
+    hidden, weight = torch.randn(T, D, requires_grad=True), torch.randn(V // 2, D, requires_grad=True)
+    labels = torch.randint(V, (T,))
+    head = LmHead(weight, group)
+    head.read(hidden, LogProbs(labels), TopK(3))
+    _, forward = counted(lambda: head.read(hidden, LogProbs(labels), TopK(3)))
+    assert_within(forward, Counts(calls=259, files=38, moves=154, first_product=116))
+
+
+@ranks(1)
+def test_calls_of_a_patched_model_stay_within_bounds():
+    from tests.gpt import model_parallel
+    from tests.megatron.patching import batch, one_gpt, patched, run
+
+    with model_parallel(), patched():
+        model, labels = one_gpt(), batch()[1]
+        run(model, labels)
+        _, forward = counted(lambda: run(model, labels))
+    assert_within(forward, Counts(calls=206, files=42, moves=119, first_product=14))  # of the model's attention

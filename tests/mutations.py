@@ -1,0 +1,113 @@
+"""Changes of single places in Python source, as `tests/mutants.py` makes them one at a time.
+
+A sign, a comparison, a constant, a boolean, an index, a `detach`, a statement: each changed or left out.
+"""
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+TO_REMOVE = {"detach", "clone", "contiguous", "float", "requires_grad_"}
+OPERATORS = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "/"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+}
+OPERATORS |= {
+    ast.BitAnd: ("&", "|"),
+    ast.BitOr: ("|", "&"),
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+}
+OPERATORS |= {ast.GtE: (">=", ">"), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not")}
+OPERATORS |= {ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in")}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    path: str  # below megatron_ext
+    function: int  # the first line of the function that holds the change, its decorators included; 0: none
+    start: tuple[int, int]  # line from 1, byte
+    end: tuple[int, int]
+    text: str
+
+    def apply(self, source: str) -> str:
+        lines = [line.encode() for line in source.splitlines(keepends=True)]
+        (first, a), (last, b) = self.start, self.end
+        lines[first - 1 : last] = [lines[first - 1][:a] + self.text.encode() + lines[last - 1][b:]]
+        return b"".join(lines).decode()
+
+    def diff(self, source: str) -> str:
+        before, after = source.splitlines(), self.apply(source).splitlines()
+        old = " ".join(line.strip() for line in before[self.start[0] - 1 : self.end[0]])
+        new = after[self.start[0] - 1].strip()
+        return f"megatron_ext/{self.path}:{self.start[0]}\n    - {old}\n    + {new}"
+
+
+def mutants_of(path: Path, package: Path) -> list[Mutant]:
+    """Every change of one place of a file; none of messages, types, docstrings and imports."""
+    source, found = path.read_text(), []
+    lines = [line.encode() for line in source.splitlines()]
+
+    def add(function, node, text, start=None, end=None):
+        start = start or (node.lineno, node.col_offset)
+        found.append(
+            Mutant(str(path.relative_to(package)), function, start, end or (node.end_lineno, node.end_col_offset), text)
+        )
+
+    def between(function, left, right, old, new):
+        """The operator between two nodes, where both stand on one line."""
+        if left.end_lineno == right.lineno:
+            at = lines[right.lineno - 1].find(old.encode(), left.end_col_offset, right.col_offset)
+            if at >= 0:
+                add(function, left, new, (right.lineno, at), (right.lineno, at + len(old)))
+
+    def of_expression(node, function):
+        segment = lambda part: ast.get_source_segment(source, part)  # noqa: E731
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            between(function, node.left, node.right, *OPERATORS[type(node.op)])
+        elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in OPERATORS:
+            between(function, node.left, node.comparators[0], *OPERATORS[type(node.ops[0])])
+        elif isinstance(node, ast.BoolOp):
+            old = "and" if isinstance(node.op, ast.And) else "or"
+            between(function, node.values[0], node.values[1], old, {"and": "or", "or": "and"}[old])
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Not)):
+            add(function, node, f"({segment(node.operand)})")
+        elif isinstance(node, ast.Constant) and type(node.value) in (bool, int, float):
+            value = node.value
+            add(function, node, str(not value if isinstance(value, bool) else value + 1))
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in TO_REMOVE
+            and not node.args
+        ):
+            add(function, node, segment(node.func.value))
+
+    def walk(node, function):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            function = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            children = [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]
+        elif isinstance(node, ast.Raise):
+            add(function, node, "pass")
+            return
+        elif isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Assert)):
+            return
+        elif isinstance(node, ast.AnnAssign):
+            children = [node.value] if node.value else []
+        else:
+            children = list(ast.iter_child_nodes(node))
+        called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        kept = isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
+        if function and (called or kept or isinstance(node, ast.AugAssign)):
+            add(function, node, "pass")
+        if isinstance(node, ast.expr):
+            of_expression(node, function)
+        for child in children:
+            walk(child, function)
+
+    walk(ast.parse(source), 0)
+    return found

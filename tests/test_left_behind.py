@@ -1,0 +1,140 @@
+"""Leftovers of each kind fail the test, or the file, that leaves them, and are named."""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tests.left_behind import LeftBehind, begin_file, end_file, groups, nothing_left_by_test
+from tests.ranks import ranks
+
+KEPT: list = []
+
+
+def set_default_dtype(dtype=torch.float64):
+    torch.set_default_dtype(dtype)
+    return lambda: torch.set_default_dtype(torch.float32)
+
+
+def set_deterministic_mode():
+    torch.use_deterministic_algorithms(False)
+    return lambda: torch.set_deterministic_debug_mode("warn")
+
+
+def set_a_variable():
+    os.environ["NVTE_FLASH_ATTN"] = "1"
+    return lambda: os.environ.pop("NVTE_FLASH_ATTN")
+
+
+def add_a_handler():
+    handler = logging.NullHandler()
+    logging.root.addHandler(handler)
+    return lambda: logging.root.removeHandler(handler)
+
+
+def enter_a_mode():
+    mode = torch.utils._python_dispatch.TorchDispatchMode()
+    mode.__enter__()
+    return lambda: mode.__exit__(None, None, None)
+
+
+def hook_all_modules():
+    return torch.nn.modules.module.register_module_forward_hook(lambda *_: None).remove
+
+
+def hook_all_optimizers():
+    return register_optimizer_step_pre_hook(lambda *_: None).remove
+
+
+def initialise_microbatches():
+    from megatron.core import num_microbatches_calculator
+
+    num_microbatches_calculator.init_num_microbatches_calculator(0, None, 1, 1, 1)
+    return num_microbatches_calculator.destroy_num_microbatches_calculator
+
+
+@pytest.mark.parametrize(
+    "leave,name",
+    [
+        (set_default_dtype, "torch's default dtype: torch.float32 became torch.float64"),
+        (set_deterministic_mode, "torch's deterministic mode"),
+        (set_a_variable, r"os.environ\['NVTE_FLASH_ATTN'\]: nothing became 1"),
+        (add_a_handler, "handlers of the root logger"),
+        (enter_a_mode, "torch's dispatch modes"),
+        (hook_all_modules, "torch's hooks of all modules"),
+        (hook_all_optimizers, "torch's hooks of all optimizers"),
+        (initialise_microbatches, "num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR"),
+    ],
+)
+def test_what_a_test_leaves_behind_is_named(leave: Callable, name: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core.num_microbatches_calculator  # noqa: F401  # what a test imports may stay
+    with pytest.raises(LeftBehind, match=name):
+        with nothing_left_by_test():
+            undo = leave()
+    undo()
+
+
+def step_of_another(self):
+    """What a test puts in the place of an optimizer's own."""
+
+
+def replace_a_function():
+    step = torch.optim.SGD.step
+    torch.optim.SGD.step = step_of_another
+    return lambda: setattr(torch.optim.SGD, "step", step)
+
+
+def open_a_file():
+    return open(__file__).close
+
+
+def keep_a_model():
+    KEPT.append(torch.nn.Bilinear(1, 1, 1))
+    return KEPT.clear
+
+
+@pytest.mark.parametrize(
+    "leave,name",
+    [
+        (replace_a_function, "torch.optim.sgd.SGD.step: nothing became step_of_another"),
+        (open_a_file, "open files .*test_left_behind.py: nothing became 1"),
+        (keep_a_model, "models alive of .*Bilinear.*: nothing became 1"),
+    ],
+)
+def test_what_a_file_leaves_behind_is_named(leave: Callable, name: str):
+    begin_file()
+    undo = leave()
+    with pytest.raises(LeftBehind, match=name):
+        end_file()
+    undo()
+    with pytest.raises(LeftBehind) if leave is not keep_a_model else warnings.catch_warnings():
+        end_file()  # gone again
+    end_file()
+
+
+@ranks(2)
+def leaves_a_variable():
+    os.environ["NVTE_LEFT"] = "1"
+
+
+def test_what_a_rank_leaves_behind_fails_its_test():
+    told = r"rank 1 of 2 ---\nthis test leaves behind\nos.environ\['NVTE_LEFT'\]: nothing became 1"
+    with pytest.raises(pytest.fail.Exception, match=told):
+        leaves_a_variable(world_size=2)
+
+
+@ranks(2)
+def makes_a_group():
+    assert len(groups()) == 1
+    torch.distributed.all_reduce(torch.ones(1), group=torch.distributed.new_group([0, 1]))
+
+
+def test_process_groups_end_before_the_next_test():
+    makes_a_group(world_size=2)
+    makes_a_group(world_size=2)

@@ -1,0 +1,61 @@
+"""The package's own names: its version, what completion shows, and names that are imported when they are asked for."""
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+import megatron_ext
+from megatron_ext import __main__ as programs
+from megatron_ext import head
+
+
+def test_dir_shows_public_names_alone():
+    shown = set(dir(megatron_ext))
+    assert {*megatron_ext.__all__, "integrations", "losses", "dtensor", "__version__"} <= shown
+    assert not {name for name in shown if name.startswith("_")} - {"__version__"}
+    assert not shown & {"TYPE_CHECKING", "Any", "import_module"}
+
+
+def test_names_are_those_of_their_modules():
+    from megatron_ext.dtensor import parallelize, use_fused_loss
+    from megatron_ext.megatron.fusion_report import fusion_report
+
+    assert megatron_ext.use_fused_loss is use_fused_loss
+    assert megatron_ext.parallelize is parallelize
+    assert megatron_ext.fusion_report is fusion_report
+    assert megatron_ext.LmHead is head.LmHead
+    for name in megatron_ext.__all__:
+        assert callable(getattr(megatron_ext, name)), name
+    with pytest.raises(AttributeError, match="no attribute 'fused_los'"):
+        megatron_ext.fused_los  # noqa: B018
+
+
+def test_version_is_that_of_the_installed_package(capsys):
+    assert importlib.metadata.version("megatron-ext") == megatron_ext.__version__
+    with pytest.raises(SystemExit) as ended:
+        programs.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"megatron_ext {megatron_ext.__version__}\n"
+
+
+def test_programs_get_the_arguments_behind_their_name(capsys):
+    with pytest.raises(SystemExit) as ended:
+        programs.main(["doctor", "--cpu"])
+    assert ended.value.code == 2
+    assert "--cpu is of use with --model alone" in capsys.readouterr().err
+
+
+def test_packages_come_with_the_first_import():
+    """In a process of its own, where nothing else has imported them; neither Megatron nor TRL is loaded for it."""
+    code = (
+        "import sys, megatron_ext\n"
+        "assert 'megatron_ext.integrations' not in sys.modules and 'megatron_ext.dtensor' not in sys.modules\n"
+        "assert callable(megatron_ext.integrations.trl.apply)\n"
+        "assert callable(megatron_ext.integrations.nemo_rl.restore)\n"
+        "assert megatron_ext.losses.GRPOLoss\n"
+        "assert not {'megatron', 'trl', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
