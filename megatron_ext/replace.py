@@ -81,7 +81,7 @@ class Replacement:
         self._target, self.placed = [], None
 
     def stands(self) -> bool:
-        """Whether the owner has ours, and nobody's in its place."""
+        """Return whether the owner has ours, and nobody's in its place."""
         return self.placed is not None and _stored(self.owner, self.name) is self.placed
 
     def report(self) -> str:
@@ -203,7 +203,8 @@ def _stored(owner: Any, name: str) -> Any:
 
 
 def _in_slot(owner: Any, name: str) -> bool:
-    """Whether the owner itself stores it outside of its `__dict__`: bases, defaults, fields of a class with slots."""
+    """Return whether the owner itself stores it outside of its `__dict__`: bases, defaults, fields of a class with
+    slots."""
     return inspect.isdatadescriptor(inspect.getattr_static(owner, name))
 
 

@@ -107,7 +107,7 @@ def _same_random_numbers():
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind(request):
-    with left_behind.nothing_left_by_test(), recorded(request.node.nodeid.split("[")[0]):
+    with left_behind.told(), left_behind.nothing_left_by_test(), recorded(request.node.nodeid.split("[")[0]):
         yield
 
 
@@ -115,7 +115,8 @@ def _leaves_nothing_behind(request):
 def _file_leaves_nothing_behind():
     left_behind.begin_file()
     yield
-    left_behind.end_file()
+    with left_behind.told():
+        left_behind.end_file()
     end_file_on_ranks()
 
 

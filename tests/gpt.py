@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_on_cpu import megatron_on_cpu
+from tests import left_behind
 
 VOCAB = 64
 SEQUENCE = 16
@@ -43,13 +44,14 @@ def model_parallel(
 ) -> Iterator[None]:
     """Emulation and Megatron's groups over the ranks of this world; the rest of the ranks are data parallel.
 
-    `sizes` go to `initialize_model_parallel`. Nothing is left for the next test: Megatron has no groups, scales are 1.
+    `sizes` go to `initialize_model_parallel`. Nothing is left for the next test: groups are destroyed, scales are 1.
     """
     with megatron_on_cpu():
         from megatron.core import num_microbatches_calculator, parallel_state
         from megatron.core.transformer.moe import moe_utils
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
+        groups = left_behind.groups()
         try:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=tp,
@@ -61,6 +63,7 @@ def model_parallel(
                 **sizes,
             )
             seed_ranks(seed)
+            dist.barrier()  # all are connected: none finds a group ended by a rank that is quicker
             yield
         finally:
             parallel_state.destroy_model_parallel()
@@ -74,6 +77,7 @@ def model_parallel(
             # 100 times a second: the hook is left with nothing.
             while _wrapped:
                 vars(_wrapped.pop()).clear()
+            left_behind.end_groups(but=groups)  # Megatron only forgets its groups
 
 
 def forget_megatron() -> None:

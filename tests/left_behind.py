@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -48,6 +48,13 @@ CLEARS = [  # one function from torch 2.11 on, before it two
         else ["_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"]
     )
 ]
+
+
+def cached_with_groups(make: Callable) -> Callable:
+    """Decorate a function that makes process groups: it makes the same ones once, until groups end."""
+    cached = functools.cache(make)
+    CLEARS.append(cached.cache_clear)
+    return cached
 
 
 def of_test() -> dict[str, object]:
@@ -210,6 +217,17 @@ def end_groups(but: set) -> None:
 
 class LeftBehind(Exception):
     """A message that names what has changed."""
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Print leftovers on stderr; with LEFT_BEHIND=error in the environment they fail the test or the file."""
+    try:
+        yield
+    except LeftBehind as left:
+        if os.environ.get("LEFT_BEHIND") == "error":
+            raise
+        print(left, file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,8 @@ Ranks are what users have: each has an interpreter, a hash seed and imports of i
 
 `@ranks(1, 2, 4)` above a module-level test function runs its body on all ranks, once per world size. A rank that fails
 fails the test with its traceback. A pool in which a rank failed or fell silent is killed and replaced, so that neither
-a hang nor a crash outlives its test.
+a hang nor a crash outlives its test. So is one whose ranks have gathered threads: every gloo group has some, which wake
+100 times a second, and torch's caches of shardings keep groups for good. A new pool is forked in a fifth of a second.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ from tests.calls import recorded
 from tests.rank_servers import FOLDER, fork
 
 TIMEOUT_S = 900  # of ranks and programs, only to end what hangs: no machine is so slow that a test takes that long
+CROWD = 64  # threads of one rank at which its pool is replaced
 STRAGGLERS_S = 3  # how long the other ranks may go on once one has failed
 
 END_OF_FILE = ("", "end of file")  # a job of the ranks, in the place of a test's module and name
@@ -97,8 +99,14 @@ def _work(jobs, rank, world_size, store, rules):
     while (job := pickle.loads(jobs.recv_bytes())) is not None:
         left_behind.end_groups(but=world)  # of the test before: now no rank uses them any more
         torch.manual_seed(0)
-        jobs.send(_error_of(*job))
+        jobs.send((_error_of(*job), _threads()))
     dist.destroy_process_group()
+
+
+def _threads():
+    """The threads of this process, 0 where that is not known."""
+    tasks = "/proc/self/task"
+    return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
 
 
 def _error_of(module, name, kwargs):
@@ -107,11 +115,12 @@ def _error_of(module, name, kwargs):
 
     try:
         if (module, name) == END_OF_FILE:
-            left_behind.end_file(on_rank=True)
+            with left_behind.told():
+                left_behind.end_file(on_rank=True)
         else:
             function = getattr(importlib.import_module(module), name)
             calls = recorded(f"{module.replace('.', '/')}.py::{name}")
-            with left_behind.nothing_left_by_test(), calls:
+            with left_behind.told(), left_behind.nothing_left_by_test(), calls:
                 function.body(**kwargs)
     except pytest.skip.Exception as skipped:
         return Skipped(str(skipped))
@@ -134,6 +143,7 @@ class _Pool:
         os.close(handle)
         os.unlink(self.store)
         self.used = False
+        self.crowded = False
         self.workers = fork(world_size, _work, world_size, self.store, rules or _rules_of_run())
 
     def run(self, module, name, kwargs):
@@ -144,11 +154,12 @@ class _Pool:
         while pending and not ended and (left := deadline - time.monotonic()) > 0:
             for connection in wait(list(pending), left):
                 try:
-                    error = connection.recv()
+                    error, threads = connection.recv()
                 except EOFError:
                     ended = True
                     continue
                 rank = pending.pop(connection)
+                self.crowded |= threads > CROWD
                 if error:
                     errors[rank] = error
                     deadline = min(deadline, time.monotonic() + STRAGGLERS_S)
@@ -203,7 +214,7 @@ def ranks(*world_sizes, rules=None):
             pool = None if rules else _pools.pop(world_size, None)
             pool = pool or _Pool(world_size, rules)
             pool.run(body.__module__, body.__name__, kwargs)  # on failure the pool stays out of _pools
-            if rules:
+            if pool.crowded or rules:
                 pool.kill()
             else:
                 _pools[world_size] = pool

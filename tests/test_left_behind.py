@@ -120,13 +120,20 @@ def test_what_a_file_leaves_behind_is_named(leave: Callable, name: str):
 
 @ranks(2)
 def leaves_a_variable():
-    os.environ["NVTE_LEFT"] = "1"
+    os.environ |= {"NVTE_LEFT": "1", "LEFT_BEHIND": "error"}
+
+
+@ranks(2)
+def forgets_the_variable():
+    for name in ("NVTE_LEFT", "LEFT_BEHIND"):
+        os.environ.pop(name, None)
 
 
 def test_what_a_rank_leaves_behind_fails_its_test():
     told = r"rank 1 of 2 ---\nthis test leaves behind\nos.environ\['NVTE_LEFT'\]: nothing became 1"
     with pytest.raises(pytest.fail.Exception, match=told):
         leaves_a_variable(world_size=2)
+    forgets_the_variable(world_size=2)
 
 
 @ranks(2)

@@ -44,7 +44,7 @@ IGNORE_INDEX = -100
 
 
 class Labels(NamedTuple):
-    """What a caller says of targets, `[B, S]`: labels as they are or shifted, or neither."""
+    """Targets as a caller gives them, `[B, S]`: labels as they are or shifted, or neither."""
 
     labels: Tensor | None = None
     shift_labels: Tensor | None = None
@@ -261,7 +261,7 @@ def causal_lm_from_logits(
     cu_seqlens: Tensor | None = None,
     beside: Tensor | None = None,
 ) -> Tensor:
-    """What `read` makes of the logits of whole sequences: for what the fused head has no function for.
+    """Return what `read` makes of the logits of whole sequences: for numbers that the fused head has no function for.
 
     Args:
         read: called with this rank's part of the logits, `[B, P, V/R]`, and of `beside`, and by their names `tp_group`

@@ -1,4 +1,4 @@
-"""Where things lie in a transformers model, whatever its version: the text decoder, its layers, its head."""
+"""Parts of a transformers model, whatever its version: the text decoder, its layers, its head."""
 
 from types import ModuleType
 from typing import Any
@@ -69,7 +69,8 @@ def output_head_path(model: nn.Module) -> str:
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Whether embedding and head are one parameter, or must become one: on meta devices ties are lost at times."""
+    """Return whether embedding and head are one parameter, or must become one: on meta devices ties are lost at
+    times."""
     rows, head = embedding(model).weight, model.get_submodule(output_head_path(model)).weight
     return rows is head or (rows.is_meta and _ties(model))
 

@@ -79,7 +79,7 @@ class ExpertsByColumn(ParallelStyle):
 
 
 def are_stacked(module: nn.Module) -> bool:
-    """Whether `module` holds experts as parameters `[E, ...]`, and nothing else."""
+    """Return whether `module` holds experts as parameters `[E, ...]`, and nothing else."""
     count = getattr(module, "num_experts", None)
     parameters = list(module.named_parameters())
     direct = len(parameters) == len(list(module.named_parameters(recurse=False))) > 0

@@ -93,7 +93,7 @@ def _listed(parameters: Parameters) -> list[Tensor]:
 
 
 def _counts(grad: Tensor, groups: tuple[Group, ...]) -> bool:
-    """Whether this rank is the one that counts its piece of `grad`."""
+    """Return whether this rank is the one that counts its piece of `grad`."""
     known: set[int] = set()
     if isinstance(grad, DTensor):
         mesh = grad.device_mesh
@@ -114,7 +114,7 @@ def _counts(grad: Tensor, groups: tuple[Group, ...]) -> bool:
 
 
 def _device(parameters: list[Tensor]) -> torch.device | str:
-    """Where the groups communicate: offloaded parameters lie on the CPU, their mesh tells."""
+    """Return the device on which the groups communicate: offloaded parameters lie on the CPU, their mesh tells."""
     if not parameters:
         return "cpu"
     first = parameters[0]

@@ -1,4 +1,4 @@
-"""What the layers of a transformers model consist of, found in the modules themselves, and the plan that follows.
+"""Layers of a transformers model, as the modules themselves show them, and the plan that follows.
 
 Whatever is not understood to the last parameter is `Unknown`: the model is then left to transformers' own plan and
 attention. All plans follow one pattern, Megatron's (Shoeybi et al., 2019; sequence parallelism: Korthikanti et al.,
@@ -35,7 +35,7 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """How a model shall be parallel.
+    """Sizes of the parallel layout that a model shall have.
 
     Attributes:
         tp, cp: tensor- and context-parallel ranks.
@@ -50,7 +50,7 @@ class ParallelSizes:
 
     @property
     def stream(self) -> Placement:
-        """How the residual stream `[B, S, D]` lies on the tensor-parallel ranks."""
+        """Return the placement of the residual stream `[B, S, D]` on the tensor-parallel ranks."""
         return Shard(1) if self.sequence_parallel and self.tp > 1 else Replicate()
 
 
@@ -106,7 +106,7 @@ def check_draws(model: nn.Module, heads_are_cut: bool) -> None:
 
 
 def takes_attention_functions(model: nn.Module) -> bool:
-    """Whether `model` attends by transformers' attention interface; older forwards do it themselves."""
+    """Return whether `model` attends by transformers' attention interface; older forwards do it themselves."""
     return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(text_model(model)).__module__])
 
 

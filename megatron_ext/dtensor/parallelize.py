@@ -24,7 +24,7 @@ from megatron_ext.dtensor.same_model import groups_of, refuse_parallel, require_
 
 
 class _Wrapping(NamedTuple):
-    """How each layer, and then the model, is wrapped: recomputation and FSDP2."""
+    """Wrapping of each layer, and then of the model: recomputation and FSDP2."""
 
     dp_mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy

@@ -39,7 +39,7 @@ _EXPERTS: dict[str, Callable[[], ParallelStyle]] = {
 
 
 class Chosen(NamedTuple):
-    """How a model becomes parallel.
+    """Plan by which a model becomes parallel.
 
     Attributes:
         plan: styles by the names of the model's modules; nothing for one tensor-parallel rank.
@@ -51,12 +51,12 @@ class Chosen(NamedTuple):
 
     @property
     def attends(self) -> bool:
-        """Whether our attention takes the place of transformers'."""
+        """Return whether our attention takes the place of transformers'."""
         return self.unknown is None
 
 
 def choose_plan(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] | str | None = None) -> Chosen:
-    """How `model`, on any device (also meta), becomes parallel as `layout` says; or a ValueError that says why not.
+    """Choose the plan by which `model`, on any device (also meta), becomes parallel as `layout` says.
 
     `custom`: a caller's plan, instead of ours; see `custom_plan`.
     """
@@ -141,7 +141,7 @@ def _head_style(head: Any, ranks: int, stream: Placement) -> ParallelStyle:
 
 
 def _unknown(model: nn.Module, layout: ParallelSizes) -> str | None:
-    """What is not understood of `model`; None: it is understood."""
+    """Return what is not understood of `model`; None: all is understood."""
     try:
         text_model(model)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Whether all ranks are about to shard the same model in the same way."""
+"""Check that all ranks are about to shard the same model in the same way."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +44,7 @@ def groups_of(meshes: Sequence[DeviceMesh | None]) -> tuple[list[Group], str]:
 
 
 def _settings(value: Any) -> Any:
-    """What tells a parallel style's settings apart, on every rank the same: no addresses of functions and objects."""
+    """Return a parallel style's settings in a form that is the same on every rank: without addresses of objects."""
     if isinstance(value, ParallelStyle):
         return [(name, _settings(setting)) for name, setting in vars(value).items()]
     if isinstance(value, tuple | list):

@@ -57,7 +57,7 @@ class DraftVocabulary:
 
     @classmethod
     def of_mask(cls, t2d: Tensor) -> "DraftVocabulary":
-        """That of `t2d` `[V]`, bool: which target ids have a draft id.
+        """Make the draft vocabulary of `t2d` `[V]`, bool: which target ids have a draft id.
 
         Raises:
             ValueError: it is no such mask, or has no id.
@@ -100,8 +100,8 @@ class DraftVocabulary:
         return VocabShard(start, stop, len(self))
 
     def rows(self, weight: Tensor, target: VocabShard | None = None) -> Tensor:
-        """Those of the target head's `weight` (or entries of its bias) that the draft vocabulary has, in its order: of
-        a teacher whose distribution is restricted to it, and as a draft head begins.
+        """Return the rows of the target head's `weight` (or entries of its bias) that the draft vocabulary has, in its
+        order: for a teacher whose distribution is restricted to it, and as a draft head begins.
 
         Args:
             weight: `[V/R, ...]`, this rank's shard.

@@ -19,7 +19,7 @@ from megatron_ext.head.validation.option_checks import Bits, Cache, rounds
 
 
 class HeadFacts(TypedDict, total=False):
-    """What `LmHead` takes by keyword, where it says more of each."""
+    """Keywords of `LmHead`, which says more of each."""
 
     bias: Tensor | None
     vocab: VocabShard | None

@@ -128,7 +128,7 @@ class LmHead:
         at_most: int | None = None,
         fault: ValueError | None = None,
     ) -> Any:
-        """What `readouts` read out of the logits of `hidden`, which are made a chunk at a time.
+        """Return what `readouts` read out of the logits of `hidden`, which are made a chunk at a time.
 
         Args:
             hidden: `[..., D]`; with the sequence layout this rank's equal slice of dim 0. fp32, bf16, fp16 or fp64.
@@ -224,8 +224,8 @@ class Logits:
             argument_checks.check_vocab(self.vocab)
 
     def read(self, *readouts: ReadOut, fault: ValueError | None = None) -> Any:
-        """What `readouts` read out; see `LmHead.read`. Nothing of vocabulary size is saved beside the logits, whose
-        dtype their gradient has.
+        """Return what `readouts` read out; see `LmHead.read`. Nothing of vocabulary size is saved beside the logits,
+        whose dtype their gradient has.
 
         Communicates: forward 1 collective at R > 1, backward none; what a read-out needs besides is said there.
         """

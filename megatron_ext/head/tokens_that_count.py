@@ -1,4 +1,4 @@
-"""Which tokens are left where those that do not count are left out before the first product.
+"""Tokens that are left where those that do not count are left out before the first product.
 
 Either their number is read from the device, or the caller knows a bound: then shapes follow from that alone, and what
 is missing is filled up by tokens whose hidden states are 0 and whose results nobody sees.
@@ -33,11 +33,11 @@ class Left(NamedTuple):
     fault: ValueError | None = None
 
     def of_all(self, x_T: Tensor) -> Tensor:
-        """Of a tensor of all tokens that of those that are left; what fills up has that of the last token."""
+        """Select the tokens that are left from a tensor of all tokens; what fills up has the last token's values."""
         return x_T[self.kept_T.clamp(max=x_T.shape[0] - 1) if self.fills else self.kept_T]
 
     def of_mine(self, x_TD: Tensor) -> Tensor:
-        """Of this rank's hidden states those that are left, and 0 for what fills up."""
+        """Select the hidden states of this rank that are left, and 0 for what fills up."""
         if not self.fills:
             return x_TD.index_select(0, self.mine_T)
         there_T1 = (self.mine_T < x_TD.shape[0]).unsqueeze(1)
@@ -50,7 +50,7 @@ class Left(NamedTuple):
 
 
 def left_in(counts_RP: Tensor, part: int, at_most: int | None) -> Left:
-    """Of the tokens of each part those that count, `part` being this rank's. `at_most`: no more than so many of each;
+    """Choose the tokens of each part that count, `part` being this rank's. `at_most`: no more than so many of each;
     None: as many as there are, which waits for the device.
 
     Raises:

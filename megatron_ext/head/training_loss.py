@@ -25,7 +25,7 @@ class TrainingLoss(NamedTuple):
 
 
 class LossSettings(NamedTuple):
-    """What training asks of a loss; see `CrossEntropy`.
+    """Settings of a training loss; see `CrossEntropy`.
 
     Attributes:
         hits: whether top-1 hits are wanted.

@@ -57,7 +57,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Report:
-    """What `apply()` replaced, and how often it ran: its numbers go on as calls come. As a string, a table.
+    """Report of what `apply()` replaced, and how often it ran: numbers go on as calls come. As a string, a table.
 
     Attributes:
         package: the framework and its version.
@@ -82,7 +82,7 @@ class Report:
 
 
 class Substitution:
-    """Of all `seams` of one package, a framework, at once or not at all."""
+    """Substitution of all `seams` of one package, a framework, at once or not at all."""
 
     def __init__(self, package: str, seams: Callable[[], Sequence[Seam]]):
         self.package, self._seams = package, seams
@@ -115,8 +115,8 @@ class Substitution:
         return self._last
 
     def report(self) -> Report:
-        """What the last `apply()` replaced, in which modules, and how often it ran, after `restore()` too; as a string,
-        a table."""
+        """Report what the last `apply()` replaced, in which modules, and how often it ran, after `restore()` too; as a
+        string, a table."""
         return self._last
 
     def restore(self) -> None:
@@ -175,7 +175,7 @@ class Substitution:
 
 
 def parameters(function: Any) -> list[inspect.Parameter]:
-    """What a function takes; of a class, or a class's `apply`, what its `forward` does, without self or ctx."""
+    """Return a function's parameters; of a class, or a class's `apply`, those of `forward`, without self or ctx."""
     owner = getattr(function, "__self__", None)
     cls: Any = function if isinstance(function, type) else owner if isinstance(owner, type) else None
     if cls is None:
@@ -184,14 +184,14 @@ def parameters(function: Any) -> list[inspect.Parameter]:
 
 
 def constructor_parameters(function: Any) -> list[inspect.Parameter]:
-    """What a class takes when an object of it is made, without self; nothing of a function or an autograd function."""
+    """Return the parameters of a class's constructor, without self; none for a function or an autograd function."""
     if not isinstance(function, type) or issubclass(function, torch.autograd.Function):
         return []
     return [*inspect.signature(function.__init__).parameters.values()][1:]
 
 
 def takes(ours: Sequence[inspect.Parameter], theirs: Sequence[inspect.Parameter]) -> bool:
-    """Whether a call written for `theirs` means the same to `ours`: the same places, and every keyword."""
+    """Return whether a call written for `theirs` means the same to `ours`: the same places, and every keyword."""
     places = [p.name for p in ours if p.kind != p.KEYWORD_ONLY]
     wanted = [p.name for p in theirs if p.kind != p.KEYWORD_ONLY]
     own = [p for p in ours[len(wanted) :] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -214,7 +214,7 @@ def _is_there(module: str) -> bool:
 
 
 def _counted(ours: Any, row: Replaced) -> Any:
-    """What counts its calls and runs `ours`; nothing else refers to it: where it stands later, it was put there."""
+    """Make a function that counts its calls and runs `ours`; wherever it stands later, it was put there."""
     of_class = isinstance(ours, type)
     applied = of_class and issubclass(ours, torch.autograd.Function)
     runs = "apply" if applied else "forward"

@@ -71,7 +71,7 @@ def selective_log_softmax_and_entropy(
 
 
 def _of_tokens(row_mask: Tensor, index: Tensor, logits: Tensor) -> Tensor:
-    """Which tokens have no 0 in the mask, `[...]`."""
+    """Return which tokens have no 0 in the mask, `[...]`."""
     if row_mask.shape == logits.shape[:-1]:
         return row_mask != 0
     if row_mask.shape != index.shape:
@@ -87,7 +87,7 @@ def _plain(logits: Tensor) -> Tensor:
 
 
 def _fused_head(original: Any) -> type:
-    """What stands for TRL's autograd function of the fused head: per-token numbers from hidden states."""
+    """Make the replacement of TRL's autograd function of the fused head: per-token numbers from hidden states."""
 
     class ChunkedLogProb(PlainFunction):
         """`apply` gives what TRL's own does; `linear_log_probs` makes it, but for what `_left_to_theirs` names."""
@@ -117,7 +117,7 @@ def _fused_head(original: Any) -> type:
 
 
 def _fused_divergence(original: Any) -> type:
-    """What stands for TRL's autograd function of distillation: a divergence and the student's entropy of each token."""
+    """Make the replacement of TRL's autograd function of distillation: a divergence and the student's entropy."""
 
     class ChunkedDivergence(PlainFunction):
         """`apply` gives what TRL's own does; `LmHead.read` makes it, but for what `_left_to_theirs` names."""

@@ -1,5 +1,5 @@
-"""What the losses refuse. Faults that every rank can see are raised before anything is communicated: arguments that are
-missing or of another type, and labels of a shape that the loss cannot be of.
+"""Checks of the losses' arguments. Faults that every rank can see are raised before anything is communicated: arguments
+that are missing or of another type, and labels of a shape that the loss cannot be of.
 
 Those that only one rank may see (the shape of what it is given beside the labels, a count) come back as an exception
 object from the functions named `..._fault`, and the head announces them in the exchange that it makes anyway.
@@ -50,13 +50,13 @@ def check_scalar(name: str, x: Any) -> None:
 
 
 def shape_fault(name: str, x: Any, shapes: Sequence[tuple[int, ...]], rule: str) -> ValueError | None:
-    """Whether a tensor has one of `shapes`."""
+    """Return the fault of a tensor that has none of `shapes`."""
     check_tensor(name, x, rule)
     return None if x.shape in shapes else ValueError(f"{name} is {tuple(x.shape)}: it must be {rule}")
 
 
 def per_token_fault(shape: torch.Size, **tensors: Tensor | None) -> ValueError | None:
-    """Whether all that are given have the shape of the labels."""
+    """Return the fault of a given tensor that has another shape than the labels."""
     rule = f"a tensor {tuple(shape)}, a number for each label"
     return first_fault(*(shape_fault(name, x, [shape], rule) for name, x in tensors.items() if x is not None))
 
@@ -67,7 +67,7 @@ def check_per_token(shape: torch.Size, **tensors: Tensor | None) -> None:
 
 
 def count_fault(name: str, count: Tensor | float | None) -> ValueError | None:
-    """Whether a number is at least 0; a tensor's value is not looked at."""
+    """Return the fault of a number below 0; a tensor's value is not looked at."""
     if count is None:
         return None
     check_scalar(name, count)

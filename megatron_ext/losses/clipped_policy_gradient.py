@@ -124,7 +124,7 @@ class ClippedPGLoss:
 
     @property
     def metric_normalizations(self) -> dict[str, MetricNormalizer]:
-        """Of the metrics that are divided by something else than the loss."""
+        """Return the normalizers of metrics that are divided by something else than the loss."""
         of_rows = MetricNormalizer.SEQUENCES, MetricNormalizer.TOKENS
         extremes = ("probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "probs_ratio_clamped_max")
         tokens = ["probs_ratio", "probs_ratio_clamped", "clipped_fraction", "token_mult_prob_error", "gen_kl_error"]
@@ -182,7 +182,7 @@ class ClippedPGLoss:
         check_per_token(mask_BS.shape, **{name: data[name] for name in read if name in data})
 
     def _ratios(self, log_probs_BS: Tensor, prev_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """What multiplies the advantages, and that clipped."""
+        """Return the factors of the advantages, and the same clipped."""
         if self.force_on_policy_ratio:
             ratio_BS = (log_probs_BS - log_probs_BS.detach()).exp()
             return ratio_BS, ratio_BS
@@ -221,7 +221,7 @@ class ClippedPGLoss:
         return weights, metrics
 
     def _drift_metrics(self, log_probs_BS: Tensor, prev_BS: Tensor, drawn_BS: Tensor, means: "_Means"):
-        """How far trainer and generator are apart, by the tokens drawn."""
+        """Measure how far trainer and generator are apart, by the tokens drawn."""
         apart_BS = prev_BS - drawn_BS
         mixture_BS = torch.logaddexp(prev_BS, drawn_BS) - math.log(2)
         halves_BS = [pg.kl_estimate(x - mixture_BS) for x in (prev_BS, drawn_BS)]
@@ -305,7 +305,7 @@ class _Means:
         return token_mean(x_BS.expand_as(self.mask_BS), self.mask_BS, self.tokens)
 
     def of_rows(self, x_BS: Tensor) -> Tensor:
-        """Of the means over each row's tokens."""
+        """Average the means over each row's tokens."""
         return divide(row_means(x_BS.expand_as(self.mask_BS), self.mask_BS).sum(), self.rows)
 
     def rows_alone(self, x_B1: Tensor) -> Tensor:

@@ -195,8 +195,8 @@ class TopKDistillationLoss(FromHidden):
         return self(hidden, head, values, ids, mask, count)
 
     def ids_fault(self, ids: Tensor, mask: Tensor | None = None) -> ValueError | None:
-        """Whether a token that counts has one of `ids` `[..., K]` twice, where what is outside of the K is one more
-        outcome, which would lack its probability twice. On CUDA a device-side assertion."""
+        """Return the fault of a token that counts and has one of `ids` `[..., K]` twice, where all outside of the K is
+        one more outcome, which would lack its probability twice. On CUDA a device-side assertion."""
         if not (self.zero_outside_topk or self.bucket) or not ids.dim() or not has_values(ids):
             return None
         repeated = (ids.sort(-1).values.diff(dim=-1) == 0).any(-1)
@@ -213,7 +213,7 @@ class TopKDistillationLoss(FromHidden):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `from_log_probs` needs the student's entropy."""
+        """Return whether `from_log_probs` needs the student's entropy."""
         return self.zero_outside_topk and self.divergence in ("reverse", "mixed")
 
     def from_log_probs(
@@ -290,7 +290,7 @@ def _teacher_head(student: LmHead, weight: Tensor | LmHead) -> LmHead:
 
 
 def _mean(found: Tensor, mask: Tensor | None, count: Tensor | float | None) -> tuple[Tensor, Metrics]:
-    """Of one number for each token, over the tokens that count."""
+    """Average one number for each token over the tokens that count."""
     return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}
 
 

@@ -1,4 +1,4 @@
-"""What losses from hidden states share: the head's options, and the way from hidden states to log-probabilities.
+"""Base of losses from hidden states: the head's options, and the way from hidden states to log-probabilities.
 
 Legend: B rows, S positions, D hidden size, V vocabulary, R ranks of `tp_group`.
 """
@@ -36,8 +36,8 @@ _COUNTS = ("count", "sft_count")
 
 @dataclass(frozen=True, kw_only=True)
 class FromHidden:
-    """How a head makes log-probabilities: options of `megatron_ext.linear_log_probs`, which says more of each. Pass an
-    `LmHead` in the weight's place to say all that there is to say of a head: where it has an option's default, the
+    """Options of the head that makes log-probabilities: those of `megatron_ext.linear_log_probs`, which says more. Pass
+    an `LmHead` in the weight's place to say all that there is to say of a head: where it has an option's default, the
     loss's option is taken, and two that differ are refused.
 
     Attributes:
@@ -71,7 +71,7 @@ class FromHidden:
         return LmHead(weight, **options)
 
     def _only(self, counts: Tensor | None) -> dict[str, Any]:
-        """What `LmHead.read` takes so that with `skip_ignored` other tokens make no product; None: all count."""
+        """Return the keywords of `LmHead.read` so that with `skip_ignored` other tokens make no product."""
         if not self.skip_ignored or counts is None:
             return {}
         return {"counts": counts, "at_most": token_bound(self.skip_ignored)}
@@ -81,7 +81,7 @@ _OF_THE_HEAD = tuple(field.name for field in fields(FromHidden) if field.name !=
 
 
 def token_shape(hidden: Tensor, head: LmHead) -> torch.Size:
-    """That of one number for each token that `head` reads: of all ranks', with the sequence layout."""
+    """Return the shape of one number for each token that `head` reads: of all ranks' with the sequence layout."""
     check_floating("hidden", hidden)
     shape = hidden.shape[:-1]
     slices = group_size(tensor_parallel_group(head.tp_group)) if head.hidden_layout == "sequence" else 1
@@ -150,7 +150,8 @@ class LogProbLoss(FromHidden, ABC):
         """The loss from log-probabilities of the labels, the shape of these."""
 
     def _fault(self, shape: torch.Size, given: Mapping[str, Any]) -> ValueError | None:
-        """What is wrong with the arguments of `from_log_probs`, for labels of this shape, that one rank alone may see.
+        """Return the fault, which one rank alone may see, of the arguments of `from_log_probs` for labels of this
+        shape.
 
         Raises ValueError for what every rank sees.
         """

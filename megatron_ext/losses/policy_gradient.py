@@ -1,4 +1,4 @@
-"""What policy gradient losses are made of, token by token, from log-probabilities. No head, no reduction.
+"""Terms of policy gradient losses, token by token, from log-probabilities. No head, no reduction.
 
 Legend: B rows, S positions. Log-probabilities are `[B, S]`; masks are 0 where a token does not count. What stands at
 such tokens may be anything: it is set to 0 before an exponential could overflow.
@@ -17,7 +17,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def probability_ratio(log_probs_BS: Tensor, old_BS: Tensor, mask_BS: Tensor, level: Level = "token") -> Tensor:
-    """How much likelier tokens became: `exp(log_prob - old)`, `[B, S]`, 1 at tokens that do not count.
+    """Return the ratio `exp(log_prob - old)`, `[B, S]`, 1 at tokens that do not count.
 
     Of "sequence" level the geometric mean over a row's tokens, `[B, 1]` (GSPO; Zheng et al., 2025).
     """

@@ -181,8 +181,8 @@ class DPOLoss(_PairLoss):
         return self._of_pairs(apart_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
 
     def of_each_pair(self, apart_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """How far each row is from the reference `[B]`, and the loss of each pair `[P]`, of the differences of tokens'
-        log-probabilities from the reference's."""
+        """Return each row's distance from the reference `[B]`, and each pair's loss `[P]`, from the differences of
+        tokens' log-probabilities from the reference's."""
         average = self.average_log_prob or self.loss_type == "ipo"
         apart_B = row_means(apart_BS, mask_BS) if average else row_sums(apart_BS, mask_BS)
         chosen_P, rejected_P = split_pairs(apart_B, self.pairs)
@@ -209,7 +209,7 @@ class _MeansLoss(_PairLoss):
         count: Tensor | float | None = None,
         sft_count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """As `DPOLoss.from_log_probs`; a row's reward is `beta c`."""
+        """Return the loss as `DPOLoss.from_log_probs` does; a row's reward is `beta c`."""
         self._check(log_probs.shape, mask=mask, count=count, sft_count=sft_count)
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
         means_B = row_means(log_probs_BS, mask_BS)

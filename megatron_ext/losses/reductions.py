@@ -38,7 +38,7 @@ def divide(x: Tensor, count: Tensor | float) -> Tensor:
 
 
 def below_0(count: Tensor | float, name: str = "count") -> ValueError | None:
-    """What is wrong with a number below 0 or NaN; a tensor's value is not looked at."""
+    """Return the fault of a number below 0 or NaN; a tensor's value is not looked at."""
     if isinstance(count, Tensor) or count >= 0:
         return None
     return ValueError(f"{name} is {count}: it must be at least 0, the number of what counts")

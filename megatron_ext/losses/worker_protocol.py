@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 class LossType(Enum):
-    """What a loss is a mean over: the tokens of the global batch, or its rows (each the mean of its tokens)."""
+    """Unit of a loss's mean: the tokens of the global batch, or its rows (each the mean of its tokens)."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
 class MetricNormalizer(Enum):
-    """What a metric was divided by: tokens or rows of the global batch that count, or nothing."""
+    """Divisor of a metric: tokens or rows of the global batch that count, or nothing."""
 
     TOKENS = "tokens"
     SEQUENCES = "sequences"
@@ -27,7 +27,7 @@ class MetricNormalizer(Enum):
 
 
 class LossInputType(Enum):
-    """What a loss reads of the model's output; see `megatron_ext.policy.data.loss_inputs`."""
+    """Part of the model's output that a loss reads; see `megatron_ext.policy.data.loss_inputs`."""
 
     LOGPROB = "logprob"
     LOGIT = "logit"
@@ -35,10 +35,10 @@ class LossInputType(Enum):
 
 
 class LossFunction(Protocol):
-    """What `train` takes. Beside the call it may have `loss_type`, `needs` (keys of the data), `unit` (rows that
-    must come together, 1 if absent; they count where all of them do), `metric_normalizations` (a `MetricNormalizer` for
-    each metric that has another than the loss), and `input_type`: with one it is called as NeMo-RL calls its losses,
-    see `megatron_ext.policy.data.loss_inputs`."""
+    """Loss function that `train` takes. Beside the call it may have `loss_type`, `needs` (keys of the data), `unit`
+    (rows that must come together, 1 if absent; they count where all of them do), `metric_normalizations` (a
+    `MetricNormalizer` for each metric that has another than the loss), and `input_type`: with one it is called as
+    NeMo-RL calls its losses, see `megatron_ext.policy.data.loss_inputs`."""
 
     def __call__(
         self, log_probs_BS: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
@@ -47,7 +47,7 @@ class LossFunction(Protocol):
 
 
 def rows_together(loss_fn: Any) -> int:
-    """How many consecutive rows must come in one micro-batch: the loss's `unit`.
+    """Count the consecutive rows that must come in one micro-batch: the loss's `unit`.
 
     NeMo-RL's losses of pairs (`PreferenceLossFn`, `DPOLossFn`) have none, but a `split_output_tensor`: 2.
     """

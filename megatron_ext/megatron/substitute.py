@@ -399,7 +399,10 @@ def restore_tensor_parallel() -> Substitution | None:
 def megatrons_own_layer(ours: type) -> type:
     """Megatron's class in whose place ours is put."""
     found = getattr(importlib.import_module(f"{_THEIRS}.layers"), ours.__name__)
-    return next((old for old in _active.swap.old if old.__name__ == ours.__name__), found) if _active else found
+    if _active is None:
+        return found
+    classes = [old for old in _active.swap.old if isinstance(old, type)]
+    return next((old for old in classes if old.__name__ == ours.__name__), found)
 
 
 def _their_random() -> Any:

@@ -1,4 +1,4 @@
-"""What the names of this package have in common: their arguments, in the words of head/.
+"""Arguments that the names of this package have in common, in the words of head/.
 
 Legend: B sequences, S positions on this rank, V vocabulary, R ranks of the tensor-parallel group.
 """
@@ -23,7 +23,7 @@ from megatron_ext.sequence.targets import IGNORE_INDEX, Targets
 
 @dataclass(frozen=True)
 class TrainingSamplingParams:
-    """How the tokens were sampled whose log-probabilities are asked for. Any object with these attributes will do.
+    """Sampling of the tokens whose log-probabilities are asked for. Any object with these attributes will do.
 
     Logits are divided by the temperature, then the k largest are kept, then of these the fewest whose probabilities
     add up to p. See `megatron_ext.head.sampled_log_probs` for ties and for labels outside.
@@ -67,7 +67,7 @@ def number(value: Any) -> Any:
 
 
 def sampling_of(params: Any) -> TrainingSamplingParams:
-    """Of any object with the attributes; None: nothing is filtered or scaled."""
+    """Make the parameters from any object with the attributes; None: nothing is filtered or scaled."""
     if params is None:
         return TrainingSamplingParams()
     top_k, top_p = number(params.top_k), 1.0 if params.top_p is None else number(params.top_p)
@@ -112,7 +112,8 @@ def check_call(chunk_size: int | None, sampling_params: Any) -> None:
 
 
 def whole_results(targets: Targets, compute: Callable[[Tensor], Any], like: Tensor) -> Any:
-    """What `compute` makes of this rank's labels `[B, P]`, a tensor or a tuple, as results of whole sequences."""
+    """Return what `compute` makes of this rank's labels `[B, P]`, a tensor or a tuple, as results of whole
+    sequences."""
     labels = targets.labels()
     found, fault = or_refuse(lambda: compute(labels), labels.shape, like)
     if isinstance(found, tuple):
@@ -140,7 +141,7 @@ def next_log_probs(
 
 
 def local(x: Tensor) -> Tensor:
-    """Of a DTensor this rank's part."""
+    """Return this rank's part of a DTensor."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 

@@ -78,7 +78,7 @@ def _gpt_forward_with_linear_ce_fusion(
     is_spec_decode: bool | None = None,
     return_logprobs_for_linear_ce_fusion: bool = False,
 ) -> Tensor:
-    """What the forward of a patched GPTModel does, as a function of the model, which need not be patched.
+    """Run the forward of a patched GPTModel, as a function of the model, which need not be patched.
 
     Shapes, communication and errors as for `patch_gpt_model_forward_for_linear_ce_fusion`. Arguments are those of
     Megatron's `GPTModel.forward`; those that are None are left to their defaults.

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.dtensor import _parallelize_model
+from tests.left_behind import cached_with_groups
 
 VOCAB = 97  # odd: shards are uneven
 SIZES = {
@@ -250,6 +251,7 @@ def make(kind, tied=False):
     return model.float().train()
 
 
+@cached_with_groups
 def meshes(dp=1, cp=1, tp=1):
     """The ranks of this world as a mesh, and its data- and context-parallel ranks as one dim."""
     mesh = init_device_mesh("cpu", (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_ext import reference
 from megatron_ext.sequence.zigzag import split_zigzag
+from tests.left_behind import cached_with_groups
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Grid:
         return every[self.cp_rank], every.sum(0)
 
 
+@cached_with_groups
 def grid(tp: int) -> Grid:
     """The arrangement with `tp` ranks that share the vocabulary; all ranks ask for the same ones in the same order."""
     world, rank = dist.get_world_size(), dist.get_rank()

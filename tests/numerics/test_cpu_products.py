@@ -214,7 +214,8 @@ def test_the_doctor_says_which(native):
 @pytest.mark.slow
 def test_a_processor_of_avx2():
     asked = (
-        "import torch; from megatron_ext import cpu_products as c; print(c.has_sixteen_bit_products(torch.bfloat16))"
+        "import torch; from megatron_ext.numerics import cpu_products as c; "
+        "print(c.has_sixteen_bit_products(torch.bfloat16))"
     )
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True)

@@ -18,6 +18,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_ext.replace import replacement_of
+
 VOCAB, SEQUENCE = 64, 16
 
 
@@ -88,7 +90,7 @@ def main():
             "cpu": arguments.cpu,
             "layers": tensor_parallel.ColumnParallelLinear.__module__,
             "attention": type(model.decoder.layers[0].self_attention.core_attention).__name__,
-            "head": str(getattr(GPTModel._postprocess, "settings", None)),
+            "head": str(getattr(replacement_of(GPTModel._postprocess), "settings", None)),
         }
         with open(arguments.report, "w") as file:
             json.dump(report, file)

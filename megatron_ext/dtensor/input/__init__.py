@@ -1,1 +1,1 @@
-"""What comes into a model: what a caller says of sequences, and token ids that a rank alone must refuse."""
+"""Inputs of a model: a caller's arguments about sequences, and token ids that a rank alone must refuse."""

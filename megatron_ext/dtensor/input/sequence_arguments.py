@@ -1,4 +1,4 @@
-"""What a caller says of the sequences in a model's call, checked and made into one `SequenceLayout` and positions.
+"""Arguments about the sequences in a model's call, checked and made into one `SequenceLayout` and positions.
 
 Suffixes: B batch, S tokens of this rank, K tokens of the whole sequence (W * S).
 """
@@ -19,7 +19,7 @@ from megatron_ext.sequence.host_values import HostMemo
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """What the attention function must know of a call's sequences, beside what the layer knows.
+    """Layout of a call's sequences, for the attention function, beside what the layer knows.
 
     Attributes:
         cp_group: the ranks that share each sequence, in the zigzag layout.

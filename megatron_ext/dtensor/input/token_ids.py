@@ -24,13 +24,13 @@ _TOLD = (
 
 @dataclass
 class Refusal:
-    """What a rank found wrong with a call's token ids, or was told by another; it is raised at a later exchange."""
+    """Fault of a call's token ids, found by this rank or told by another; it is raised at a later exchange."""
 
     fault: ValueError | None = None
 
 
 def token_id_fault(rows: int, tokens: Tensor) -> ValueError | None:
-    """Whether a token id has none of the `rows` of an embedding; on CUDA the device stops then.
+    """Return the fault of token ids that have none of the `rows` of an embedding; on CUDA the device stops then.
 
     torch's own sentence names neither the id nor the rule, and a sharded embedding makes zeros of such ids.
     """
@@ -39,7 +39,7 @@ def token_id_fault(rows: int, tokens: Tensor) -> ValueError | None:
 
 
 def tells_of_token_ids(embedding: nn.Module) -> bool:
-    """Whether `embedding` refuses token ids itself, on every rank that shares it."""
+    """Return whether `embedding` refuses token ids itself, on every rank that shares it."""
     return _TELLS in embedding.__dict__
 
 
@@ -84,7 +84,8 @@ class EmbeddingRows(RowwiseParallel):
 
 
 def _is_infinite(output: Tensor) -> bool:
-    """Whether some rank sent infinity for every number of every token; not looked at on CUDA, where none does."""
+    """Return whether some rank sent infinity for every number of every token; not looked at on CUDA, where none
+    does."""
     if output.is_cuda or not has_values(output) or not output.numel():
         return False
     return bool((output.detach().flatten(0, -2)[0] == torch.inf).all())

@@ -1,1 +1,1 @@
-"""What is read out at a model's lm head, from hidden states or through the logits that it makes."""
+"""Read-outs at a model's lm head, from hidden states or through the logits that it makes."""

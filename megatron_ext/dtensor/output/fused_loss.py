@@ -252,7 +252,7 @@ def _check_labels(model: Any, given: dict[str, Any]) -> None:
 
 
 def _is_text_alone(model: Any) -> bool:
-    """Whether each token id has a row: those of others may stand for images."""
+    """Return whether each token id has a row: those of others may stand for images."""
     return model.config.get_text_config() is model.config
 
 
@@ -264,7 +264,7 @@ def _check_token_ids(model: Any, given: dict[str, Any]) -> None:
 
 
 def _answer(model: Any, own: Callable[..., Any], read: Read, given: dict[str, Any]) -> Any:
-    """What `own` gives, with our loss and without logits."""
+    """Return what `own` gives, with our loss and without logits."""
     path = output_head_path(model)
     head = model.get_submodule(path)
     calls: list[HeadCall] = []

@@ -1,4 +1,4 @@
-"""What a model does to hidden states and logits around its lm head, measured on the model's own forward.
+"""Transform of hidden states and logits around a model's lm head, measured on the model's own forward.
 
 Families scale logits (Granite, Cohere), cap them (Gemma2) or leave them alone, each under names of its own. Instead of
 knowing the names, the forward of the model runs once with a decoder that returns given numbers and a head that passes
@@ -29,12 +29,12 @@ class HeadRule(NamedTuple):
     softcap: float | None = None
 
     def facts(self, temperature: float) -> dict[str, Any]:
-        """What the head's functions take by keyword, for logits that are divided by `temperature`."""
+        """Return the keywords of the head's functions, for logits that are divided by `temperature`."""
         return {"softcap": self.softcap, "temperature": temperature / self.scale}
 
 
 def head_rule(model: nn.Module) -> HeadRule | None:
-    """What `model`, on any device (also meta), makes of hidden states; None: something that is not known here."""
+    """Return what `model`, on any device (also meta), makes of hidden states; None: it is not understood."""
     try:
         path = output_head_path(model)
         owner = model.get_submodule(path.rpartition(".")[0])
@@ -62,8 +62,8 @@ def why_unknown(model: nn.Module, name: str) -> str:
 
 
 def is_hooked(model: nn.Module, head: bool = True) -> bool:
-    """Whether hooks wait for a call of the model, or with `head` of its head or a layer inside of an adapter there;
-    those of torch's and transformers' parallelism, and ours, do not count."""
+    """Return whether hooks wait for a call of the model, or with `head` of its head or a layer inside of an adapter
+    there; those of torch's and transformers' parallelism, and ours, do not count."""
     path = output_head_path(model)
     modules = [model, model.get_submodule(path.rpartition(".")[0])]
     modules += model.get_submodule(path).modules() if head else []
@@ -72,14 +72,14 @@ def is_hooked(model: nn.Module, head: bool = True) -> bool:
 
 
 def _module_of(hook: Any) -> str:
-    """Where the function of a hook is from: of a method or a partial, too."""
+    """Return the module that a hook's function is from, of a method or a partial too."""
     while (inner := getattr(hook, "func", None) or getattr(hook, "__func__", None)) is not None:
         hook = inner
     return str(getattr(hook, "__module__", ""))
 
 
 def _through(owner: nn.Module, head: str, x: Tensor) -> Tensor:
-    """What the forward of `owner` makes of hidden states `x` `[N]`, if its head is the identity."""
+    """Return what the forward of `owner` makes of hidden states `x` `[N]`, if its head is the identity."""
     stub = stub_of(owner)
     stub._modules[text_model_path(owner).partition(".")[0]] = SampleDecoder(x[None, None])
     stub._modules[head] = nn.Identity()

@@ -1,4 +1,4 @@
-"""What is read out at a model's lm head, of this rank's tokens: from hidden states, or through the logits it makes.
+"""Read-outs of this rank's tokens at a model's lm head: from hidden states, or through the logits it makes.
 
 Legend: B sequences, P tokens of this rank, D hidden size, V vocabulary, R tensor-parallel ranks.
 """
@@ -44,7 +44,7 @@ class Read(NamedTuple):
     logit_dtype: torch.dtype | None = None
 
     def shape(self, labels_BP: Tensor) -> tuple[int, ...]:
-        """That of the first result alone, which tells all ranks of a refusal."""
+        """Return the shape of the first result alone, which tells all ranks of a refusal."""
         return (1, *labels_BP.shape, *self.columns)
 
 
@@ -56,12 +56,12 @@ def register(model: nn.Module, rule: HeadRule | None) -> None:
 
 
 def is_registered(model: nn.Module) -> bool:
-    """Whether `register` was called for `model`: its head is sharded by vocabulary, or whole in its forward."""
+    """Return whether `register` was called for `model`: its head is sharded by vocabulary, or whole in its forward."""
     return _RULE in model.__dict__
 
 
 def rule_or_reason(model: nn.Module) -> tuple[HeadRule | None, str]:
-    """What `model` makes of hidden states at its head; or None, and why its logits are made."""
+    """Return what `model` makes of hidden states at its head; or None, and why its logits are made."""
     name = type(model).__name__.removeprefix("FSDP")
     rule = model.__dict__[_RULE] if is_registered(model) else head_rule(model)
     if rule is None:
@@ -72,7 +72,7 @@ def rule_or_reason(model: nn.Module) -> tuple[HeadRule | None, str]:
 def read_out(
     model: nn.Module, read: Read, tokens_BP: Tensor, given_BP: Sequence[Tensor], **inputs: Any
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
-    """What `read` makes of these tokens, `[B, P]` each result, and what it refuses: see `or_refuse`.
+    """Return what `read` makes of these tokens, each result `[B, P]`, and what it refuses: see `or_refuse`.
 
     `given_BP`: the labels, and what else `read` takes of each position; `inputs`: what the model takes.
     """
@@ -116,7 +116,7 @@ def say_once(reason: str) -> None:
 def _through_logits(
     model: nn.Module, read: Read, tokens_BP: Tensor, given_BP: Sequence[Tensor], **inputs: Any
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
-    """As `_through_head`, by way of the logits that the model makes."""
+    """Return the results of `_through_head`, by way of the logits that the model makes."""
     logits, group, vocab = local_shard(model(input_ids=tokens_BP, **inputs).logits, -1)
     return or_refuse(
         lambda: _tuple(read.logits(logits, *given_BP, tp_group=group, vocab=vocab, temperature=read.temperature)),
@@ -132,7 +132,7 @@ def _tuple(found: Any) -> tuple[Tensor, ...]:
 def _through_head(
     model: nn.Module, rule: HeadRule, read: Read, tokens_BP: Tensor, given_BP: Sequence[Tensor], **inputs: Any
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
-    """What `read` makes of the hidden states of these tokens, `[B, P]` each, and what it refuses: see `or_refuse`."""
+    """Return what `read` makes of these tokens' hidden states, `[B, P]` each, and what it refuses: see `or_refuse`."""
     hidden = text_model(model)(input_ids=tokens_BP, **inputs)[0]
     head = model.get_submodule(output_head_path(model))
     return read_hidden(head, rule.facts(read.temperature), read, hidden, given_BP)
@@ -146,7 +146,7 @@ def read_hidden(
     given_BP: Sequence[Tensor],
     columns: int | None = None,
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
-    """As `_through_head`, from the hidden states `[B, P, D]` that come to `head`, or this rank's slice of them.
+    """Return the results of `_through_head` from the hidden states `[B, P, D]` at `head`, or this rank's slice.
 
     `logits`: the cap and the temperature of its logits; `columns`: the first ones alone, of a head that is whole.
     """

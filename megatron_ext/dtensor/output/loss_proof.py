@@ -31,7 +31,7 @@ class _NoLoss(Exception):
 
 
 def basis(model: nn.Module, own: Callable[..., Any], head: nn.Module) -> Basis:
-    """What a proof of `model`'s loss rests on."""
+    """Return the basis of a proof of `model`'s loss."""
     replica = getattr(model, "_is_replica", False)  # of nn.DataParallel, whose modules are new at each call
     return Basis(
         own,

@@ -51,7 +51,8 @@ def bring_back(model: nn.Module, stub: Any) -> None:
 
 
 def is_sharded(head: nn.Module) -> bool:
-    """Whether FSDP2 gathers the head by itself, or ranks share its vocabulary: its hooks are those of parallelism."""
+    """Return whether FSDP2 gathers the head by itself, or ranks share its vocabulary: its hooks are those of
+    parallelism."""
     return isinstance(head, FSDPModule) or any(isinstance(x, DTensor) for x in head.parameters())
 
 

@@ -29,7 +29,7 @@ class Ranks(NamedTuple):
 
     @property
     def first(self) -> bool:
-        """Whether this is the first of these ranks."""
+        """Return whether this is the first of these ranks."""
         return all(group_rank(group) == 0 for group in self.groups)
 
 

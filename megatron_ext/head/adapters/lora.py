@@ -81,7 +81,7 @@ def check_dropout(adapters: Sequence[LoRA], ranks: int, in_slices: bool) -> None
 
 
 def rows_fault(adapters: Sequence[LoRA], weight: Tensor) -> ValueError | None:
-    """What this rank alone may see."""
+    """Return the fault of adapters that this rank alone may see."""
     for each in adapters:
         if each.B.shape[0] != weight.shape[0]:
             return ValueError(
@@ -95,7 +95,7 @@ def rows_fault(adapters: Sequence[LoRA], weight: Tensor) -> ValueError | None:
 
 
 def options_of(adapters: Sequence[LoRA]) -> dict[str, Any]:
-    """What of them all ranks must pass alike: r, scaling and dropout of each."""
+    """Return the options that all ranks must pass alike: r, scaling and dropout of each adapter."""
     return {"lora": [(len(each.A), float(each.scaling), float(each.dropout)) for each in adapters]}
 
 

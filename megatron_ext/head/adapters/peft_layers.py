@@ -1,4 +1,4 @@
-"""What PEFT puts in the place of a linear layer: LoRA beside it, or a copy that trains. PEFT is not imported.
+"""PEFT's layers in the place of a linear layer: LoRA beside it, or a copy that trains. PEFT is not imported.
 
 PEFT's LoRA layer has `base_layer`, and under the name of each adapter `lora_A`, `lora_B`, `scaling` and `lora_dropout`.
 """

@@ -21,7 +21,7 @@ from megatron_ext.numerics.tree_sums import sum_of_ranks
 
 
 class Passed(NamedTuple):
-    """What forward found.
+    """Outputs of a forward pass over the logits.
 
     Attributes:
         stats: of all shards together; None: no read-out wanted the softmax.
@@ -37,7 +37,7 @@ class Passed(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What backward is asked for.
+    """Inputs of a backward pass over the logits.
 
     Attributes:
         inputs, kept, stats, saved: those of forward.
@@ -58,7 +58,7 @@ class Asked(NamedTuple):
 
 
 class Way:
-    """How the logits of one call are passed over. It holds what that takes beside the inputs, which are tensors."""
+    """Pass over the logits of one call. It holds what the pass takes beside its inputs, which are tensors."""
 
     def forward(self, plan: Plan, *inputs: Any) -> Passed:
         """Statistics and results."""
@@ -155,7 +155,7 @@ class HeadGradients:
             self._sum = collectives.start_all_reduce(dx_TD, call.group if tokens else None, in_place=True)
 
     def given(self) -> tuple[Tensor | None, ...]:
-        """What autograd gets, each in its input's dtype."""
+        """Return the gradients for autograd, each in its input's dtype."""
         dw_VD, (_, weight_VD, bias_V, low_VR) = self.dw_VD, self._asked.inputs[:4]
         if self.fused is not None and self._asked.parameter is not None:
             dw_VD = main_grad.finish(self._asked.parameter, weight_VD.dtype)

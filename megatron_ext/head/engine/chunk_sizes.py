@@ -1,4 +1,4 @@
-"""How many tokens and vocabulary columns the head works on at a time, and for how many it keeps exponentials.
+"""Numbers of tokens and vocabulary columns that the head works on at a time, and of kept exponentials.
 
 On the CPU sizes are what was measured to be quick. On CUDA those of the loss follow from the device's figures and the
 shape: of the chunks that memory allows, the smallest whose products take about the least time. Those of read-outs that
@@ -229,7 +229,7 @@ def kept_tokens(call: ResolvedHead, tokens: int, columns: int, like: Tensor) -> 
 
 
 def keeps_all(call: ResolvedHead, tokens: int, like: Tensor) -> bool:
-    """Whether every rank keeps all of its columns, as far as each can tell of the others."""
+    """Return whether every rank keeps all of its columns, as far as each can tell of the others."""
     return call.cache == 1 or (call.cache == "bounded" and _bounded_eighths(tokens, like) == 8)
 
 
@@ -241,7 +241,7 @@ def _bounded_eighths(tokens: int, like: Tensor) -> int:
 
 @functools.cache
 def _columns_that_fit(device: torch.device, on_gpu: bool, column: int, columns: int, later: int) -> int:
-    """Of `column` bytes each. Decided once, since what is recomputed has to keep as much as the first time."""
+    """Return the columns of `column` bytes each that fit: decided once, since recomputation has to keep as much."""
     free = _free_bytes(device, on_gpu)
     return max(0, min(columns, min(free // 2, free - later) // column))
 

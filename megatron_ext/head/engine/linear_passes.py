@@ -22,7 +22,7 @@ from megatron_ext.numerics.matrices import accumulation_dtype
 
 
 class FirstPass(NamedTuple):
-    """What a rank has of a batch of tokens from its logits alone.
+    """First pass over a batch of tokens: what a rank has from its logits alone.
 
     Attributes:
         stats_KT: this rank's statistics, with a place more in each row for the exchange.
@@ -38,7 +38,7 @@ class FirstPass(NamedTuple):
 def statistics_pass(
     hidden_TD: Tensor, weight_VD: Operand, bias_V: Tensor | None, plan: Plan, sizes: list[int] | None, keep: bool
 ) -> FirstPass:
-    """Logits, their statistics, and what is kept of them. `sizes`, `keep`, and what is communicated: see `OfSoftmax`,
+    """Logits, their statistics, and what is kept of them. `sizes`, `keep`, and what is communicated: see `LinearHead`,
     which has the exchange of statistics besides."""
     call, tokens, columns, dtype = plan.call, plan.tokens, weight_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
     w_VD = weight_VD.to(hidden_TD.dtype)
@@ -89,7 +89,7 @@ def statistics_pass(
 
 
 def _keeps_logits(call, x_TD) -> bool:
-    """Whether forward keeps the logits instead of their exponentials.
+    """Return whether forward keeps the logits instead of their exponentials.
 
     Backward needs the softcap's slope, `1 - tanh^2`, and where that is small it cannot be computed from rounded
     exponentials. The exception is a softcap of 16 or more with 16-bit operands on CUDA: there fp32 logits would be

@@ -36,7 +36,7 @@ from megatron_ext.head.validation.argument_checks import check_exchange, check_f
 
 
 class Products(NamedTuple):
-    """What a rank has before the exchange, where its product with the weight does not wait for that."""
+    """Products of a rank before the exchange, where they do not wait for it."""
 
     x_TD: Tensor
     plan: Plan
@@ -50,7 +50,7 @@ class Products(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a rank has of it after the exchange.
+    """Result of a rank after the exchange.
 
     Attributes:
         results: of each read-out, the same on every rank, in the dtype of the passes.
@@ -160,6 +160,6 @@ def weight_gradient(found: Result, grad_T: Tensor, weight: Tensor) -> Tensor | N
 
 
 def _gradient(plan: Plan, stats: Any, saved: list[list[Tensor]], grad_T: Tensor) -> Any:
-    """Of the first read-out alone."""
+    """Return the gradient of the first read-out alone."""
     basis = plan.basis(stats, saved, [grad_T, *[None] * (len(plan.readouts) - 1)])
     return passes_of(plan.target_T).token_gradient(stats, plan.kept_T, plan.target_T, basis, plan.call, plan.labelled)

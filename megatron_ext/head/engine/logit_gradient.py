@@ -17,7 +17,8 @@ from megatron_ext.head.engine.statistics import Statistics, log_prob
 
 
 class Basis(NamedTuple):
-    """What read-outs are functions of: the gradient of each, `[T]`, 0 where a token does not count; None: no gradient.
+    """Gradients of the statistics that read-outs are functions of, `[T]` each, 0 where a token does not count; None:
+    none.
 
     Attributes:
         log_prob: of the label's log-probability.
@@ -57,7 +58,7 @@ class Coefficients(NamedTuple):
 
 
 class PassCoefficients(NamedTuple):
-    """What `row_gradient` takes: `exp(u) (scale + slope u) + offset`, u = z - this shard's maximum."""
+    """Coefficients of `row_gradient`: `exp(u) (scale + slope u) + offset`, u = z - this shard's maximum."""
 
     scale: Tensor
     slope: Tensor | None
@@ -71,7 +72,7 @@ class PassCoefficients(NamedTuple):
 
 
 def coefficients(stats: Statistics, kept_T: Tensor | None, basis: Basis, temperature: float) -> Coefficients:
-    """What the gradients of `basis` mean for the logits before the softcap.
+    """Return the coefficients that the gradients of `basis` mean for the logits before the softcap.
 
     `kept_T`: bool, tokens with a gradient; None: all.
     """

@@ -130,7 +130,7 @@ class Plan:
 
     @cached_property
     def words(self) -> str:
-        """What all ranks must pass alike."""
+        """Describe what all ranks must pass alike."""
         call = self.head
         found: dict[str, Any] = {"softcap": call.softcap, "temperature": call.temperature}
         found["logit_scale"] = call.logit_scale
@@ -140,7 +140,7 @@ class Plan:
         return agreement.in_words(found | self._options | each)
 
     def tensors(self) -> list[Tensor]:
-        """Those that backward and a later step of forward read."""
+        """Return the tensors that backward and a later step of forward read."""
         given = [self.kept_T, *(x for r in self.readouts for x in (r.labels_T, r.counts_T))]
         return [self.target_T, self.asked, *(x for x in given if x is not None)]
 
@@ -168,7 +168,7 @@ class Plan:
             r.call = self.call
 
     def chunks(self) -> list[slice] | None:
-        """How all ranks must cut the tokens; None: as each likes."""
+        """Return the cut of the tokens on all ranks; None: any cut."""
         found = None
         for r in self.readouts:
             found = found or r.chunks(self.tokens, self.target_T.is_cuda)
@@ -178,7 +178,7 @@ class Plan:
         return [slice(at, min(at + step, self.tokens)) for at in range(0, self.tokens, step)]
 
     def begin(self, chunks: list[slice], device: torch.device) -> None:
-        """What the read-outs must know or agree on before the first chunk."""
+        """Tell the read-outs what they must know or agree on before the first chunk."""
         words = self.words if any(r.begins for r in self.readouts) and self.call.ranks > 1 else ""
         for r in self.readouts:
             r.begin(chunks, device, words, self.ids)
@@ -219,7 +219,7 @@ class Plan:
     def results(
         self, stats: Statistics | None, stats_RKT: Tensor, stats_KT: Tensor, own_KT: Tensor | None = None
     ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """What each read-out gives, and what its gradient wants of forward."""
+        """Return what each read-out gives, and what its gradient wants of forward."""
         found, saved = [], []
         for at, (r, span, own) in enumerate(zip(self.readouts, self._spans, self._own_spans, strict=True)):
             sent_RKT, mine_KT = stats_RKT, stats_KT  # a read-out without rows takes the dtype alone

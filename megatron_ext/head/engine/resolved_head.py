@@ -70,12 +70,12 @@ class ResolvedHead:
 
     @property
     def fixed(self) -> bool:
-        """Whether every sum has one order, which other tokens do not change."""
+        """Return whether every sum has one order, which other tokens do not change."""
         return self.bits != "fast"
 
     @property
     def counted(self) -> int:
-        """How many columns of the logits that are made count, from the first one on."""
+        """Count the columns, from the first one on, of the logits that are made and count."""
         return self.vocab.counted if self.chosen is None else self.chosen.shape[0]
 
     def sums(self, counted: int) -> RowOptions:
@@ -90,7 +90,7 @@ class ResolvedHead:
         }
 
     def place(self, columns: Tensor) -> Tensor:
-        """Where `columns` of this rank's shard are among the logits that are made."""
+        """Return the places of `columns` of this rank's shard among the logits that are made."""
         return columns if self.chosen is None else torch.searchsorted(self.chosen, columns)
 
     def without_scale(self) -> "ResolvedHead":

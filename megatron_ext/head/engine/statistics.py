@@ -179,7 +179,7 @@ def _merged(stats_RKT: Tensor, start_R1: Tensor, call: ResolvedHead) -> list[Ten
 
 
 def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: ResolvedHead, shift_T: Tensor | None) -> Statistics:
-    """What `combine` gives of the rows of one part that is the whole vocabulary."""
+    """Return what `combine` gives of the rows of one part that is the whole vocabulary."""
     peaks, total, target, *rows = whole
     total = total.clamp(min=1.0)  # less only in a row of -inf: its label has -inf, and nothing NaN
     more = iter(rows)

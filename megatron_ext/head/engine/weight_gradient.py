@@ -124,8 +124,8 @@ def weight_gradients(
     plan: Plan,
     accumulate: bool,
 ) -> list[WeightGradient]:
-    """Those of an operand's parts, each with its columns of `x`; `outs`: None where a part wants none, and where there
-    is none. `accumulate`: the first part's is added to what is there."""
+    """Return the gradients of an operand's parts, each with its columns of `x`; `outs`: None where a part wants none,
+    and where there is none. `accumulate`: the first part's is added to what is there."""
     spans = column_spans(tensors_of(w_VD))
     sides = [x_TD] if len(spans) == 1 else [x_TD[:, span] for span in spans]
     return [

@@ -19,7 +19,7 @@ from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
 
 
 def applies(call: ResolvedHead, x_TD: Tensor) -> bool:
-    """Whether a call's log-probabilities are taken as an engine takes them."""
+    """Return whether a call's log-probabilities are taken as an engine takes them."""
     return call.rounds and call.bits == "batch" and x_TD.is_cuda
 
 

@@ -21,7 +21,8 @@ from megatron_ext.numerics.fixed_order import TOKENS
 
 
 class Gradient:
-    """Of logits, by the parts of `token_terms.Gradient` for each leaf, whose exponentials have a shift of their own."""
+    """Gradient of logits, by the parts of `token_terms.Gradient` for each leaf, whose exponentials have a shift of
+    their own."""
 
     def __init__(self, source: Source, plan: Plan, kept: list[Tensor], stats: Statistics, shift_LT: Tensor, basis: Any):
         self._source, self._plan, self._kept = source, plan, kept

@@ -60,12 +60,12 @@ def leaves_of(call: ResolvedHead) -> list[Leaf]:
 
 
 def leaf_count(call: ResolvedHead) -> int:
-    """How many leaves a rank has, whatever its shard is."""
+    """Count the leaves of a rank, whatever its shard is."""
     return LEAVES // call.ranks if call.bits == "tensor_parallel" else 1
 
 
 def leaves_fault(vocab: VocabShard, ranks: int, rank: int) -> ValueError | None:
-    """What is wrong with this rank's shard where leaves are eighths."""
+    """Return the fault of this rank's shard where leaves are eighths."""
     width = leaf_width(vocab.size)
     per_rank = width * LEAVES // ranks
     ends = vocab.stop == vocab.start + per_rank or (ranks == 1 and vocab.stop >= vocab.size)
@@ -100,8 +100,8 @@ def total_of(columns: int, weight: Tensor, dtype: torch.dtype, fused: Tensor | N
 
 
 def of_shard(total: Tensor, weight: Tensor, fused: Tensor | None = None, begun: bool = True) -> Tensor:
-    """What `total` has of the rows of `weight`, in its dtype; 0 for those that no leaf has. It is left in a `fused`
-    buffer. `begun`: with whose values `total` began, if it has its dtype."""
+    """Return the part of `total` for the rows of `weight`, in its dtype; 0 for those that no leaf has. It is left in a
+    `fused` buffer. `begun`: with whose values `total` began, if it has its dtype."""
     held = min(len(total), len(weight))
     if fused is None and held == len(weight):
         return total[:held].to(weight.dtype)

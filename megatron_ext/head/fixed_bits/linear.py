@@ -33,7 +33,7 @@ from megatron_ext.numerics.tree_sums import TreeSum
 
 
 class OfSoftmaxFixed(Way):
-    """Hidden states `[T, D]`, weight, bias and low rank; arguments as for `OfSoftmax`.
+    """Hidden states `[T, D]`, weight, bias and low rank; arguments as for `LinearHead`.
 
     A low rank lies beside the weight in one operand, which each pass makes.
 

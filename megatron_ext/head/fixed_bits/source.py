@@ -71,7 +71,7 @@ class Source:
         return [(slice(0, tokens), blocks)]
 
     def logits(self, rows: slice, at: int, block: slice, out_tV: Tensor | None = None) -> Tensor:
-        """Those of a block of leaf `at`, `[t, V]`: new on CUDA, in fp32 or rounded, on a CPU in `out`."""
+        """Return the logits of a block of leaf `at`, `[t, V]`: new on CUDA, in fp32 or rounded, on a CPU in `out`."""
         out_tV = None if self.on_gpu else out_tV
         return fixed_order.logits(self.x_TD[rows], self.weights[at][block], out_tV, self.call.rounds)
 
@@ -86,7 +86,7 @@ class Source:
 
 
 def part_kept(kept_TV: Tensor, rows: slice, block: slice) -> Tensor | None:
-    """That of a tile, if it is kept."""
+    """Return the part of a tile, if it is kept."""
     if rows.stop > kept_TV.shape[0] or block.stop > kept_TV.shape[1]:
         return None
     return kept_TV[rows, block]

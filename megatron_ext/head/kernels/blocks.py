@@ -1,4 +1,4 @@
-"""How many columns a program works on at a time, and with how many warps: the one place of tuned sizes.
+"""Columns that a program works on at a time, and its warps: the one place of tuned sizes.
 
 A row of logits takes 32 to 40 elements of each thread, whose registers hold 64 numbers: two programs of 16 warps share
 an SM then, and one computes while the other's row is on its way.

@@ -1,4 +1,4 @@
-"""What a logit goes through in Triton before anything else: bias, softcap, temperature.
+"""Transform of a logit in Triton before anything else: bias, softcap, temperature.
 
 A number without a type would arrive in fp32, so softcap and temperature are told theirs.
 """

@@ -42,7 +42,7 @@ class _Entries(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Those of a chunk: where they are among all, how many each token has, and the token of each within the chunk."""
+    """Kept ids of a chunk: their places among all, their number for each token, and the token of each in the chunk."""
 
     at: slice
     lengths_t: Tensor
@@ -213,5 +213,5 @@ class KeptEntropy(Kept):
 
 
 def _largest(x_n: Tensor, lengths_t: Tensor) -> Tensor:
-    """Of each token's, -inf of none."""
+    """Return the largest number of each token, -inf where a token has none."""
     return torch.segment_reduce(x_n, "max", lengths=lengths_t, initial=-torch.inf, unsafe=True)  # unsafe: no wait

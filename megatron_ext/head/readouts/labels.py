@@ -18,7 +18,7 @@ from megatron_ext.head.validation import argument_checks, option_checks
 
 
 class OfLabels(ReadOut):
-    """What read-outs of a label per token share.
+    """Base of read-outs of a label per token.
 
     Args:
         labels: `[...]`, integers: global token ids, of all ranks' tokens.
@@ -55,7 +55,7 @@ class LogProbs(OfLabels):
 
 
 class IsArgmax(OfLabels):
-    """Whether each label has the largest logit: `[...]`, bool, no gradient; False where it does not count.
+    """Read-out of whether each label has the largest logit: `[...]`, bool, no gradient; False where it does not count.
 
     Among equal logits the lowest id is the largest.
     """
@@ -135,7 +135,7 @@ class CrossEntropy(OfLabels):
 
 
 class Filtered(OfLabels):
-    """What filters share: they find their labels' logits themselves, and need no softmax of the whole row."""
+    """Base of filters: they find their labels' logits themselves, and need no softmax of the whole row."""
 
     softmax = False
     needs_logits = True

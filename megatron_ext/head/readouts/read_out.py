@@ -1,4 +1,4 @@
-"""What a read-out is: numbers per token that one pass over logits gives, and the gradient of the first of them.
+"""Read-outs: numbers per token that one pass over logits gives, and the gradient of the first of them.
 
 `LmHead.read` and `Logits.read` take any set of read-outs. The engine knows none by name. It asks each one
 
@@ -171,11 +171,12 @@ class ReadOut:
         return None
 
     def columns(self) -> Tensor | None:
-        """Which columns of this rank's shard it reads, in any order; None: all. It may wait for the device."""
+        """Return the columns of this rank's shard that it reads, in any order; None: all. It may wait for the
+        device."""
         return None
 
     def begin(self, chunks: list[slice], device: torch.device, words: str, ids: Sequence[Tensor]) -> None:
-        """What the ranks must agree on before the first chunk, where it `begins`, and how the tokens are cut.
+        """Take the cut of the tokens, and agree over the ranks before the first chunk, where the read-out `begins`.
 
         `words`, `ids`: the options of the call, and the token ids that it asks for.
 
@@ -211,7 +212,7 @@ class ReadOut:
         agreement.gathered(numbers, "", [], self.call.group, device)
 
     def chunks(self, tokens: int, on_gpu: bool) -> list[slice] | None:
-        """How all ranks cut the tokens, where `in_step`; None: any way that they all share."""
+        """Return the cut of the tokens on all ranks, where `in_step`; None: any cut that they all share."""
         return None
 
     def scan(self, chunk: Chunk) -> None:
@@ -239,7 +240,7 @@ class ReadOut:
 
     @property
     def shard_index(self) -> int:
-        """Which of the shards, or leaves of all ranks, that `results` is given are these columns."""
+        """Return the index of these columns among the shards, or leaves of all ranks, that `results` is given."""
         rank, leaf = group_rank(self.call.group), self.call.leaf
         return rank if leaf is None else rank * leaves.leaf_count(self.call) + leaf
 
@@ -248,7 +249,7 @@ class ReadOut:
         return leaves.added(x_RT, self.call)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        """What is read out, and what the gradient wants of it.
+        """Return what is read out, and what the gradient wants of it.
 
         Args:
             stats: the `Statistics` of the shared pass; None where no read-out wanted the softmax.
@@ -274,7 +275,7 @@ class ReadOut:
         return None
 
     def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
-        """Whether `pull`, if a read-out has one, adds anything for the tokens `rows`."""
+        """Return whether `pull`, if a read-out has one, adds anything for the tokens `rows`."""
         return type(self).pull is not ReadOut.pull
 
     def pull(

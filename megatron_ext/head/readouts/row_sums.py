@@ -1,4 +1,4 @@
-"""What sums over a whole row of logits say: entropy, mean logit, log of the sum of exponentials, sum of squares.
+"""Sums over a whole row of logits: entropy, mean logit, log of the sum of exponentials, sum of squares.
 
 Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K rows of statistics, R ranks.
 """
@@ -22,7 +22,7 @@ from megatron_ext.numerics.matrices import accumulation_dtype
 
 
 class OfRows(ReadOut):
-    """What read-outs of a whole distribution share.
+    """Base of read-outs of a whole distribution.
 
     Args:
         counts: `[...]`, bool: tokens that count; others get 0 and no gradient. None: all.

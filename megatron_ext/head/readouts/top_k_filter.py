@@ -150,7 +150,8 @@ class TopKFiltered(Filtered):
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
     ) -> None:
-        """Of tokens whose k-th logit has more equals here than candidates: theirs, found by reading the logits."""
+        """Add the gradient of equals for tokens whose k-th logit has more equals here than candidates, by reading the
+        logits."""
         kth_t, tied_t = saved[3][rows], saved[4][rows]
         value_t = -self._counted(saved, rows, grad) * tied_t / self.call.temperature
         columns_tK, counted = saved[2][rows], self.call.vocab.counted

@@ -140,7 +140,7 @@ class TopPFiltered(Filtered):
 
     @property
     def _at_once(self) -> bool:
-        """Whether every rank cuts all tokens."""
+        """Return whether every rank cuts all tokens."""
         return self.call.ranks == 1 or len(self.parts) < 2
 
     def _all_rows(self, z_tV: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class TopPFiltered(Filtered):
         return z_tL
 
     def _share_of_rows(self, z_tV: Tensor) -> tuple[slice, Tensor]:
-        """Which tokens of the chunk are this rank's share, and their rows with the whole vocabulary."""
+        """Return this rank's share of the chunk's tokens, and their rows with the whole vocabulary."""
         ranks, tokens = self.call.ranks, z_tV.shape[0]
         z_RuV = self._padded(z_tV, -tokens % ranks)
         z_RuV = collectives.all_to_all(z_RuV, self.call.group).unflatten(0, (ranks, -1))

@@ -173,7 +173,7 @@ def passes_of(x: Tensor) -> RowPasses:
 
 @functools.cache
 def _interpreted() -> bool:
-    """Whether Triton runs kernels on CPU tensors, as it decides when it is imported."""
+    """Return whether Triton runs kernels on CPU tensors, as it decides when it is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

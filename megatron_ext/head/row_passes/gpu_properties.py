@@ -63,7 +63,7 @@ def _named(index: int) -> Device:
 
 
 def waves(device: Device, m: int, n: int) -> float:
-    """How often the tiles of an `[M, N]` result fill the device."""
+    """Return how often the tiles of an `[M, N]` result fill the device."""
     return -(-m // TILE_M) * -(-n // TILE_N) / device.multiprocessors
 
 
@@ -84,7 +84,7 @@ def product_seconds(device: Device, m: int, n: int, k: int, result_bytes: int) -
 
 
 def epilogue_seconds(device: Device, m: int, n: int, k: int, result_bytes: int) -> float:
-    """What writing the result adds to a product's arithmetic: all of it, as if nothing hid it.
+    """Return the seconds that writing the result adds to a product's arithmetic: all of it, as if nothing hid it.
 
     The measured rate has 2 bytes for K = 8192 in it, and for a longer K as many more: none is taken to be faster.
     """

@@ -224,7 +224,8 @@ def transformed(
 
 
 def sums_of_rows(x_TV: Tensor) -> Tensor:
-    """Of each row, the last additions in fp64, since they lose most; all of them in fp64 would cost 4 times as much."""
+    """Sum each row, the last additions in fp64, since they lose most; all of them in fp64 would cost 4 times as
+    much."""
     end = x_TV.shape[1] // 16 * 16
     whole_TV = x_TV if end == x_TV.shape[1] else x_TV[:, :end]
     sums_T = whole_TV.view(x_TV.shape[0], 16, end // 16).sum(-1).sum(1, dtype=torch.float64)
@@ -243,7 +244,7 @@ def parts_of(rows: slice, *given: Tensor | None) -> list[Tensor | None]:
 
 
 def _at_owned(x_T1: Tensor, elsewhere_T: Tensor | None, other: float) -> Tensor:
-    """What was found at targets, `other` where they are another shard's."""
+    """Return what was found at targets, `other` where they are another shard's."""
     return x_T1.squeeze(1) if elsewhere_T is None else x_T1.squeeze(1).masked_fill(elsewhere_T, other)
 
 

@@ -18,8 +18,8 @@ from megatron_ext.numerics.matrices import accumulation_dtype
 def nucleus(
     z_TV: Tensor, top_p: float, temperature: float, multiply: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row the smallest logit that is kept, `[T]` in their dtype; the largest over the temperature, `[T]` in
-    fp32 (fp64 for fp64), never below the least finite number; and the sum of the kept ones' exponentials relative to
+    """Return of each row the smallest logit that is kept, `[T]` in their dtype; the largest over the temperature, `[T]`
+    in fp32 (fp64 for fp64), never below the least finite number; and the sum of the kept ones' exponentials relative to
     it, `[T]` in fp64, 1 in a row of -inf.
 
     Kept is each logit above which lies less probability than `top_p`, so that all equals of the last one are.

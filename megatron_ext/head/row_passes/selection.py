@@ -87,5 +87,5 @@ def add_at_equals(out_TV: Tensor, z_TV: Tensor, kth_T: Tensor, value_T: Tensor, 
 
 
 def is_free_to_look(x: Tensor) -> bool:
-    """Whether a branch may depend on values without waiting for a device."""
+    """Return whether a branch may depend on values without waiting for a device."""
     return has_values(x) and not x.is_cuda

@@ -24,21 +24,21 @@ class SideBySide:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the operand."""
+        """Return the shape of the operand."""
         return torch.Size((self.parts[0].shape[0], self.columns[-1].stop))
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of all parts, once `to` has made them alike."""
+        """Return the dtype of all parts, once `to` has made them alike."""
         return self.parts[0].dtype
 
     @property
     def nbytes(self) -> int:
-        """Those of all parts."""
+        """Return the bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
     def element_size(self) -> int:
-        """That of the first part."""
+        """Return the element size of the first part."""
         return self.parts[0].element_size()
 
     def __getitem__(self, rows: slice) -> "SideBySide":
@@ -72,7 +72,7 @@ def numbers(weight: Tensor) -> Tensor:
 
 
 def is_quantised(weight: Any) -> bool:
-    """Whether `weight` is of a class with a `dequantize` of its own, as torchao's and quanto's are."""
+    """Return whether `weight` is of a class with a `dequantize` of its own, as torchao's and quanto's are."""
     return isinstance(weight, Tensor) and type(weight).dequantize is not Tensor.dequantize
 
 
@@ -82,7 +82,7 @@ def tensors_of(w_VD: Operand) -> list[Tensor]:
 
 
 def column_spans(parts: Sequence[Tensor]) -> list[slice]:
-    """Which columns of the operand each part is."""
+    """Return the columns of the operand that each part is."""
     spans, start = [], 0
     for part in parts:
         spans.append(slice(start, start + part.shape[1]))
@@ -106,7 +106,7 @@ class WeightSums:
         self.wanted = any(total is not None for total in totals)
 
     def rows(self, rows: slice) -> "WeightSums":
-        """Those of some rows of the operand."""
+        """Return the sums of some rows of the operand."""
         return WeightSums(self._columns, [None if total is None else total[rows] for total in self.totals])
 
     def add(self, g_TV: Tensor, x_TD: Tensor, add_product: Callable[..., Any] = main_grad.add_product) -> None:

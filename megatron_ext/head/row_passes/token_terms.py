@@ -68,6 +68,6 @@ def token_gradient(
 
 
 def _rounded(inside, scale, shift, target, offset) -> Gradient:
-    """What is known in fp64, once rounded to the dtype of the passes."""
+    """Make the gradient's terms, known in fp64, in the dtype of the passes."""
     offset = None if offset is None else offset.to(shift.dtype)
     return Gradient(inside, scale.to(shift.dtype), shift, target.to(shift.dtype), offset)

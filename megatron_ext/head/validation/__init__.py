@@ -1,1 +1,1 @@
-"""What the head refuses, and how it says so."""
+"""Checks of the head's arguments, and their messages."""

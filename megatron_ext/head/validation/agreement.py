@@ -1,4 +1,4 @@
-"""What the ranks of a call must have in common, as two numbers that travel in the exchange: its options and its labels.
+"""Agreement of the ranks of a call, as two numbers that travel in the exchange: its options and its labels.
 
 Statistics of ranks that disagree would be combined into wrong numbers without a word. The numbers are checksums below
 2^23, exact in fp32, odd, and alike in every process; 0 stands for one that is not known.

@@ -359,12 +359,12 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, word
 
 @lru_cache(maxsize=256)
 def _check_said_on_host(said: tuple[tuple[float, ...], ...], words: str) -> None:
-    """What ranks say call after call is looked at once."""
+    """Check once what ranks say call after call."""
     _check_said(torch.tensor(said, dtype=torch.float64), words)
 
 
 def _check_said(said_RN: Tensor, words: str) -> None:
-    """Of `check_exchange` what the last column of statistics, from its first row on, shows."""
+    """Check what the last column of statistics, from its first row on, shows for `check_exchange`."""
     size_R, counted_R, start_R = (said_RN[:, row] for row in (SIZE, COUNTED, START))
     raise_unless((size_R != REFUSED).all(), REFUSAL)
     if said_RN.shape[1] > LABELS:

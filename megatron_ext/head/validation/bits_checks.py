@@ -1,4 +1,4 @@
-"""What `bits` asks for and cannot have."""
+"""Checks of what `bits` asks for and cannot have."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from megatron_ext.numerics.readable_values import has_values
 
 
 def bits_fault(head: ResolvedHead, ranks: int, hidden: Tensor, readouts: Sequence[Any]) -> ValueError | None:
-    """What is wrong with this rank's shard, or its processor, given bits that are not "fast"; what every rank sees is
-    raised."""
+    """Return the fault of this rank's shard, or its processor, given bits that are not "fast"; what every rank sees
+    is raised."""
     bits = head.bits
     if hidden.is_cuda and importlib.util.find_spec("triton") is None:
         raise ValueError(

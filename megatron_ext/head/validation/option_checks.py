@@ -79,12 +79,12 @@ def check_logit_dtype(value: Any) -> None:
 
 
 def rounds(logit_dtype: torch.dtype | None) -> bool:
-    """Whether logits are rounded to 16 bits."""
+    """Return whether logits are rounded to 16 bits."""
     return logit_dtype is not None and logit_dtype.itemsize == 2
 
 
 def logit_dtype_fault(logit_dtype: torch.dtype | None, computed: torch.dtype, name: str) -> ValueError | None:
-    """What is wrong with a dtype of logits where products have operands of `computed`."""
+    """Return the fault of a dtype of logits where products have operands of `computed`."""
     if not rounds(logit_dtype) or logit_dtype == computed:
         return None
     return ValueError(
@@ -104,7 +104,7 @@ def check_number(argument: str, value: Any, rule: str, holds: Callable[[float], 
 
 
 def as_number(value: Any) -> str | None:
-    """How to write a number that a configuration has as text; None: it is none.
+    """Return how to write a number that a configuration has as text; None: it is none.
 
     YAML 1.1 takes 3e-4 and 1.0e5 for text: a number with an exponent has a dot and the exponent a sign there.
     """

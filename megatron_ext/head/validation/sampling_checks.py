@@ -11,7 +11,7 @@ from megatron_ext.numerics.readable_values import check_plain, check_within, has
 
 
 def filters(top_k: Any, top_p: Any) -> bool:
-    """Whether top-k or top-p is on, which are checked."""
+    """Return whether top-k or top-p is on, which are checked."""
     if top_k is not None and not (is_int(top_k, -1) and top_k != 0):
         raise ValueError(f"top_k is {top_k!r}: it must be an int of at least 1; None or -1 turns it off")
     check_number("top_p", top_p, "in (0, 1]", lambda x: 0 < x <= 1, "1.0 turns it off")

@@ -20,7 +20,7 @@ from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut
 
 
 class Leaves:
-    """What there is of `plan` for each of several leaves.
+    """Leaves of a plan: sources, read-outs and statistics for each of them.
 
     Attributes:
         plans: the same for the leaf's columns alone.
@@ -55,7 +55,7 @@ class _OfLeaves:
         self._whole.scan_leaves(self._leaves, chunks)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        """As `ReadOut.results`; what is saved is that of each leaf, where they keep other things."""
+        """Return the results as `ReadOut.results` does; each leaf's saved tensors follow, where leaves keep others."""
         if not self._whole.by_leaf:
             return self._whole.results(stats, stats_RKT, own_KT)
         count = len(self._leaves)
@@ -67,7 +67,7 @@ class _OfLeaves:
         return given, saved
 
     def saved_of(self, leaf: int, saved: list[Tensor]) -> list[Tensor]:
-        """Of what `results` have saved, that of one leaf."""
+        """Return one leaf's part of what `results` has saved."""
         if not (self._whole.by_leaf and self._whole.keeps_own):
             return saved
         count = len(saved) // len(self._leaves)

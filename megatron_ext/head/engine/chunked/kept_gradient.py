@@ -35,8 +35,8 @@ class Kept:
         self.tokens = unit_TV.shape[0]
 
     def chunks(self) -> list[slice]:
-        """Of all tokens: none is of kept ones and others. On CUDA as many at a time as where dW is summed, since a
-        read-out has dozens of launches a chunk."""
+        """Return the chunks of all tokens: none has kept ones and others. On CUDA as many at a time as where dW is
+        summed, since a read-out has dozens of launches a chunk."""
         parts = slice(0, self.tokens), slice(self.tokens, self._plan.tokens)
         x_TD, w_VD = self._source.x_TD, self._source.w_VD
         tokens = self._plan.call.chunk_tokens or (chunk_sizes.summed_tokens(w_VD) if x_TD.is_cuda else None)
@@ -78,7 +78,7 @@ class Kept:
 
 
 def of(plan: Plan, source: Product) -> Kept | None:
-    """Where to keep the gradients of a call whose logits `source` makes; None: nothing is kept of it."""
+    """Return the memory for the gradients of a call whose logits `source` makes; None: nothing is kept."""
     call, (x_TD, w_VD) = plan.call, (source.x_TD, source.w_VD)
     if len(plan.readouts) != 1 or not plan.readouts[0].by_factor or call.ranks != 1 or call.fixed:
         return None

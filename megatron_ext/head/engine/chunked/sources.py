@@ -1,4 +1,4 @@
-"""Where a chunk's logits come from: they exist, or a product makes them; and what turns those into the ones read.
+"""Sources of a chunk's logits: they exist, or a product makes them; and their transform into the ones read.
 
 Legend: T tokens, t of a chunk, D hidden size, V columns of this rank's vocabulary shard.
 """
@@ -22,7 +22,7 @@ from megatron_ext.numerics.matrices import accumulation_dtype
 
 
 class LogitTransform(NamedTuple):
-    """What a head does to its product: a softcap of the logits times a scale, and whether they are rounded first."""
+    """Transform of a head's product: a softcap of the logits times a scale, and whether they are rounded first."""
 
     softcap: float | None
     scale: float
@@ -30,7 +30,7 @@ class LogitTransform(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What turns a product's logits into those that are read: a bias `[V]` of this rank's columns, scale, softcap."""
+    """Transform of a product's logits into those that are read: a bias `[V]` of this rank's columns, scale, softcap."""
 
     bias_V: Tensor | None = None
     softcap: float | None = None
@@ -40,7 +40,7 @@ class Rule(NamedTuple):
 
     @property
     def changes(self) -> bool:
-        """Whether it does anything."""
+        """Return whether it does anything."""
         return self.bias_V is not None or self.softcap is not None or self.scale != 1.0
 
     def applied(self, z_tV: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Rule(NamedTuple):
 
     @property
     def _own_cap(self) -> float | None:
-        """Of the logits before they are multiplied."""
+        """Return the softcap of the logits before they are multiplied."""
         return None if self.softcap is None else self.softcap / self.scale
 
 

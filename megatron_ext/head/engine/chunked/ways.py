@@ -147,7 +147,7 @@ class OfChunks(Way):
 
 
 def _chunk_gradients(asked: Asked, made: Sequence[Sequence[Product]]) -> list[ChunkGradient]:
-    """Those of each leaf, whose exponentials have a shift of their own."""
+    """Make the gradient of each leaf, whose exponentials have a shift of their own."""
     if len(made) == 1:
         return [ChunkGradient(asked, made[0])]
     leaves, found = asked.plan.leaves, []
@@ -251,7 +251,7 @@ def _write_statistics(plan: Plan, z_tV: Tensor, rows: slice, stats_Kt: Tensor, s
 
 
 def _write_joined(plan: Plan, logits: list[Tensor], rows: slice, stats_Kt: Tensor, shifts: Sequence[Tensor]) -> None:
-    """Those of several leaves, joined."""
+    """Write the statistics of several leaves, joined."""
     each_LKt = stats_Kt.new_empty(len(logits), statistics.own_rows(plan.call), stats_Kt.shape[1])
     for part, z_tV, own_Kt, shift_T in zip(plan.leaves.plans, logits, each_LKt, shifts, strict=True):
         _write_statistics(part, z_tV, rows, own_Kt, shift_T[rows])

@@ -1,4 +1,4 @@
-"""What both statistics kernels have in common: the label's logit, sums relative to a reference, and what is written."""
+"""Parts of both statistics kernels: the label's logit, sums relative to a reference, and what is written."""
 
 import triton
 import triton.language as tl

@@ -93,7 +93,7 @@ class KL(OfTwoSides):
             put(out_tV[at, :counted], pulled.masked_fill_(silent_t1[at], 0), first)
 
     def _parts(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """What is weighed by, as a logarithm, and what is weighed."""
+        """Return the logarithm of the weights, and what is weighed."""
         if self.kind == "cross entropy":
             return teacher, -student
         return (teacher, teacher - student) if self.kind == "forward" else (student, student - teacher)

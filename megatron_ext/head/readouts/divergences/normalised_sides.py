@@ -1,4 +1,4 @@
-"""What read-outs of a student's and a teacher's normalised distributions share.
+"""Base of read-outs of a student's and a teacher's normalised distributions.
 
 A mixture, or which of two probabilities is the smaller one, wants normalised distributions: the ranks tell each other
 their shards' statistics before they can go on, chunk by chunk, as the logits come.
@@ -38,7 +38,7 @@ class NormalisedSides(OfTwoSides):
         self.teacher = teacher
 
     def summed(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """What is summed over the vocabulary, of log-probabilities."""
+        """Return the terms of log-probabilities that are summed over the vocabulary."""
         raise NotImplementedError
 
     def value(self, first_T: Tensor, second_T: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class NormalisedSides(OfTwoSides):
 
 
 def _log_probs(logits: Sequence[Tensor], normalisers: list[Tensor], at: slice, call: ResolvedHead) -> list[Tensor]:
-    """Of the student and the teacher."""
+    """Return the log-probabilities of the student and the teacher."""
     found = []
     for i, z_tV in enumerate(logits):
         wide = accumulation_dtype(z_tV.dtype)

@@ -33,7 +33,7 @@ class Teacher(NamedTuple):
 
 
 class OfTwoSides(ReadOut):
-    """What divergences share: each side has statistics of its own, and the gradient is of a chunk's logits alone."""
+    """Base of divergences: each side has statistics of its own, and the gradient is of a chunk's logits alone."""
 
     softmax = False
     needs_logits = True
@@ -58,7 +58,7 @@ def side_statistics(logits: Sequence[Tensor], stats_Kt: Tensor, call: ResolvedHe
 
 
 def normaliser(stats_RKT: Tensor, side: int, call: ResolvedHead) -> Normaliser:
-    """Of all shards together."""
+    """Return the normaliser of all shards together."""
     peaks_RT, sums_RT = (stats_RKT[:, side * SIDE + row].double() for row in (MAX, SUM_EXP))
     largest_T = peaks_RT.amax(0)
     largest_T = largest_T.where(largest_T > -torch.inf, 0.0)
