@@ -65,8 +65,7 @@ def test_a_pretraining_script_runs_as_it_is_and_on_our_head_and_layers(tmp_path)
     assert ours["layers"].startswith("megatron_ext.tensor_parallel.")
     assert "chunk_tokens=5, cache=0.5" in ours["head"]
     said = [line for line in ours["stderr"].splitlines() if line.startswith("fused head")]
-    (said,) = said  # of the first step, on one rank
-    assert said.startswith("fused head: GPTModel: 1 losses fused, logits made 0 times, proved on 64 tokens, largest")
+    assert said == ["fused head: GPTModel: 1 losses fused, logits made 0 times"]  # of the first step, on one rank
     assert ours["cpu"] == "own"
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6)
     assert stock["losses"][0] != pytest.approx(stock["losses"][1], rel=1e-3)

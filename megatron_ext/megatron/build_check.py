@@ -17,7 +17,7 @@ import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import layers as megatron_layers
 
-from megatron_ext.megatron.fused_loss import patch_points
+from megatron_ext.megatron.fused_loss import known_code, patch_points
 from megatron_ext.megatron.fusion_report import name_of
 from megatron_ext.replace import Replacement, apply_all, restore_all
 from megatron_ext.tensor_parallel import layers as our_layers
@@ -108,7 +108,7 @@ def _check(model: Any) -> ModelCheck:
         losses=1 + patch_points.multi_token_layers(model),
         why_not=why_not,
         layers=homes,
-        to_prove=None if known else patch_points.what_is_not_known(model),
+        to_prove=None if known else known_code.what_is_not_known(model),
         shared=shared,
     )
 

@@ -25,7 +25,13 @@ from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from torch import Tensor
 
 from megatron_ext.megatron import versions
-from megatron_ext.megatron.fused_loss import acceptance_counts, function_wrapping, log_probs, patch_points
+from megatron_ext.megatron.fused_loss import (
+    acceptance_counts,
+    function_wrapping,
+    fusion_decision,
+    log_probs,
+    patch_points,
+)
 from megatron_ext.megatron.fused_loss.fused_region import Region, is_promising, must_stay_stock
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.module_calls import in_this_call
@@ -38,6 +44,7 @@ from megatron_ext.replace import Replacement, original_of
 def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
     """`megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion` with its settings in one object."""
     models = None if model is None else _models_in(model)
+    fusion_decision.forget()
     versions.warn_if_untested()
     if models is None:
         function_wrapping.wrap_models(_MAKES, settings)

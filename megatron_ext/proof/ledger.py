@@ -53,11 +53,6 @@ class Proofs:
         self._made[owner] = (rests_on, proof)
         return proof
 
-    def holding(self, owner: Any, basis: Callable[[], Basis]) -> Proof | None:
-        """The last proof of `owner`, if what it rests on has not changed."""
-        found = self._made.get(owner)
-        return None if found is None or not found[0].same_as(basis()) else found[1]
-
     def made(self, owner: Any) -> Proof | None:
         """The last proof of `owner`, for reports."""
         found = self._made.get(owner)

@@ -1,5 +1,6 @@
 """The first call of a patched model compares the fused head with the model's own output layer and loss."""
 
+import contextlib
 import functools
 import re
 import threading
@@ -8,8 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import distributed as dist
 
+from megatron_ext.distributed.collectives import all_gather_object
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron.fused_loss.fusion_proof import compare as compare_both
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
@@ -53,6 +56,16 @@ def replaced_cross_entropy(model):
     return mock.patch.object(tensor_parallel, "vocab_parallel_cross_entropy", twice(stock))
 
 
+def unchanging_decorator(model):
+    kind = type(model)
+
+    @functools.wraps(kind.compute_language_model_loss)
+    def same(self, *args, own=kind.compute_language_model_loss):
+        return own(self, *args)
+
+    return mock.patch.object(kind, "compute_language_model_loss", same)
+
+
 def step(model):
     loss = run(model, batch()[1])
     return loss, grads_of(model, loss)
@@ -87,7 +100,9 @@ def test_a_loss_that_a_decorator_doubles_stays_double(change, when):
                     assert_same(found, gradients)
             assert fusion_report().losses_fused == (when == "after")
             assert fusion_report().logits_made == 0
-            torch.testing.assert_close(run(model, batch()[1]), plain, rtol=1e-6, atol=1e-6)  # proved anew
+            assert torch.equal(run(model, batch()[1]), plain)  # the decision stands
+        with patched():
+            torch.testing.assert_close(run(model, batch()[1]), plain, rtol=1e-6, atol=1e-6)
         assert fusion_report().losses_fused == 1 + (when == "after")
         (said,) = said_of(caught)
         assert "GPTModel keeps Megatron's own loss, the fused head stays out: the model's own loss is another" in said
@@ -117,7 +132,7 @@ def test_a_decorator_that_changes_nothing_is_fused_and_named():
                 torch.testing.assert_close(run(model, batch()[1]), stock, rtol=1e-6, atol=1e-6)
         assert re.search(r"2 losses fused, .*, proved on 16 tokens, largest difference \de-0\d", str(fusion_report()))
         (said,) = said_of(caught)
-        assert "it has a compute_language_model_loss of its own: what that does beside" in said
+        assert f"it has a compute_language_model_loss of its own ({__file__}:" in said
 
 
 @ranks(2)
@@ -136,7 +151,7 @@ def test_the_proof_leaves_nothing_behind(sequence_parallel, tied):
             weight.register_hook(lambda gradient: seen.append("gradient")),
         ]
         state, attributes = torch.get_rng_state(), dict(vars(weight))
-        with patched():
+        with unchanging_decorator(model), patched():
             with count_collectives() as first:
                 loss = run(model, batch()[1])
             with count_collectives() as later:
@@ -168,10 +183,11 @@ def test_modes_of_the_proof():
             "megatron_ext.megatron.fused_loss.fusion_proof.compare",
             side_effect=compare_both,
         )
-        with counted as compare, patched(proof="always"):
-            run(model, labels)
-            run(model, labels)
-        assert compare.call_count == 2
+        for mode, times in (("always", 2), ("first", 0)):  # all of the model is Megatron's own
+            with counted as compare, patched(proof=mode):
+                run(model, labels)
+                run(model, labels)
+            assert compare.call_count == times
         with pytest.raises(ValueError, match='proof is "never"'.replace('"', "'")):
             patched(proof="never").__enter__()
 
@@ -212,6 +228,43 @@ def test_what_is_not_proved_on_one_rank_is_fused_on_none():
             run(model, labels)
 
 
+@ranks(2)
+def test_a_change_on_one_rank_reaches_the_others():
+    """Before the first call the model keeps its own loss on all; later every rank raises, and none waits."""
+    reset_fusion_report()
+    with model_parallel(tp=2):
+        model, labels = one_gpt(sequence_parallel=True), batch()[1]
+        first, stock = dist.get_rank() == 0, run(model, labels)
+        change = unchanging_decorator(model) if first else contextlib.nullcontext()
+        with patched(), change, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                assert torch.equal(run(model, labels), stock)
+        (said,) = said_of(caught)
+        assert "on some tensor-parallel ranks alone" in said
+        with patched():
+            run(model, labels)
+            said = (
+                r"changed since.*\(it has a compute_language_model_loss of its own"
+                if first
+                else "not the same on every"
+            )
+            with change, pytest.raises(ValueError, match=said):
+                run(model, labels)
+            torch.testing.assert_close(run(model, labels), stock, rtol=1e-6, atol=1e-6)
+
+
+@ranks(2)
+def test_a_known_model_costs_one_exchange():
+    with model_parallel(tp=2):
+        model, labels = one_gpt(), batch()[1]
+        exchange = "megatron_ext.megatron.fused_loss.fusion_decision.all_gather_object"
+        with patched(), mock.patch(exchange, side_effect=all_gather_object) as exchanged:
+            for _ in range(3):
+                run(model, labels)
+        assert exchanged.call_count == 1
+
+
 @ranks(1)
 def test_a_loss_that_cannot_take_a_sample_is_not_compared():
     reset_fusion_report()
@@ -235,7 +288,7 @@ def test_the_first_scores_may_come_without_gradients():
     with model_parallel():
         model, labels = one_gpt(), batch()[1]
         stock = run(model, labels)
-        with patched():
+        with unchanging_decorator(model), patched():
             for context in (torch.no_grad(), torch.inference_mode()):
                 model.eval()
                 with context:
@@ -262,12 +315,14 @@ def test_threads_share_a_model():
             except Exception as fault:
                 faults.append(fault)
 
-        with patched():
+        # Megatron's tracker of random streams knows one thread.
+        tracker = type(get_cuda_rng_tracker())
+        with patched(), mock.patch.object(tracker, "fork", return_value=contextlib.nullcontext()):
             own = [dict(vars(model)), dict(vars(model.output_layer))]
             threads = [threading.Thread(target=work, args=(i < 2,)) for i in range(3)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            assert not faults
+            assert not faults, faults
             assert own == [vars(model), vars(model.output_layer)] == [before, layer]

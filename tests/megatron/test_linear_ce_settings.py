@@ -288,7 +288,7 @@ def test_the_report_says_what_runs():
         model.config.cross_entropy_loss_fusion, model.config.cross_entropy_fusion_impl = True, "te"
         reset_fusion_report()
         assert "no model has taken a loss" in str(fusion_report())
-        with patched(proof="off"):  # Megatron's own loss needs Transformer Engine
+        with patched():
             with pytest.warns(UserWarning, match=r"asks for Megatron's fused loss \(te\).*runs instead of it"):
                 run(model, labels)
             earlier = fusion_report()

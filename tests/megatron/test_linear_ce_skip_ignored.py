@@ -41,7 +41,7 @@ def test_products_are_of_the_tokens_that_count():
         rows, width = model.shared_embedding_or_output_weight().shape
         flops = {}
         for skip in (False, True, 7):
-            with patched(skip_ignored=skip, cache=1, proof="off"), measure() as found:
+            with patched(skip_ignored=skip, cache=1), measure() as found:
                 run(model, labels, loss_mask=MASK).sum().backward()
             flops[skip] = found.flops
         each, counting = 6 * rows * width, int((MASK != 0).sum())

@@ -15,7 +15,14 @@ from megatron_ext.head.training_loss import (
     training_loss_of_logits,
 )
 from megatron_ext.head.validation.option_checks import rounds
-from megatron_ext.megatron.fused_loss import acceptance_counts, fusion_proof, patch_points, z_loss_log
+from megatron_ext.megatron.fused_loss import (
+    acceptance_counts,
+    fusion_decision,
+    fusion_proof,
+    known_code,
+    patch_points,
+    z_loss_log,
+)
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX, HeadRefusal
 from megatron_ext.megatron.fused_loss.module_calls import (
@@ -31,21 +38,13 @@ from megatron_ext.megatron.fused_loss.promised_logits import (
     promise_logits,
 )
 from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, counters_of, say_once
-from megatron_ext.proof import FUSION_VARIABLE, Proof, fusion_is_on, proof_mode
-
-CALL = "_call_impl"  # the method of a module that runs its forward with its hooks
+from megatron_ext.proof import Proof, cannot_prove_now
 
 
 def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
-    """Whether the model keeps Megatron's own loss, which a warning says once; refused where `settings` ask for more."""
-    reason, counters = patch_points.why_not_fused(model), counters_of(model)
-    if reason is None and not fusion_is_on():
-        reason = f"{FUSION_VARIABLE} is off"
-    if reason is None and proof_mode(settings.proof) == "off":
-        reason = patch_points.what_is_not_known(model)
-    if reason is None:
-        reason = fusion_proof.refusal(model, settings)
-    counters.left_to_megatron = reason
+    """Tell whether the model keeps its own loss, which a warning says once; refused where `settings` ask for more."""
+    reason = fusion_decision.decision_of(model, settings).left
+    counters_of(model).left_to_megatron = reason
     if reason is None:
         return False
     leave(model, settings, reason)
@@ -66,9 +65,14 @@ def leave(model: Any, settings: HeadSettings, reason: str) -> None:
 
 
 def is_promising(model: Any) -> bool:
-    """Whether its output layer promises logits already: in a call of the model further up the stack, or always."""
+    """Tell whether its output layer promises logits: in a call of the model further up the stack, or always."""
     layer = patch_points.output_layer(model)
-    return getattr(layer, "promises", False) or stands_in_this_call(layer, CALL)
+    return getattr(layer, "promises", False) or stands_in_this_call(layer, call_of(layer))
+
+
+def call_of(layer: Any) -> str:
+    """The name under which a module runs its forward with its hooks, compiled or not."""
+    return "_call_impl" if getattr(layer, "_compiled_call_impl", None) is None else "_compiled_call_impl"
 
 
 class Region:
@@ -85,7 +89,7 @@ class Region:
         self.hits = acceptance_counts.wants_hits(model)
         self.faults: list[ValueError] = []
         self.parameter_hooks, self.other_hooks = split_hooks(self.layer)
-        self.quiet = self.proving = False
+        self.quiet = self.proving = self.looked = False
 
     @contextmanager
     def entered(self) -> Iterator["Region"]:
@@ -96,7 +100,10 @@ class Region:
             )
 
         call = partial(call_with_hooks, self.layer, self.promise, self.other_hooks)
-        with in_this_call(self.layer, CALL, call), in_this_call(self.model, patch_points.LOSS, self.loss):
+        with (
+            in_this_call(self.layer, call_of(self.layer), call),
+            in_this_call(self.model, patch_points.LOSS, self.loss),
+        ):
             yield self
         if self.faults:
             raise HeadRefusal(*self.faults[0].args) from self.faults[0]
@@ -122,7 +129,7 @@ class Region:
             made = _made(logits)
             if made is not None:
                 _check_made(made, self.settings, type(self.model).__name__)
-                if self.settings.changed_loss() and (own := patch_points.what_is_not_known(self.model)) is not None:
+                if self.settings.changed_loss() and (own := known_code.what_is_not_known(self.model)) is not None:
                     leave(self.model, self.settings, f"somebody has asked for its logits, and {own}")
         except ValueError as fault:
             return self.refused(fault, labels)
@@ -131,11 +138,8 @@ class Region:
             if self.settings.changed_loss() is None:
                 return self.stock_loss(labels, made, *args, **kwargs)
         try:
-            found = self.redeemed(labels, logits) if made is None else self.of_made(labels, made)
-            if found is None:  # the proof has found that the model's own is another one
-                self.quiet = True
-                real = logits.logits()  # type: ignore[attr-defined]
-                return self.stock_loss(labels, real, *args, **kwargs)
+            own_loss = partial(self.stock_loss, labels, *args, **kwargs)
+            found = self.redeemed(labels, logits, own_loss) if made is None else self.of_made(labels, made)
         except ValueError as fault:
             return self.refused(fault, labels)
         if found.hits is not None and isinstance(logits, PromisedLogits):
@@ -149,31 +153,55 @@ class Region:
         self.faults.append(fault)
         return torch.zeros(labels.shape, device=labels.device)
 
-    def redeemed(self, labels: Tensor, logits: Any) -> TrainingLoss | None:
-        """The losses `[B, S]` of labels `[B, S]`, with hits and z-losses `[S, B]`; None where the proof refuses."""
+    def redeemed(self, labels: Tensor, logits: Any, own_loss: Any) -> TrainingLoss:
+        """The losses `[B, S]` of labels `[B, S]`, with hits and z-losses `[S, B]`; `own_loss` of logits if need be."""
         _check_labels(labels, logits)
-        proof: Proof | None = None
+        reason: str | None = None
 
         def compute(hidden: Tensor, weight: Tensor) -> Any:
-            nonlocal proof
+            nonlocal reason
             self.settings.check_layer(self.layer)
-            proof = self.proof(logits.terms, weight, labels)
-            if not proof.fused:
-                return ()
-            head = self.settings.lm_head(logits.terms, weight, self.model.config, labels.shape[0])
-            found = linear_training_loss(head, hidden, labels.transpose(0, 1), self.asked_of_loss(self.hits))
-            return _batch_first(found)  # within the layer's call: FSDP2 wants no views of what it hooks
+            reason = self.why_not(logits.terms, hidden, weight, labels)
+            if reason is not None:  # by one call of the layer too: sharded data parallelism counts them
+                self.quiet = True
+                return TrainingLoss(own_loss(logits.made_of(hidden)).clone(), None, None)
+            # Within the layer's call: FSDP2 wants no views of what it hooks.
+            return _batch_first(self.fused(logits.terms, hidden, weight, labels))
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and not logits.detached):
             found = logits.terms.read(compute)
-        if proof is not None and not proof.fused:
-            leave(self.model, self.settings, fusion_proof.reason_of(proof, self.model))
-            return None
-        self.counters.losses_fused += 1
+        if reason is not None:
+            leave(self.model, self.settings, reason)
+        else:
+            self.counters.losses_fused += 1
         return found
 
+    def fused(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> TrainingLoss:
+        """The losses `[S, B]` by the head."""
+        head = self.settings.lm_head(terms, weight, self.model.config, labels.shape[0])
+        return linear_training_loss(head, hidden, labels.transpose(0, 1), self.asked_of_loss(self.hits))
+
+    def why_not(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> str | None:
+        """Why this loss is the model's own, on all ranks; None where the head computes it."""
+        decision = fusion_decision.decision_of(self.model, self.settings)
+        if not self.looked and fusion_decision.has_changed(self.model, decision):
+            with torch.no_grad(), fusion_decision.telling_of_change(self.model):
+                self.fused(terms, hidden, weight, labels)
+            decision = fusion_decision.decide(self.model, self.settings)
+        self.looked = True
+        if decision.left is None and decision.wants_proof():
+            proof = self.proof(terms, weight, labels)
+            reason = None if proof.fused else f"{proof}; {known_code.what_is_not_known(self.model)}"
+            if cannot_prove_now() is not None:
+                return reason
+            decision.proof = proof
+            if decision.mode == "always":
+                return reason
+            decision.left = reason
+        return decision.left
+
     def proof(self, terms: Terms, weight: Tensor, labels: Tensor) -> Proof:
-        """That the head computes what the model's own output layer and loss do; see `fusion_proof`."""
+        """Prove that the head computes what the model's own output layer and loss do; see `fusion_proof`."""
         self.proving = True
         try:
             proof = fusion_proof.proof_of(self.model, self.settings, terms, weight, labels)
@@ -181,7 +209,7 @@ class Region:
             self.proving = False
         if self.counters.proof != str(proof):
             self.counters.proof = str(proof)
-            if proof.fused and (own := patch_points.what_is_not_known(self.model)) is not None:
+            if proof.fused and (own := known_code.what_is_not_known(self.model)) is not None:
                 say_once(
                     f"the fused head computes what {type(self.model).__name__} does, {proof}, and {own}: what that "
                     f"does beside logits and losses is left out; take the patch out where it matters"

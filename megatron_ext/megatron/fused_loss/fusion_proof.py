@@ -8,14 +8,12 @@ the sample.
 Legend: S positions, B batch, H hidden size, R tensor-parallel ranks, N tokens of the sample.
 """
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -24,60 +22,21 @@ from megatron_ext.distributed.groups import group_size
 from megatron_ext.head.training_loss import LossSettings, linear_training_loss
 from megatron_ext.megatron.fused_loss import patch_points
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.fused_loss.module_calls import innermost, split_hooks
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, operands, tp_group
-from megatron_ext.proof import SAMPLE_TOKENS, Basis, Proof, Proofs, compare, proof_mode
+from megatron_ext.proof import SAMPLE_TOKENS, Proof, agreed, cannot_prove_now, compare
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of labels [B, S] and logits [S, B, V/R]
 
-# By whether the model trains: its own loss may be another one when it does not.
-_PROOFS = {True: Proofs(), False: Proofs()}
-# What of a model's configuration decides about its output layer and its loss.
-_CONFIG = (
-    *("sequence_parallel", "tensor_model_parallel_size", "params_dtype", "gradient_accumulation_fusion"),
-    *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "defer_embedding_wgrad_compute"),
-    *("bf16", "fp16", "fp8", "fp4"),
-)
-# Functions that Megatron's own layer and loss look up where they stand, and others replace there.
-_FUNCTIONS = (
-    ("megatron.core.tensor_parallel", "vocab_parallel_cross_entropy"),
-    ("megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy"),
-    ("megatron.core.tensor_parallel.layers", "linear_with_grad_accumulation_and_async_allreduce"),
-    (LanguageModule.__module__, "fused_vocab_parallel_cross_entropy"),
-    (LanguageModule.__module__, "te_parallel_cross_entropy"),
-)
-
 
 def proof_of(model: Any, settings: HeadSettings, terms: Terms, weight: Tensor, labels_BS: Tensor) -> Proof:
-    """The proof that holds for a call: of an earlier one, as long as what it rests on is the same, or a new one.
+    """A new proof, on which all tensor-parallel ranks agree by one exchange.
 
-    `terms` and `weight` are those that the loss is about to be taken from, the weight gathered. A new proof is made
-    on all tensor-parallel ranks, which agree on it by one exchange.
+    `terms` and `weight` are those that the loss is about to be taken from, the weight gathered.
     """
-    layer = terms.layer
-
-    def prove() -> Proof:
-        return _proof(terms, weight, labels_BS, patch_points.own_loss(model), settings)
-
-    return _PROOFS[model.training].of(
-        model, lambda: _basis(model, layer), prove, proof_mode(settings.proof), [tp_group(layer)]
-    )
-
-
-def refusal(model: Any, settings: HeadSettings) -> str | None:
-    """Why an earlier call has left the model to its own loss, if what that rests on is the same; None else."""
-    proofs = _PROOFS[model.training]
-    made = proofs.made(model)
-    if made is None or made.fused or proof_mode(settings.proof) != "first":
-        return None
-    layer = patch_points.output_layer(model)
-    holds = proofs.holding(model, lambda: _basis(model, layer)) is not None
-    return reason_of(made, model) if holds else None
-
-
-def reason_of(proof: Proof, model: Any) -> str:
-    """Why a proof leaves the model to its own loss, with what of it is neither Megatron's nor ours."""
-    return "; ".join(filter(None, (str(proof), patch_points.what_is_not_known(model))))
+    if (reason := cannot_prove_now()) is not None:
+        return Proof.not_comparable(reason)
+    proof = _proof(terms, weight, labels_BS, patch_points.own_loss(model), settings)
+    return agreed(proof, [tp_group(terms.layer)])
 
 
 def _proof(terms: Terms, weight: Tensor, labels_BS: Tensor, own_loss: Loss, settings: HeadSettings) -> Proof:
@@ -174,24 +133,3 @@ def _state_put_back(layer: Any) -> Iterator[None]:
                 del buffer[length:]
         if states is not None:
             tracker.set_states(states)
-
-
-def _basis(model: Any, layer: Any) -> Basis:
-    """What decides whether the layer and the loss are what the head takes them for, by identity."""
-    config = getattr(model, "config", None)
-    _, others = split_hooks(layer)
-    weight = getattr(layer, "weight", None)
-    return Basis(
-        *(type(model), innermost(patch_points.own_loss(model)), _numbers(model)),
-        *(layer, type(layer), type(layer).forward, innermost(vars(layer).get("forward"))),
-        *(innermost(getattr(layer, "_forward_impl", None)), _numbers(layer)),
-        [innermost(hook) for hooks in others for hook in hooks.values()],
-        None if weight is None else weight.dtype,
-        [getattr(config, name, None) for name in _CONFIG],
-        [getattr(importlib.import_module(module), name, None) for module, name in _FUNCTIONS],
-    )
-
-
-def _numbers(owner: Any) -> list[tuple[str, float]]:
-    """The factors, caps and temperatures that an object holds. Whole numbers may be counters."""
-    return [(name, value) for name, value in vars(owner).items() if type(value) is float]

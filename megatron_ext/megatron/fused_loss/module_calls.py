@@ -85,7 +85,7 @@ def in_this_call(owner: Any, name: str, function: Callable[..., Any]) -> Iterato
 
 
 def stands_in_this_call(owner: Any, name: str) -> bool:
-    """Whether `in_this_call` has put something in the place of `owner.name`, in this context."""
+    """Tell whether `in_this_call` has put something in the place of `owner.name`, in this context."""
     return (id(owner), name) in _here.get()
 
 
@@ -144,7 +144,7 @@ def call_with_hooks(layer: Any, forward: Callable[..., Any], hooks: Hooks, *args
 
 
 def has_backward_hooks(layer: Any) -> bool:
-    """Whether a hook waits for a module's gradients, its own or one of all modules."""
+    """Tell whether a hook waits for a module's gradients, its own or one of all modules."""
     of_all = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
     return bool(layer._backward_hooks or layer._backward_pre_hooks or of_all)
 

@@ -14,13 +14,9 @@ import megatron.core
 import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer import multi_token_prediction
 
-from megatron_ext.megatron.fused_loss.module_calls import has_backward_hooks, innermost, standing
-from megatron_ext.megatron.output_layer import OutputLayer
-from megatron_ext.replace import name_of
-from megatron_ext.tensor_parallel import layers as our_layers
+from megatron_ext.megatron.fused_loss.module_calls import has_backward_hooks, standing
 
 FORWARD = "forward"
 POSTPROCESS = "_postprocess"
@@ -28,30 +24,6 @@ LOSS = "compute_language_model_loss"
 OUTPUT_PROCESSOR = "output_processor"
 MXFP8_HEAD = "TELMHeadColumnParallelLinear"  # Megatron's output layer for `fp8_output_proj`, since 0.20
 LABELS = ("labels", "lm_labels")
-
-
-def _own(*functions: Any) -> tuple[Any, ...]:
-    """Those of the functions that are defined in Megatron or here: what others have put there before is not."""
-    homes = ("megatron.core.", "megatron_ext.")
-    return tuple(one for one in functions if getattr(one, "__globals__", {}).get("__name__", "").startswith(homes))
-
-
-# Megatron's own and ours, as they are when this module is imported: what is not one of them is for the proof.
-_LOSSES = _own(LanguageModule.compute_language_model_loss)
-_FORWARDS = _own(
-    *(kind.forward for kind in (megatron_layers.ColumnParallelLinear, our_layers.ColumnParallelLinear, OutputLayer))
-)
-_FORWARD_IMPLS = _own(
-    *(
-        getattr(home, name, None)
-        for layers in (megatron_layers, our_layers)
-        for home, name in (
-            (layers.ColumnParallelLinear, "_forward_impl"),
-            (layers, "linear_with_grad_accumulation_and_async_allreduce"),
-            (layers, "linear_with_frozen_weight"),
-        )
-    )
-)
 
 
 def language_models() -> Iterator[type]:
@@ -148,42 +120,9 @@ def own_loss(model: Any) -> Any:
 def why_not_fused(model: Any) -> str | None:
     """Why the logits of this model cannot be promised, whatever they are; None if they can, should they be a product.
 
-    Whether they are a product, and its loss a cross entropy, is for the proof to say.
+    Whether they are a product, and its loss a cross entropy, is for `known_code` and the proof to say.
     """
     return why_not_promised(output_layer(model))
-
-
-def what_is_not_known(model: Any) -> str | None:
-    """What of a model's output layer and loss is not Megatron's own or ours, and is for the proof; None if all is."""
-    reason = why_not_known(output_layer(model))
-    if reason is None and innermost(own_loss(model)) not in _LOSSES:
-        reason = f"it has a {LOSS} of its own"
-    return reason
-
-
-def why_not_linear(layer: Any) -> str | None:
-    """Why what an output layer makes of hidden states is not known without a proof, or None if it is."""
-    return why_not_promised(layer) or why_not_known(layer)
-
-
-def why_not_known(layer: Any) -> str | None:
-    """Why an output layer is not known to be linear, with a bias and a softcap or without; None if it is."""
-    if FORWARD in vars(layer):
-        return "its output layer has a forward of its own, put there by somebody else"
-    forward_impl = getattr(layer, "_forward_impl", None)
-    if forward_impl is not None and innermost(forward_impl) not in _FORWARD_IMPLS:
-        return f"its output layer has a _forward_impl of its own, {name_of(forward_impl)}"
-    if type(layer).forward in _FORWARDS or hasattr(layer, "softcap"):
-        return None
-    if hasattr(layer, "to_wrap"):
-        return (
-            f"its output layer is a {type(layer).__name__}, which adds an adapter to another layer's logits; leave "
-            f"output_layer out of the adapter's target modules, or merge the adapter into the weight"
-        )
-    return (
-        f"its output layer is a {type(layer).__name__} with a forward of its own; if that is a linear layer, with "
-        f"a softcap or without, give it an attribute `softcap` (a number, or None)"
-    )
 
 
 def why_not_promised(layer: Any) -> str | None:

@@ -117,10 +117,13 @@ class Terms:
                 return self.make(self, hidden), None
 
             with torch.inference_mode(False), torch.set_grad_enabled(self.with_grad):
-                logits = call_with_hooks(self.layer, forward, self.hooks, self.hidden)[0]
-                logits = logits if self.scale == 1.0 else logits * self.scale
-                self.made = logits.transpose(0, 1).contiguous().transpose(0, 1) if self.batch_outermost else logits
+                self.made = self.laid_out(call_with_hooks(self.layer, forward, self.hooks, self.hidden)[0])
         return self.made
+
+    def laid_out(self, logits: Tensor) -> Tensor:
+        """The layer's logits scaled, in the memory order that they shall have."""
+        logits = logits if self.scale == 1.0 else logits * self.scale
+        return logits.transpose(0, 1).contiguous().transpose(0, 1) if self.batch_outermost else logits
 
 
 class PromisedLogits(Tensor):
@@ -156,6 +159,11 @@ class PromisedLogits(Tensor):
         logits = self.terms.logits()
         logits = logits.transpose(0, 1) if self.batch_first else logits
         return logits.detach() if self.detached else logits
+
+    def made_of(self, hidden: Tensor) -> Tensor:
+        """The real ones, of hidden states within a call of the output layer; nothing keeps them."""
+        logits = self.terms.laid_out(self.terms.make(self.terms, hidden))
+        return logits.transpose(0, 1) if self.batch_first else logits
 
     def check_own(self) -> None:
         """Refuse what an `autograd.Function` made of a promise: its backward would be left out."""
