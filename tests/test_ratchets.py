@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("megatron_ext", "megatron_on_cpu")
 
 # Pairs of folders inside these that import each other.
-MUTUAL_FOLDERS = {"head": 4, "policy": 3}
-CLASS_NAMES_TWICE = 14
+MUTUAL_FOLDERS = {"head": 4, "policy": 0}
+CLASS_NAMES_TWICE = 8
 # Docstrings that begin with a pronoun or a question word: the noun is left out.
 PRONOUN_DOCSTRINGS = 39
-LONG_TEST_NAMES = 93
+LONG_TEST_NAMES = 27
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
     "megatron_ext/*.py": 1179,
@@ -30,7 +30,7 @@ LINES = {
     "megatron_ext/megatron": 3570,
     "megatron_ext/model_utils": 1510,
     "megatron_ext/numerics": 1007,
-    "megatron_ext/policy": 6873,
+    "megatron_ext/policy": 6874,
     "megatron_ext/proof": 529,
     "megatron_ext/sequence": 1504,
     "megatron_ext/tensor_parallel": 4585,

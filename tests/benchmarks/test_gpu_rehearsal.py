@@ -128,7 +128,7 @@ for name, seconds in ("quick", 0), ("slow", float(sys.argv[2])):
 
 
 @pytest.mark.slow
-def test_what_is_killed_at_the_deadline_is_measured_by_the_next_call(tmp_path):
+def test_the_next_call_measures_what_the_deadline_killed(tmp_path):
     """However often; what was measured before it stays."""
     out = tmp_path / "rows.csv"
 

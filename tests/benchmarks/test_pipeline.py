@@ -55,7 +55,7 @@ def harder(setup):
 
 
 @pytest.mark.parametrize("setup", quick_if(harder, SETUPS), ids=lambda setup: setup.name)
-def test_stages_hold_the_same_and_ours_is_as_fast_as_the_best_redistribution(setup):
+def test_balanced_stages_are_as_fast_as_the_best_redistribution(setup):
     """With few micro-batches here; the committed rows say so of a usual number."""
     timeline = ours(setup, 1)
     states = [stage.state_bytes for stage in timeline.stages]
@@ -149,7 +149,7 @@ def test_the_search_finds_the_best_redistribution():
     assert found.seconds < 0.95 * stock(setup, even(setup, 1)).seconds
 
 
-def test_passes_of_ours_take_6_nvh_on_all_stages_together_and_what_it_sends_is_counted():
+def test_passes_take_6_nvh_over_all_stages_and_sends_are_counted():
     setup = tiny()
     timeline = ours(setup, 1)
     for line in timeline.runs:
@@ -163,7 +163,7 @@ def test_passes_of_ours_take_6_nvh_on_all_stages_together_and_what_it_sends_is_c
     assert timeline.stages[3].activation_bytes == pytest.approx(2 * 2 * setup.layer_activation_bytes + held)
 
 
-def test_the_training_loops_estimates_find_an_order_that_is_as_good():
+def test_estimates_of_the_training_loop_find_as_good_an_order():
     """Its order, run with the durations that are simulated here, against the order for these."""
     from megatron_ext.experimental.pipeline_vocabulary.schedule import estimated_times
 
@@ -219,7 +219,7 @@ def test_the_papers_algorithms():
             assert start >= max(weights) + seconds
 
 
-def test_a_single_micro_batch_has_a_timeline_under_every_schedule():
+def test_one_micro_batch_has_a_timeline_under_every_schedule():
     setup = tiny(micro_batches=1)
     for schedule in SCHEDULES.values():
         assert isinstance(schedule(setup), Timeline)

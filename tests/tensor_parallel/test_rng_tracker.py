@@ -99,7 +99,7 @@ def test_states_of_any_type_pass_through():
     assert tracker.get_states() == {}
 
 
-def test_a_reset_inside_a_fork_leaves_the_generator_to_whoever_reset():
+def test_reset_inside_a_fork_keeps_the_state_of_the_reset():
     tracker = tracker_of(a=1)
     with tracker.fork("a"):
         tracker.reset()
