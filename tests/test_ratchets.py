@@ -20,18 +20,18 @@ PRONOUN_DOCSTRINGS = 39
 LONG_TEST_NAMES = 27
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1179,
+    "megatron_ext/*.py": 1182,
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4286,
-    "megatron_ext/experimental": 2365,
-    "megatron_ext/head": 10948,
+    "megatron_ext/experimental": 2380,
+    "megatron_ext/head": 10961,
     "megatron_ext/integrations": 712,
     "megatron_ext/losses": 1687,
-    "megatron_ext/megatron": 3570,
+    "megatron_ext/megatron": 4211,
     "megatron_ext/model_utils": 1510,
     "megatron_ext/numerics": 1007,
     "megatron_ext/policy": 6874,
-    "megatron_ext/proof": 529,
+    "megatron_ext/proof": 531,
     "megatron_ext/sequence": 1504,
     "megatron_ext/tensor_parallel": 4585,
     "megatron_on_cpu/*.py": 1315,

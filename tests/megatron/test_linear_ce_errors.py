@@ -255,7 +255,7 @@ def test_a_layer_that_names_its_softcap_is_fused():
             stock = run(model, labels)
         model.output_layer.softcap = 0.5
         with patched():
-            run(model, labels)  # with the proof
+            run(model, labels)  # ranks agree that it is fused
             with count_collectives() as fused:
                 loss = run(model, labels)
         assert fused.total() == plain.total() - 2
@@ -266,7 +266,7 @@ def compare_later(model, fewer_collectives, **kwargs):
     sent = []
 
     def step(model):
-        run(model, batch()[1], **kwargs)  # with the proof
+        run(model, batch()[1], **kwargs)  # ranks agree that it is fused
         with count_collectives() as counts:
             loss = run(model, batch()[1], **kwargs)
         sent.append(counts.total())
