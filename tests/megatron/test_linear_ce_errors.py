@@ -113,7 +113,7 @@ class Softcapped:
 
 def custom_layer(model):
     model.output_layer.__class__ = type("Custom", (Softcapped, type(model.output_layer)), {})
-    return "Custom with a forward of its own; .* give it an attribute `softcap`"
+    return r"Custom with a forward of its own \(.*; .* give it an attribute `softcap`"
 
 
 def layer_with_an_adapter(model):
