@@ -99,6 +99,9 @@ def command_line(
     )
     parser.add_argument("--bits", choices=["fast", "batch", "tensor_parallel"], help="which bits of the head are equal")
     parser.add_argument("--logit-dtype", type=_dtype, metavar="X", help="bfloat16 or float16: logits are rounded to it")
+    parser.add_argument(
+        "--proof", choices=["first", "always", "off"], help="when the head is compared with the model's own loss"
+    )
     parser.add_argument("--check", action="store_true", help="build the models, say what would be fused, train nothing")
     parser.add_argument(
         "--verify", type=_steps, metavar="N", help="run N steps twice first, stock and changed: the same?"
@@ -122,7 +125,7 @@ def command_line(
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the fused head that were given."""
-    names = ("chunk_tokens", "cache", "z_loss", "label_smoothing", "softcap", "temperature", "skip_ignored")
+    names = ("chunk_tokens", "cache", "z_loss", "label_smoothing", "softcap", "temperature", "skip_ignored", "proof")
     return {name: value for name in (*names, "bits", "logit_dtype") if (value := getattr(options, name)) is not None}
 
 

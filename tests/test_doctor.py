@@ -259,7 +259,7 @@ print("trained")
     [
         ([], "GPTModel: fused, 1 loss of each micro-batch without logits; tensor-parallel layers: 6 of megatron", 0),
         (["no head"], "GPTModel: no output layer on this pipeline stage", 0),
-        (["own forward"], "GPTModel: left to Megatron's own loss: its output layer has a forward of its own", 1),
+        (["own forward"], "GPTModel: the first batch decides: its output layer has a forward of its own", 1),
         (["no model"], "ended without building a language model", 1),
     ],
 )

@@ -302,3 +302,54 @@ def test_what_megatron_says_in_every_job_on_a_cpu_is_not_shown(message, category
         with warnings.catch_warnings(record=True) as found:
             warnings.warn_explicit(MISSING, UserWarning, "optimizer.py", 1, "megatron.core.optimizer")
         assert found
+
+
+DECORATED = """
+import functools, torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+def twice(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        found = function(*args, **kwargs)
+        return (2 * found[0], *found[1:]) if isinstance(found, tuple) else 2 * found
+    return wrapper
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+model_parallel_cuda_manual_seed(1)
+config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True,
+                           hidden_dropout=0.0, attention_dropout=0.0)
+model = GPTModel(config, get_gpt_layer_local_spec(), 32, 8)
+ids, mask = torch.arange(8).unsqueeze(0), torch.ones(1, 1, 8, 8).triu(1).bool()
+for place in (None, (LanguageModule, "compute_language_model_loss"), (ColumnParallelLinear, "forward"),
+              (model.output_layer, "_forward_impl"), (tensor_parallel, "vocab_parallel_cross_entropy")):
+    if place is not None:
+        before = getattr(*place)
+        setattr(*place, twice(before))
+    loss = model(ids, ids, mask, labels=ids).mean()
+    loss.backward()
+    print("loss", loss.item(), sum(x.grad.double().pow(2).sum().item() for x in model.parameters()))
+    model.zero_grad()
+    if place is not None:
+        setattr(*place, before)
+"""
+
+
+@pytest.mark.slow
+def test_decorated_functions_are_called_under_the_launcher(tmp_path):
+    (tmp_path / "script.py").write_text(DECORATED)
+    said = []
+    for options in ([], ["--linear-ce"]):
+        done = forked(tmp_path, "--cpu", *options, tmp_path / "script.py", ranks=1)
+        assert done.returncode == 0, done.stderr
+        lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("loss")]
+        said.append([float(number) for line in lines for number in line])
+    assert len(said[0]) == 10
+    assert said[1] == pytest.approx(said[0], rel=1e-5)
+    assert said[0][2] == pytest.approx(2 * said[0][0])

@@ -15,12 +15,18 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import layers as megatron_layers
 
-from megatron_ext.megatron.fused_loss import patch_points
+from megatron_ext.megatron.fused_loss import known_code, patch_points
 from megatron_ext.megatron.fusion_report import name_of
 from megatron_ext.replace import Replacement, apply_all, restore_all
+from megatron_ext.tensor_parallel import layers as our_layers
 
-_LAYERS = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
+# Ours and Megatron's own, also where ours stand in their place.
+_LAYERS: dict[str, tuple[type, ...]] = {
+    home: (layers.ColumnParallelLinear, layers.RowParallelLinear, layers.VocabParallelEmbedding)
+    for home, layers in (("megatron_ext", our_layers), ("megatron", megatron_layers))
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,9 @@ class ModelCheck:
         losses: how many losses a micro-batch takes from the output layer: one, and one for each layer of
             multi-token prediction.
         why_not: why the fused head would leave the model to Megatron's own loss; None if it would not.
+        to_prove: what of its output layer or its loss is neither Megatron's nor ours, so that the first batch decides;
+            None if all is.
+        shared: whether all stages of the pipeline share its vocabulary, and take its loss together.
         layers: how many tensor-parallel layers the model has, by the package that they come from.
     """
 
@@ -41,14 +50,19 @@ class ModelCheck:
     losses: int
     why_not: str | None
     layers: Counter[str]
+    to_prove: str | None = None
+    shared: bool = False
 
     def __str__(self) -> str:
         if not self.has_output_layer:
             head = "no output layer on this pipeline stage"
         elif self.why_not is not None:
             head = f"left to Megatron's own loss: {self.why_not}"
+        elif self.to_prove is not None:
+            head = f"the first batch decides: {self.to_prove}"
         else:
             head = f"fused, {self.losses} loss{'es' * (self.losses > 1)} of each micro-batch without logits"
+            head += ", the vocabulary shared over pipeline stages" * self.shared
         layers = ", ".join(f"{count} of {home}" for home, count in sorted(self.layers.items()))
         return f"{self.model}: {head}" + (f"; tensor-parallel layers: {layers}" if layers else "")
 
@@ -61,8 +75,8 @@ class BuildCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether there is a model, and the head leaves out none."""
-        return bool(self.models) and all(one.why_not is None for one in self.models)
+        """Whether there is a model, and the head is known to leave out none."""
+        return bool(self.models) and all(one.why_not is one.to_prove is None for one in self.models)
 
     def __str__(self) -> str:
         if not self.models:
@@ -79,16 +93,23 @@ def check_models(models: Iterable[Any]) -> BuildCheck:
 
 
 def _check(model: Any) -> ModelCheck:
-    has_output_layer = patch_points.output_layer(model) is not None
+    layer = patch_points.output_layer(model)
+    has_output_layer, shared = layer is not None, getattr(layer, "promises", False)
+    why_not = patch_points.why_not_fused(model) if has_output_layer and not shared else None
+    known = shared or not has_output_layer or why_not is not None
     homes = Counter(
-        type(layer).__module__.split(".")[0] for layer in model.modules() if type(layer).__name__ in _LAYERS
+        next(home for home, kinds in _LAYERS.items() if isinstance(one, kinds))
+        for one in model.modules()
+        if isinstance(one, (*_LAYERS["megatron_ext"], *_LAYERS["megatron"]))
     )
     return ModelCheck(
         model=name_of(model),
         has_output_layer=has_output_layer,
         losses=1 + patch_points.multi_token_layers(model),
-        why_not=patch_points.why_not_fused(model) if has_output_layer else None,
+        why_not=why_not,
         layers=homes,
+        to_prove=None if known else known_code.what_is_not_known(model),
+        shared=shared,
     )
 
 

@@ -32,6 +32,7 @@ class ModelFusion:
         stock_losses: calls of Megatron's own loss.
         megatron_kernel: the fused loss of Megatron's that its config asks for (`cross_entropy_loss_fusion`), "native"
             or "te"; None if it asks for none. It runs for the stock losses alone.
+        proof: what came of the comparison of the head with the model's own output layer and loss; None before it.
         z_loss: of the last loss, its mean over the tokens that have a label, 0-dim fp32; None without a z-loss.
     """
 
@@ -42,6 +43,7 @@ class ModelFusion:
     left_to_megatron: str | None = None
     stock_losses: int = 0
     megatron_kernel: str | None = None
+    proof: str | None = None
     z_loss: Tensor | None = None
 
     def __str__(self) -> str:
@@ -50,6 +52,8 @@ class ModelFusion:
             parts.append(f"{self.read_outs} read-outs without logits")
         parts.append(f"logits made {self.logits_made.total()} times")
         parts += [f"({count} for {place})" for place, count in self.logits_made.items()]
+        if self.losses_fused and self.proof is not None:
+            parts.append(self.proof)
         if self.stock_losses:
             parts.append(f"{self.stock_losses} losses by Megatron")
         if self.left_to_megatron is not None:

@@ -25,10 +25,16 @@ from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from torch import Tensor
 
 from megatron_ext.megatron import versions
-from megatron_ext.megatron.fused_loss import acceptance_counts, function_wrapping, log_probs, patch_points
+from megatron_ext.megatron.fused_loss import (
+    acceptance_counts,
+    function_wrapping,
+    fusion_decision,
+    log_probs,
+    patch_points,
+)
 from megatron_ext.megatron.fused_loss.fused_region import Region, is_promising, must_stay_stock
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.fused_loss.module_calls import attribute
+from megatron_ext.megatron.fused_loss.module_calls import in_this_call
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
 from megatron_ext.megatron.fused_loss.z_loss_log import with_z_loss_logged
 from megatron_ext.megatron.output_processors import forward_with_output_processor
@@ -38,6 +44,7 @@ from megatron_ext.replace import Replacement, original_of
 def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
     """`megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion` with its settings in one object."""
     models = None if model is None else _models_in(model)
+    fusion_decision.forget()
     versions.warn_if_untested()
     if models is None:
         function_wrapping.wrap_models(_MAKES, settings)
@@ -76,7 +83,7 @@ def forward_with_fused_head(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     def patched(method: str) -> Any:
         return _MAKES[method](original_of(getattr(kind, method)), settings)
 
-    with attribute(model, name, patched(name).__get__(model)):
+    with in_this_call(model, name, functools.partial(patched(name), model)):
         given = {argument: value for argument, value in kwargs.items() if value is not None}
         return patched(patch_points.FORWARD)(model, *args, **given)
 

@@ -38,25 +38,6 @@ def is_bent(layer: Any) -> bool:
     return any(getattr(layer, name, None) is not None for name in ("bias", "softcap"))
 
 
-def why_not_product(layer: Any) -> str | None:
-    """Why an output layer's forward is not known to be linear, with a bias and a softcap or without; None if it is."""
-    forward = type(layer).forward
-    plain = forward.__qualname__ == "ColumnParallelLinear.forward" and forward.__module__.startswith(
-        ("megatron.core.tensor_parallel.", "megatron_ext.tensor_parallel.")
-    )
-    if plain or hasattr(layer, "softcap"):
-        return None
-    if hasattr(layer, "to_wrap"):
-        return (
-            f"its output layer is a {type(layer).__name__}, which adds an adapter to another layer's logits; leave "
-            f"output_layer out of the adapter's target modules, or merge the adapter into the weight"
-        )
-    return (
-        f"its output layer is a {type(layer).__name__} with a forward of its own; if that is a linear layer, with "
-        f"a softcap or without, give it an attribute `softcap` (a number, or None)"
-    )
-
-
 def set_output_layer(model, spec: ModuleSpec) -> None:
     """Give a GPTModel another output layer, with the weight that it has. Before it is wrapped and trained.
 

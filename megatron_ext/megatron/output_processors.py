@@ -23,10 +23,10 @@ from megatron_ext.head import LmHead, ReadOut
 from megatron_ext.head.reduction import log_prob_readouts
 from megatron_ext.head.validation.argument_checks import or_refuse
 from megatron_ext.head.validation.option_checks import Bits, Cache
-from megatron_ext.megatron.fused_loss import log_probs, patch_points
-from megatron_ext.megatron.fused_loss.fused_region import Region, must_stay_stock
+from megatron_ext.megatron.fused_loss import fusion_decision, known_code, log_probs, patch_points
+from megatron_ext.megatron.fused_loss.fused_region import Region, call_of
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.fused_loss.module_calls import split_hooks
+from megatron_ext.megatron.fused_loss.module_calls import split_hooks, stands_in_this_call
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, Terms, promise_logits
 from megatron_ext.megatron.fusion_report import counters_of
 
@@ -61,8 +61,8 @@ class _Processor:
         """Called by the model; `given` are the other arguments that Megatron passes to an output processor, and where
         the model is patched itself, as `model`."""
         hooks, others = split_hooks(output_layer)
-        promising = getattr(vars(output_layer).get(patch_points.FORWARD), "promises", False)
-        reason = None if promising else patch_points.why_not_linear(output_layer)
+        promising = stands_in_this_call(output_layer, call_of(output_layer))
+        reason = None if promising else known_code.why_not_linear(output_layer)
         if reason is None and (others.before or others.after):
             reason = "its output layer has forward hooks, which would not run"
         if reason is not None:
@@ -182,10 +182,10 @@ def _processed(model, original, settings, processor, context, args, kwargs) -> A
             f"labels are given together with output_processor, and {type(model).__name__} of this Megatron-Core knows "
             f"no processors: pass labels=None, and what the processor needs in output_processor_context"
         )
-    if must_stay_stock(model, HeadSettings()):
+    if (reason := fusion_decision.decision_of(model, settings, loss=False).left) is not None:
         raise ValueError(
-            f"output_processor cannot be given hidden states of {type(model).__name__}: "
-            f"{patch_points.why_not_fused(model)}; leave it out and take the logits"
+            f"output_processor cannot be given hidden states of {type(model).__name__}: {reason}; leave it out and "
+            f"take the logits"
         )
     with Region(model, settings).entered():
         logits = original(model, *args, **kwargs)

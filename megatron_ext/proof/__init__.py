@@ -8,7 +8,7 @@ Imports torch and groups alone.
 from megatron_ext.proof.agreement import agreed
 from megatron_ext.proof.basis import Basis, config_values, module_parts
 from megatron_ext.proof.comparison import compare
-from megatron_ext.proof.ledger import Proofs
+from megatron_ext.proof.ledger import Proofs, cannot_prove_now
 from megatron_ext.proof.result import Proof
 from megatron_ext.proof.settings import SAMPLE_TOKENS, ProofMode, fusion_is_on, proof_mode, why_fusion_is_off
 
@@ -19,6 +19,7 @@ __all__ = [
     "ProofMode",
     "Proofs",
     "agreed",
+    "cannot_prove_now",
     "compare",
     "config_values",
     "fusion_is_on",

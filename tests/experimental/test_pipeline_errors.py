@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_ext.experimental import pipeline_vocabulary
 from megatron_ext.experimental.pipeline_vocabulary import multi_token_stage, paused_forward
 from megatron_ext.experimental.pipeline_vocabulary.vocabulary_sharing import check_config
+from megatron_ext.megatron.build_check import check_models
 from tests.batch_invariant_mode import switched_on
 from tests.experimental.test_pipeline_vocabulary import MTP, VARIABLE, shared
 from tests.gpt import (
@@ -175,6 +176,26 @@ def test_what_is_refused():
             bert.BertModel(tiny_config(), 2, None, VOCAB, SEQUENCE)
     with model_parallel(), shared(), pytest.raises(ValueError, match="pipeline_model_parallel_size is 1"):
         tiny_gpt(stock_spec)
+
+
+@ranks(2)
+def test_a_model_that_was_built_before_sharing_is_refused():
+    with model_parallel(pp=2):
+        wrapped, tokens = data_parallel(tiny_gpt(stock_spec)), tiny_batches(batch=8)[0]
+        with shared():
+            with pytest.raises(ValueError, match="this GPTModel was built before share_vocabulary.*--pipeline-vocab"):
+                run_schedule(wrapped, tokens)
+            evaluated = run_schedule(wrapped, tokens, forward_only=True)  # as a reference is, whose weights stay
+        torch.testing.assert_close(evaluated, run_schedule(wrapped, tokens, forward_only=True))
+
+
+@ranks(2)
+def test_a_check_knows_the_shared_vocabulary():
+    with model_parallel(pp=2), shared():
+        found = check_models(tiny_gpt(stock_spec))
+        assert found.passed
+        last = dist.get_rank() == 1
+        assert ("fused, 1 loss of each micro-batch without logits, the vocabulary shared over" in str(found)) == last
 
 
 def test_what_is_missing_is_named(monkeypatch):

@@ -3,9 +3,11 @@
 import functools
 import itertools
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 
+from megatron_ext.megatron.fused_loss import known_code
 from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
 from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 from tests.gpt import causal_mask, tiny_batches, tiny_gpt
@@ -29,9 +31,9 @@ def patched(*, model=None, **settings):
 
 @contextmanager
 def counting_logits(layer):
-    """A list that grows with each call of the forward that makes logits of an output layer."""
+    """A list that grows with each call of the forward that makes logits of an output layer, which stays a known one."""
     kind, made = type(layer), []
-    forward = kind.forward
+    forward, is_own = kind.forward, known_code.is_own
 
     @functools.wraps(forward)
     def counted(self, *args, **kwargs):
@@ -41,8 +43,10 @@ def counting_logits(layer):
 
     own = "forward" in vars(kind)
     kind.forward = counted
+    forwards = mock.patch.object(known_code, "_FORWARDS", [*known_code._FORWARDS, counted])
     try:
-        yield made
+        with forwards, mock.patch.object(known_code, "is_own", lambda value: value is counted or is_own(value)):
+            yield made
     finally:
         if own:
             kind.forward = forward

@@ -124,8 +124,10 @@ def test_the_patch_survives_an_exception_inside():
 
 
 def forward_collectives(model) -> int:
-    with count_collectives() as counts, torch.no_grad():
-        run(model, batch()[1])
+    with torch.no_grad():
+        run(model, batch()[1])  # ranks agree that it is fused
+        with count_collectives() as counts:
+            run(model, batch()[1])
     return counts.total()
 
 
@@ -163,6 +165,7 @@ def test_the_patched_forward_is_a_function_too():
         model = one_gpt()
         stock = run(model, labels)
         before, own = state_of_megatron(), dict(vars(model))
+        _gpt_forward_with_linear_ce_fusion(model, ids, positions, causal_mask(SEQ), labels=labels)  # ranks agree
         with count_collectives() as counts, torch.no_grad():
             loss = _gpt_forward_with_linear_ce_fusion(model, ids, positions, causal_mask(SEQ), labels=labels)
         torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
@@ -298,15 +301,17 @@ def test_combined_1f1b_calls_postprocess_alone():
         kept = []
         with model.decoder.register_forward_hook(lambda module, args, output: kept.append(output)):
             stock = run(model, batch()[1])
-        with patched(), count_collectives() as counts:
-            loss = model._postprocess(
-                hidden_states=kept[0].detach(),
-                labels=batch()[1],
-                mtp_in_postprocess=False,
-                loss_mask=None,
-                runtime_gather_output=None,
-                **NOT_USED,
-            )
+        with patched():
+            forward_collectives(model)  # ranks agree that it is fused
+            with count_collectives() as counts:
+                loss = model._postprocess(
+                    hidden_states=kept[0].detach(),
+                    labels=batch()[1],
+                    mtp_in_postprocess=False,
+                    loss_mask=None,
+                    runtime_gather_output=None,
+                    **NOT_USED,
+                )
         torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
         assert counts.total() == 1
 
@@ -331,6 +336,8 @@ def test_collectives_and_memory_of_the_patched_step(sequence_parallel):
         gathers = int(sequence_parallel)
         assert step() == (3 + gathers, 1 + gathers, logits)
         with patched(chunk_size=1, cache=0):
+            step()
+            model.output_layer.weight.grad = hidden.grad = None
             forward, backward, largest = step()
         assert (forward, backward) == (1 + gathers, 1 + gathers)
         assert largest == model.output_layer.weight.numel() == logits // 2  # its gradient; no logits

@@ -32,7 +32,11 @@ from megatron_ext.megatron.fused_loss.module_calls import attribute
 
 __all__ = ["recorded", "restore", "share_vocabulary"]
 
-_SCHEDULES = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
+_SCHEDULES = (
+    "forward_backward_no_pipelining",  # which trains what was built before
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
 _HYBRIDS = (  # the second one since 0.18 derived from the first
     ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),
     ("megatron.core.models.mamba.mamba_model", "MambaModel"),
@@ -53,7 +57,7 @@ def share_vocabulary() -> None:
     Raises:
         RuntimeError: greenlet is not installed.
         ValueError: from building and training, see `Builder.add` and `schedule.forward_backward`; a language model is
-            built that is none of these.
+            built that is none of these; one is trained that was built before.
     """
     global _replaced
     check_installed()
@@ -114,7 +118,18 @@ def _refusing_others(kinds: tuple[type, ...], stock: Any) -> Any:
 
 def _or_stock(stock: Any) -> Any:
     def schedule(**arguments: Any) -> Any:
-        shared = sharing_of(arguments["model"]) is not None
-        return (forward_backward if shared else stock)(**arguments)
+        model = arguments["model"]
+        if sharing_of(model) is not None:
+            return forward_backward(**arguments)
+        chunks = model if isinstance(model, list) else [model]
+        inside = (one for chunk in chunks for one in chunk.modules() if isinstance(one, LanguageModule))
+        before = next(inside, None)
+        if before is not None and not arguments.get("forward_only"):
+            raise ValueError(
+                f"this {type(before).__name__} was built before share_vocabulary(), and does not share its vocabulary "
+                f"over pipeline stages: call share_vocabulary() (--pipeline-vocab) before the model is built, or "
+                f"restore() before this one is trained"
+            )
+        return stock(**arguments)
 
     return schedule

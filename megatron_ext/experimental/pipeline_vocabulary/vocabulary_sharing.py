@@ -18,7 +18,7 @@ from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers impo
     Sharing,
 )
 from megatron_ext.head.validation.option_checks import rounds
-from megatron_ext.megatron.fused_loss import function_wrapping, patch_points
+from megatron_ext.megatron.fused_loss import function_wrapping, known_code, patch_points
 from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.fusion_report import counters_of
 from megatron_ext.megatron.output_layer import is_bent
@@ -199,7 +199,7 @@ def output_layer_fault(model: Any) -> ValueError | None:
             f"prediction: a vocabulary shared over pipeline stages wants all of them there; change "
             f"pipeline_model_parallel_layout, or train without sharing"
         )
-    reason = patch_points.why_not_fused(model)
+    reason = patch_points.why_not_fused(model) or known_code.what_is_not_known(model)
     if reason is None and is_bent(layer):
         reason = "its output layer has a bias, or caps its logits"
     asked = function_wrapping.settings_of(model, patch_points.region(type(model))).logit_dtype

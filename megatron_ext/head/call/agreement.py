@@ -7,7 +7,9 @@ Legend: T tokens, N ids of them.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import reduce
 from typing import Any
 
@@ -20,6 +22,7 @@ from megatron_ext.numerics.readable_values import has_values, on_host
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # of Fibonacci hashing (Knuth, The Art of Computer Programming 3)
 _MASK = (1 << 23) - 1
+_more: ContextVar[str] = ContextVar("_more", default="")
 
 
 def in_words(options: dict[str, Any]) -> str:
@@ -29,7 +32,17 @@ def in_words(options: dict[str, Any]) -> str:
 
 def of_options(words: str) -> int:
     """A number for options in words."""
-    return _odd(zlib.crc32(words.encode()))
+    return _odd(zlib.crc32((words + _more.get()).encode()))
+
+
+@contextmanager
+def also(words: str) -> Iterator[None]:
+    """Calls within must agree on these words, too: a rank that alone has them is told as one of other options is."""
+    token = _more.set(words)
+    try:
+        yield
+    finally:
+        _more.reset(token)
 
 
 def of_labels(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Tensor | int:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -16,10 +15,22 @@ from megatron_ext.head.training_loss import (
     training_loss_of_logits,
 )
 from megatron_ext.head.validation.option_checks import rounds
-from megatron_ext.megatron.fused_loss import acceptance_counts, patch_points, z_loss_log
+from megatron_ext.megatron.fused_loss import (
+    acceptance_counts,
+    fusion_decision,
+    fusion_proof,
+    known_code,
+    patch_points,
+    z_loss_log,
+)
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX, HeadRefusal
-from megatron_ext.megatron.fused_loss.module_calls import attribute, calling, split_hooks
+from megatron_ext.megatron.fused_loss.module_calls import (
+    call_with_hooks,
+    in_this_call,
+    split_hooks,
+    stands_in_this_call,
+)
 from megatron_ext.megatron.fused_loss.promised_logits import (
     PromisedLogits,
     Terms,
@@ -27,14 +38,23 @@ from megatron_ext.megatron.fused_loss.promised_logits import (
     promise_logits,
 )
 from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, counters_of, say_once
+from megatron_ext.proof import Proof, cannot_prove_now
 
 
 def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
-    """Whether the model keeps Megatron's own loss, which a warning says once; refused where `settings` ask for more."""
-    reason, counters = patch_points.why_not_fused(model), counters_of(model)
-    counters.left_to_megatron = reason
+    """Tell whether the model keeps its own loss, which a warning says once; refused where `settings` ask for more."""
+    reason = fusion_decision.decision_of(model, settings).left
+    counters_of(model).left_to_megatron = reason
     if reason is None:
         return False
+    leave(model, settings, reason)
+    return True
+
+
+def leave(model: Any, settings: HeadSettings, reason: str) -> None:
+    """Say once that a model is left to its own loss, and count it; refused where `settings` ask for more than that."""
+    counters = counters_of(model)
+    counters.left_to_megatron = reason
     if (asked := settings.beyond_megatron()) is not None:
         raise ValueError(
             f"the fused head was asked for {asked}, and cannot go into {type(model).__name__}: "
@@ -42,14 +62,17 @@ def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
         )
     counters.stock_losses += 1
     say_once(f"{type(model).__name__} keeps Megatron's own loss, the fused head stays out: {reason}")
-    return True
 
 
 def is_promising(model: Any) -> bool:
-    """Whether its output layer promises logits already: in a call of the model further up the stack, or always."""
+    """Tell whether its output layer promises logits: in a call of the model further up the stack, or always."""
     layer = patch_points.output_layer(model)
-    own_forward = getattr(layer, "__dict__", {}).get(patch_points.FORWARD)
-    return getattr(layer, "promises", False) or getattr(own_forward, "promises", False)
+    return getattr(layer, "promises", False) or stands_in_this_call(layer, call_of(layer))
+
+
+def call_of(layer: Any) -> str:
+    """The name under which a module runs its forward with its hooks, compiled or not."""
+    return "_call_impl" if getattr(layer, "_compiled_call_impl", None) is None else "_compiled_call_impl"
 
 
 class Region:
@@ -62,12 +85,11 @@ class Region:
         self.model, self.settings = model, settings
         self.layer = patch_points.output_layer(model)
         self.counters: ModelFusion = counters_of(model)
-        self.stock_forward = self.layer.forward
-        self.stock_loss = getattr(model, patch_points.LOSS)
+        self.stock_loss = patch_points.own_loss(model)
         self.hits = acceptance_counts.wants_hits(model)
         self.faults: list[ValueError] = []
         self.parameter_hooks, self.other_hooks = split_hooks(self.layer)
-        self.quiet = False
+        self.quiet = self.proving = self.looked = False
 
     @contextmanager
     def entered(self) -> Iterator["Region"]:
@@ -77,15 +99,10 @@ class Region:
                 f"{type(self.model).__name__} has the fused linear head, which makes no logits, and runs instead of it"
             )
 
-        forward = partial(self.promise)
-        forward.promises = True  # type: ignore[attr-defined]
-
-        def loss(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-            return self.loss(*args, **kwargs)
-
+        call = partial(call_with_hooks, self.layer, self.promise, self.other_hooks)
         with (
-            calling(self.layer, forward, self.other_hooks),
-            attribute(self.model, patch_points.LOSS, MethodType(loss, self.model)),  # a method of the model, as before
+            in_this_call(self.layer, call_of(self.layer), call),
+            in_this_call(self.model, patch_points.LOSS, self.loss),
         ):
             yield self
         if self.faults:
@@ -95,14 +112,14 @@ class Region:
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **others: Any
     ):
         """The output layer's forward."""
+        layer = self.layer
 
         def make(terms: Terms, hidden: Tensor) -> Tensor:
             self.asked(terms)
-            return self.stock_forward(
-                hidden, weight=terms.weight, runtime_gather_output=runtime_gather_output, **others
-            )[0]
+            # Promised logits are not gathered over several ranks; over one Megatron's loss cannot change them in place.
+            gathered = False if self.proving else runtime_gather_output
+            return layer.forward(hidden, weight=terms.weight, runtime_gather_output=gathered, **others)[0]
 
-        layer = self.layer
         logits = promise_logits(layer, input_, weight, runtime_gather_output, make, self.parameter_hooks)
         return logits, layer.bias if layer.skip_bias_add else None
 
@@ -112,6 +129,8 @@ class Region:
             made = _made(logits)
             if made is not None:
                 _check_made(made, self.settings, type(self.model).__name__)
+                if self.settings.changed_loss() and (own := known_code.what_is_not_known(self.model)) is not None:
+                    leave(self.model, self.settings, f"somebody has asked for its logits, and {own}")
         except ValueError as fault:
             return self.refused(fault, labels)
         if made is not None:
@@ -119,7 +138,8 @@ class Region:
             if self.settings.changed_loss() is None:
                 return self.stock_loss(labels, made, *args, **kwargs)
         try:
-            found = self.redeemed(labels, logits) if made is None else self.of_made(labels, made)
+            own_loss = partial(self.stock_loss, labels, *args, **kwargs)
+            found = self.redeemed(labels, logits, own_loss) if made is None else self.of_made(labels, made)
         except ValueError as fault:
             return self.refused(fault, labels)
         if found.hits is not None and isinstance(logits, PromisedLogits):
@@ -133,19 +153,68 @@ class Region:
         self.faults.append(fault)
         return torch.zeros(labels.shape, device=labels.device)
 
-    def redeemed(self, labels: Tensor, logits: Any) -> TrainingLoss:
-        """The losses `[B, S]` of labels `[B, S]`, with hits and z-losses `[S, B]`."""
+    def redeemed(self, labels: Tensor, logits: Any, own_loss: Any) -> TrainingLoss:
+        """The losses `[B, S]` of labels `[B, S]`, with hits and z-losses `[S, B]`; `own_loss` of logits if need be."""
         _check_labels(labels, logits)
+        reason: str | None = None
 
-        def compute(hidden: Tensor, weight: Tensor) -> TrainingLoss:
-            head = self.settings.lm_head(logits.terms, weight, self.model.config, labels.shape[0])
-            found = linear_training_loss(head, hidden, labels.transpose(0, 1), self.asked_of_loss(self.hits))
-            return _batch_first(found)  # within the layer's call: FSDP2 wants no views of what it hooks
+        def compute(hidden: Tensor, weight: Tensor) -> Any:
+            nonlocal reason
+            self.settings.check_layer(self.layer)
+            reason = self.why_not(logits.terms, hidden, weight, labels)
+            if reason is not None:  # by one call of the layer too: sharded data parallelism counts them
+                self.quiet = True
+                return TrainingLoss(own_loss(logits.made_of(hidden)).clone(), None, None)
+            # Within the layer's call: FSDP2 wants no views of what it hooks.
+            return _batch_first(self.fused(logits.terms, hidden, weight, labels))
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and not logits.detached):
             found = logits.terms.read(compute)
-        self.counters.losses_fused += 1
+        if reason is not None:
+            leave(self.model, self.settings, reason)
+        else:
+            self.counters.losses_fused += 1
         return found
+
+    def fused(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> TrainingLoss:
+        """The losses `[S, B]` by the head."""
+        head = self.settings.lm_head(terms, weight, self.model.config, labels.shape[0])
+        return linear_training_loss(head, hidden, labels.transpose(0, 1), self.asked_of_loss(self.hits))
+
+    def why_not(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> str | None:
+        """Why this loss is the model's own, on all ranks; None where the head computes it."""
+        decision = fusion_decision.decision_of(self.model, self.settings)
+        if not self.looked and fusion_decision.has_changed(self.model, decision):
+            with torch.no_grad(), fusion_decision.telling_of_change(self.model):
+                self.fused(terms, hidden, weight, labels)
+            decision = fusion_decision.decide(self.model, self.settings)
+        self.looked = True
+        if decision.left is None and decision.wants_proof():
+            proof = self.proof(terms, weight, labels)
+            reason = None if proof.fused else f"{proof}; {known_code.what_is_not_known(self.model)}"
+            if cannot_prove_now() is not None:
+                return reason
+            decision.proof = proof
+            if decision.mode == "always":
+                return reason
+            decision.left = reason
+        return decision.left
+
+    def proof(self, terms: Terms, weight: Tensor, labels: Tensor) -> Proof:
+        """Prove that the head computes what the model's own output layer and loss do; see `fusion_proof`."""
+        self.proving = True
+        try:
+            proof = fusion_proof.proof_of(self.model, self.settings, terms, weight, labels)
+        finally:
+            self.proving = False
+        if self.counters.proof != str(proof):
+            self.counters.proof = str(proof)
+            if proof.fused and (own := known_code.what_is_not_known(self.model)) is not None:
+                say_once(
+                    f"the fused head computes what {type(self.model).__name__} does, {proof}, and {own}: what that "
+                    f"does beside logits and losses is left out; take the patch out where it matters"
+                )
+        return proof
 
     def of_made(self, labels: Tensor, logits: Tensor) -> TrainingLoss:
         """The same of logits `[S, B, V/R]` that exist."""
@@ -164,7 +233,7 @@ class Region:
 
     def asked(self, terms: Terms) -> None:
         """Somebody wants real logits: say who, and what they cost."""
-        if self.quiet:
+        if self.quiet or self.proving:
             return
         frame, _ = caller_outside(torch)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"

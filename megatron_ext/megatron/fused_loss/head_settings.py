@@ -10,6 +10,7 @@ from megatron_ext.head.lm_head import LmHead, Logits
 from megatron_ext.head.validation import option_checks
 from megatron_ext.head.validation.option_checks import Bits, Cache, bits_or_mode, repeatable
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, tp_group
+from megatron_ext.proof import ProofMode, proof_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,9 @@ class HeadSettings:
             layer: Megatron rolls labels of 0 in. False: all tokens are computed.
         bits: which bits are the same, as in `LmHead`; None: "batch" where Megatron's `batch_invariant_mode` is on, by
             the model's config or by the global switch, else "fast".
+        proof: when the head is compared with the model's own output layer and loss, on a few tokens: at its first call
+            and when what that rests on has changed ("first"), "always", or "off"; None: as MEGATRON_EXT_PROOF says,
+            else "first". Where they differ the model keeps its own loss. With "off" only Megatron's own are fused.
         nemo_rl_chunk_size: what NeMo-RL's patch calls `chunk_size`: as `chunk_tokens`, in sequence positions.
 
     `z_loss` to `temperature` change the loss alone: without labels a model returns the logits that Megatron makes.
@@ -53,6 +57,7 @@ class HeadSettings:
     temperature: float = 1.0
     skip_ignored: bool | int = False
     bits: Bits | None = None
+    proof: ProofMode | None = None
     nemo_rl_chunk_size: int | None = None
 
     @classmethod
@@ -91,6 +96,7 @@ class HeadSettings:
         for name in ("cache", "z_loss", "label_smoothing", "softcap", "temperature"):
             option_checks.check_option(name, getattr(self, name))
         option_checks.check_at_most(option_checks.token_bound(self.skip_ignored))
+        proof_mode(self.proof)
         if self.bits is not None:
             option_checks.one_of("bits", self.bits, get_args(Bits))
 
@@ -100,12 +106,8 @@ class HeadSettings:
         Raises:
             ValueError: both the layer and the settings have a softcap.
         """
+        self.check_layer(terms.layer)
         own = getattr(terms.layer, "softcap", None)
-        if own is not None and self.softcap is not None:
-            raise ValueError(
-                f"softcap is {self.softcap} and the output layer has a softcap of {own} already: logits would be "
-                f"softcapped twice; pass softcap=None"
-            )
         return LmHead.of(
             terms.layer,
             weight=weight,
@@ -119,6 +121,15 @@ class HeadSettings:
             gradient_accumulation_fusion=terms.adds_to_main_grad(weight),
             bits=bits_or_mode(self.bits, config),
         )
+
+    def check_layer(self, layer: Any) -> None:
+        """Raise ValueError if both the layer and the settings have a softcap."""
+        own = getattr(layer, "softcap", None)
+        if own is not None and self.softcap is not None:
+            raise ValueError(
+                f"softcap is {self.softcap} and the output layer has a softcap of {own} already: logits would be "
+                f"softcapped twice; pass softcap=None"
+            )
 
     def of_made(self, logits: Tensor, layer: Any) -> Logits:
         """The same of logits `[S, B, V/R]` that exist, with the scale and the softcap of model and layer in them."""

@@ -1,10 +1,20 @@
-"""Calls a module with a replaced forward and chosen ones of its hooks, and a function with what its version knows."""
+"""Calls a module with another forward and chosen ones of its hooks, and puts functions in others' places for one call.
+
+State of a call lies in a context variable: other threads that use the same model at the same time do not see it.
+"""
 
 import inspect
+import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MappingProxyType, MethodType
 from typing import Any, NamedTuple
+
+from torch.nn.modules import module as torch_module
 
 _ABSENT = object()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -27,10 +37,76 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+        _put_back(owner, name, before)
+
+
+@dataclass
+class _Dispatched:
+    """A method of an instance that looks up, at each call, what stands for it in this context.
+
+    Attributes:
+        before: what the instance itself had under the name.
+        stock: what its name gave.
+        calls: how many calls, of all threads, have put something in its place.
+    """
+
+    before: Any
+    stock: Any
+    calls: int = 0
+
+
+_NOTHING: Mapping[tuple[int, str], Any] = MappingProxyType({})
+_here: ContextVar[Mapping[tuple[int, str], Any]] = ContextVar("_here", default=_NOTHING)
+_dispatched: "weakref.WeakKeyDictionary[Any, dict[str, _Dispatched]]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+@contextmanager
+def in_this_call(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """A call of `owner.name` is one of `function` for a while, in this thread's context alone.
+
+    It stays a method of the owner. When the last thread leaves, the instance has (or lacks) its own one as before.
+    """
+    with _lock:
+        names = _dispatched.setdefault(owner, {})
+        if name not in names:
+            names[name] = _Dispatched(vars(owner).get(name, _ABSENT), getattr(owner, name))
+            setattr(owner, name, MethodType(_dispatching(names[name].stock, (id(owner), name)), owner))
+        names[name].calls += 1
+    token = _here.set({**_here.get(), (id(owner), name): function})
+    try:
+        yield
+    finally:
+        _here.reset(token)
+        with _lock:
+            names[name].calls -= 1
+            if not names[name].calls:
+                _put_back(owner, name, names.pop(name).before)
+
+
+def stands_in_this_call(owner: Any, name: str) -> bool:
+    """Tell whether `in_this_call` has put something in the place of `owner.name`, in this context."""
+    return (id(owner), name) in _here.get()
+
+
+def standing(owner: Any, name: str) -> Any:
+    """`owner.name` without what `in_this_call` puts in its place."""
+    found = _dispatched.get(owner, {}).get(name)
+    return getattr(owner, name) if found is None else found.stock
+
+
+def _dispatching(stock: Any, key: tuple[int, str]) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _here.get().get(key, stock)(*args, **kwargs)
+
+    return method
+
+
+def _put_back(owner: Any, name: str, before: Any) -> None:
+    if before is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
 
 
 def split_hooks(layer: Any) -> tuple[Hooks, Hooks]:
@@ -42,13 +118,35 @@ def split_hooks(layer: Any) -> tuple[Hooks, Hooks]:
     return split[0], split[1]
 
 
-@contextmanager
-def calling(layer: Any, forward: Callable[..., Any], hooks: Hooks) -> Iterator[None]:
-    """For a while a call of `layer` is one of `forward`, with these hooks."""
-    with ExitStack() as stack:
-        for name, value in zip(("forward", *_HOOKS), (forward, *hooks), strict=True):
-            stack.enter_context(attribute(layer, name, value))
-        yield
+def call_with_hooks(layer: Any, forward: Callable[..., Any], hooks: Hooks, *args: Any, **kwargs: Any) -> Any:
+    """A call of `forward` as one of the module `layer`, with these of its hooks; nothing of the layer is changed."""
+    for key, hook in (*torch_module._global_forward_pre_hooks.items(), *hooks.before.items()):
+        if key in layer._forward_pre_hooks_with_kwargs:
+            args, kwargs = hook(layer, args, kwargs) or (args, kwargs)
+        elif (given := hook(layer, args)) is not None:
+            args = given if isinstance(given, tuple) else (given,)
+    after = [*torch_module._global_forward_hooks.items(), *hooks.after.items()]
+    try:
+        results = forward(*args, **kwargs)
+        while after:
+            key, hook = after.pop(0)
+            with_kwargs = layer._forward_hooks_with_kwargs.get(key) or key in (
+                torch_module._global_forward_hooks_with_kwargs
+            )
+            changed = hook(layer, args, kwargs, results) if with_kwargs else hook(layer, args, results)
+            results = results if changed is None else changed
+    except BaseException:
+        for key, hook in after:
+            if key in layer._forward_hooks_always_called or key in torch_module._global_forward_hooks_always_called:
+                hook(layer, args, *([kwargs] if key in layer._forward_hooks_with_kwargs else []), None)
+        raise
+    return results
+
+
+def has_backward_hooks(layer: Any) -> bool:
+    """Tell whether a hook waits for a module's gradients, its own or one of all modules."""
+    of_all = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
+    return bool(layer._backward_hooks or layer._backward_pre_hooks or of_all)
 
 
 def call_known(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -65,4 +163,12 @@ def innermost(function: Any) -> Any:
 
 
 def _about_parameters(hook: Any) -> bool:
-    return str(getattr(innermost(hook), "__module__", "")).startswith(_PARAMETER_HOOKS)
+    """By the file that defines it, which no decorator copies; those of torch's own compiler are looked through."""
+    function = innermost(hook)
+    while _home(function).startswith("torch._dynamo") and hasattr(function, "__wrapped__"):
+        function = innermost(function.__wrapped__)
+    return _home(function).startswith(_PARAMETER_HOOKS)
+
+
+def _home(function: Any) -> str:
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))

@@ -12,11 +12,11 @@ from typing import Any
 
 import megatron.core
 import torch
+from megatron.core.extensions import transformer_engine
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer import multi_token_prediction
 
-from megatron_ext.megatron.fused_loss.module_calls import innermost
-from megatron_ext.megatron.output_layer import why_not_product
+from megatron_ext.megatron.fused_loss.module_calls import has_backward_hooks, standing
 from megatron_ext.proof import why_fusion_is_off
 
 FORWARD = "forward"
@@ -113,23 +113,25 @@ def missing(kind: type) -> list[str]:
     return lacking
 
 
+def own_loss(model: Any) -> Any:
+    """The model's `compute_language_model_loss`, also while a patched call has ours in its place."""
+    return standing(model, LOSS)
+
+
 def why_not_fused(model: Any) -> str | None:
-    """Why the logits of this model cannot be promised, or None if they can.
+    """Why the logits of this model cannot be promised, whatever they are; None if they can, should they be a product.
 
-    Only what is known to be a product of hidden states and weight, plus bias, capped or not, can be; and only
-    Megatron's own loss is known to be a cross entropy.
+    Whether they are a product, and its loss a cross entropy, is for `known_code` and the proof to say.
     """
-    reason = why_fusion_is_off() or why_not_linear(output_layer(model))
-    if reason is None and not innermost(getattr(model, LOSS)).__module__.startswith("megatron.core."):
-        reason = f"it has a {LOSS} of its own"
-    return reason
+    return why_fusion_is_off() or why_not_promised(output_layer(model))
 
 
-def why_not_linear(layer: Any) -> str | None:
-    """Why what an output layer makes of hidden states is not known, or None if it is."""
+def why_not_promised(layer: Any) -> str | None:
+    """Why an output layer's logits cannot be promised, or None if they can."""
     if not isinstance(layer, torch.nn.Module):
         return f"its output layer is a {type(layer).__name__} and no torch.nn.Module"
-    if any(kind.__name__ == MXFP8_HEAD for kind in type(layer).__mro__):
+    mxfp8_head = getattr(transformer_engine, MXFP8_HEAD, None)
+    if isinstance(mxfp8_head, type) and isinstance(layer, mxfp8_head):
         return (
             f"its output layer is a {MXFP8_HEAD}, which multiplies in MXFP8 (fp8_output_proj), and the fused head "
             f"multiplies in the dtype of the hidden states; for the fused head set fp8_output_proj=False"
@@ -147,11 +149,6 @@ def why_not_linear(layer: Any) -> str | None:
             f"its output layer rounds logits to {rounded} (logit_dtype) and multiplies in {operands}, and the fused "
             f"head rounds to the operands' dtype or not at all; for the fused head set logit_dtype to None or float32"
         )
-    if FORWARD in vars(layer):
-        return "its output layer has a forward of its own, put there by somebody else"
-    unknown = why_not_product(layer)
-    if unknown is not None:
-        return unknown
-    if layer._backward_hooks or layer._backward_pre_hooks:
+    if has_backward_hooks(layer):
         return "its output layer has backward hooks, which need real logits"
     return None

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_ext.distributed.groups import group_size, tensor_parallel_group
-from megatron_ext.megatron.fused_loss.module_calls import Hooks, calling
+from megatron_ext.megatron.fused_loss.module_calls import Hooks, call_with_hooks
 
 _GETTERS = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_sparse", "is_quantized")
 _FACTS = [
@@ -103,11 +103,11 @@ class Terms:
 
         def forward(hidden: Tensor) -> tuple:
             nonlocal structure
-            leaves, structure = tree_flatten(compute(*_operands(self, hidden)))
+            leaves, structure = tree_flatten(compute(*operands(self, hidden)))
             return tuple(leaves)
 
-        with calling(self.layer, forward, self.hooks):
-            return tree_unflatten(self.layer(self.hidden), structure)  # type: ignore[arg-type]
+        leaves = call_with_hooks(self.layer, forward, self.hooks, self.hidden)
+        return tree_unflatten(leaves, structure)  # type: ignore[arg-type]
 
     def logits(self) -> Tensor:
         """The real ones, made by the output layer the first time that someone wants them."""
@@ -116,15 +116,14 @@ class Terms:
             def forward(hidden: Tensor) -> Any:
                 return self.make(self, hidden), None
 
-            with (
-                torch.inference_mode(False),
-                torch.set_grad_enabled(self.with_grad),
-                calling(self.layer, forward, self.hooks),
-            ):
-                logits = self.layer(self.hidden)[0]
-                logits = logits if self.scale == 1.0 else logits * self.scale
-                self.made = logits.transpose(0, 1).contiguous().transpose(0, 1) if self.batch_outermost else logits
+            with torch.inference_mode(False), torch.set_grad_enabled(self.with_grad):
+                self.made = self.laid_out(call_with_hooks(self.layer, forward, self.hooks, self.hidden)[0])
         return self.made
+
+    def laid_out(self, logits: Tensor) -> Tensor:
+        """The layer's logits scaled, in the memory order that they shall have."""
+        logits = logits if self.scale == 1.0 else logits * self.scale
+        return logits.transpose(0, 1).contiguous().transpose(0, 1) if self.batch_outermost else logits
 
 
 class PromisedLogits(Tensor):
@@ -160,6 +159,11 @@ class PromisedLogits(Tensor):
         logits = self.terms.logits()
         logits = logits.transpose(0, 1) if self.batch_first else logits
         return logits.detach() if self.detached else logits
+
+    def made_of(self, hidden: Tensor) -> Tensor:
+        """The real ones, of hidden states within a call of the output layer; nothing keeps them."""
+        logits = self.terms.laid_out(self.terms.make(self.terms, hidden))
+        return logits.transpose(0, 1) if self.batch_first else logits
 
     def check_own(self) -> None:
         """Refuse what an `autograd.Function` made of a promise: its backward would be left out."""
@@ -224,7 +228,7 @@ def tp_group(layer: Any):
     return tensor_parallel_group(getattr(layer, "tp_group", None))
 
 
-def _operands(terms: Terms, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def operands(terms: Terms, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states and this rank's whole shard `[V/R, H]` of the weight, in the dtype to compute in."""
     weight = terms.own_weight
     if isinstance(weight, DTensor):  # of an embedding that is tied to the output and sharded by FSDP2

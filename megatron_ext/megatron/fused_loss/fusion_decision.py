@@ -1,0 +1,167 @@
+"""The decision whether a model's loss is fused, which its tensor-parallel ranks take together at its first call.
+
+Where the output layer and the loss are Megatron's own or ours, by identity, the model is fused as it is. Where anything
+else stands there, the first batch proves the fusion, or the model keeps its own loss. A rank that alone sees something
+else must not go another way alone: ranks tell each other at the first call, by one exchange. What has changed later is
+told by a word among the head's options, which the head compares on all ranks in the exchange that it makes anyway: on
+all of them, they decide anew; on some alone, every rank raises.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from megatron_ext.distributed.collectives import all_gather_object
+from megatron_ext.distributed.groups import group_size
+from megatron_ext.head.call import agreement
+from megatron_ext.megatron.fused_loss import known_code, patch_points
+from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.fused_loss.promised_logits import tp_group
+from megatron_ext.proof import Basis, Proof, ProofMode, cannot_prove_now, proof_mode
+
+# What of a configuration decides about an output layer and a loss.
+_CONFIG = (
+    *("sequence_parallel", "tensor_model_parallel_size", "params_dtype", "gradient_accumulation_fusion"),
+    *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "defer_embedding_wgrad_compute"),
+    *("bf16", "fp16", "fp8", "fp4"),
+)
+_PLAIN = (bool, float, str)  # whole numbers may be counters
+
+
+@dataclass
+class Decision:
+    """The decision about one model, the same on all ranks that share its vocabulary.
+
+    Attributes:
+        settings: under which it was taken.
+        left: why the model keeps its own loss; None: it is fused, or proved.
+        mode: when it is proved; None: never, as nothing of it is unknown.
+        seen: what `_seen` found on this rank.
+        basis: of what is not known on this rank, if anything.
+        proof: the last one.
+    """
+
+    settings: HeadSettings
+    left: str | None = None
+    mode: ProofMode | None = None
+    seen: tuple[str | None, str | None] = (None, None)
+    basis: Basis | None = None
+    proof: Proof | None = None
+
+    def wants_proof(self) -> bool:
+        """Tell whether the loss that is about to be taken must be compared first."""
+        return self.mode is not None and (self.proof is None or self.mode == "always")
+
+
+# By whether the model trains, as its own loss may be another one when it does not, and whether a loss is asked for.
+_Decisions = WeakKeyDictionary[Any, Decision]
+_decisions: defaultdict[tuple[bool, bool], _Decisions] = defaultdict(WeakKeyDictionary)
+
+
+def decision_of(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
+    """The decision about a model, of its first call with these settings.
+
+    All tensor-parallel ranks call it together; a group of one rank decides anew when the model has changed. `loss`:
+    whether its loss is asked for, or what is read out of hidden states alone, for which its output layer must be known.
+    """
+    found = _decisions[model.training, loss].get(model)
+    if found is None or found.settings != settings:
+        return decide(model, settings, loss)
+    alone = group_size(tp_group(patch_points.output_layer(model))) == 1
+    return decide(model, settings, loss) if alone and has_changed(model, found, loss) else found
+
+
+def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
+    """The same, taken anew.
+
+    Communicates: one all-gather of a small object over several tensor-parallel ranks.
+    """
+    layer = patch_points.output_layer(model)
+    group = tp_group(layer)
+    if group_size(group) > 1 and (reason := cannot_prove_now()) is not None:
+        return Decision(settings, f"{reason}, and its tensor-parallel ranks have not agreed before: run a step first")
+    seen = _seen(model, loss)
+    reasons, unknowns, (mode, *_) = zip(*all_gather_object((*seen, proof_mode(settings.proof)), group), strict=True)
+    decision = Decision(settings, next(filter(None, reasons), None), "always" if mode == "always" else None, seen)
+    if decision.left is None and (found := next(filter(None, unknowns), None)) is not None:
+        decision.mode = mode
+        if len(set(unknowns)) > 1:  # where one alone raised on a sample, the others would wait for it
+            decision.left = f"{found}, on some tensor-parallel ranks alone"
+        elif mode == "off":
+            decision.left = f"{found}, and proof is off"
+    decision.basis = None if seen[1] is None else _basis(model, layer)
+    _decisions[model.training, loss][model] = decision
+    return decision
+
+
+def has_changed(model: Any, decision: Decision, loss: bool = True) -> bool:
+    """Tell whether this rank sees another model than the one about which was decided."""
+    if _seen(model, loss) != decision.seen:
+        return True
+    return decision.basis is not None and not decision.basis.same_as(_basis(model, patch_points.output_layer(model)))
+
+
+def forget(model: Any = None) -> None:
+    """Drop the decision about a model, or about all: their next calls decide anew. For all ranks together."""
+    for decisions in _decisions.values():
+        if model is None:
+            decisions.clear()
+        else:
+            decisions.pop(model, None)
+
+
+@contextmanager
+def telling_of_change(model: Any) -> Iterator[None]:
+    """Have the head tell the other ranks that the model has changed; raises ValueError unless it has on all of them."""
+    if (reason := cannot_prove_now()) is not None:
+        raise ValueError(_CHANGED.format(type(model).__name__, _why(model), reason))
+    try:
+        with agreement.also("the model has changed"):
+            yield
+    except ValueError as fault:
+        raise ValueError(_CHANGED.format(type(model).__name__, _why(model), fault)) from fault
+
+
+_CHANGED = (
+    "the output layer or the loss of this {} has changed since its tensor-parallel ranks decided to fuse it ({}), and "
+    "they cannot decide anew: {}. Change it on every rank alike, or before its first call, or patch it again"
+)
+
+
+def _why(model: Any) -> str:
+    return next(filter(None, _seen(model, loss=True)), "what was unknown in it is known now, or is another function")
+
+
+def _seen(model: Any, loss: bool) -> tuple[str | None, str | None]:
+    """Why a model's logits cannot be promised, as this rank sees it, and what of it is not known."""
+    if (left := patch_points.why_not_fused(model)) is not None:
+        return left, None
+    if not loss:
+        return known_code.why_not_known(patch_points.output_layer(model)), None
+    return None, known_code.what_is_not_known(model)
+
+
+def _basis(model: Any, layer: Any) -> Basis:
+    """The parts that decide whether the layer and the loss are what the head takes them for, by identity."""
+    config = getattr(model, "config", None)
+    weight = getattr(layer, "weight", None)
+    return Basis(
+        *(type(model), known_code.function_of(patch_points.own_loss(model)), _values(model)),
+        *(layer, type(layer), type(layer).forward, known_code.function_of(vars(layer).get("forward"))),
+        known_code.function_of(getattr(layer, "_forward_impl", None)),
+        [(type(one), type(one).forward, _values(one)) for one in layer.modules()],
+        None if weight is None else weight.dtype,
+        [getattr(config, name, None) for name in _CONFIG],
+        [value for _, value in known_code.standing()],
+    )
+
+
+def _values(owner: Any) -> list[tuple[str, Any]]:
+    """The factors, caps, temperatures and switches that an object holds."""
+    own = vars(owner) if isinstance(owner, torch.nn.Module) else {}
+    return [(name, value) for name, value in own.items() if type(value) in _PLAIN]
