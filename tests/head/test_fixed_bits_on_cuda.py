@@ -65,7 +65,8 @@ def test_products_by_themselves(kind, dtype):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     whole, some = torch.empty(m, n, dtype=wide, device=GPU), torch.empty(3, n, dtype=wide, device=GPU)
     product(a, b, whole)
-    torch.testing.assert_close(whole, (left.double() @ right.double()).to(wide), rtol=1e-5, atol=1e-5)
+    close = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(whole, (left.double() @ right.double()).to(wide), rtol=close, atol=close)
     product(a[[140, 2, 77]], b, some)
     assert torch.equal(some, whole[[140, 2, 77]])
     parts = torch.empty_like(whole)
