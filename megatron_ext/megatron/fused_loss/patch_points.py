@@ -7,6 +7,7 @@ Models differ in names and versions, and agree in this: an output layer makes lo
 """
 
 import inspect
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core.transformer import multi_token_prediction
 from megatron_ext.megatron.fused_loss.module_calls import innermost
 from megatron_ext.megatron.output_layer import why_not_product
 from megatron_ext.proof import why_fusion_is_off
+from megatron_ext.proof.settings import FUSION_VARIABLE
 
 FORWARD = "forward"
 POSTPROCESS = "_postprocess"
@@ -119,7 +121,8 @@ def why_not_fused(model: Any) -> str | None:
     Only what is known to be a product of hidden states and weight, plus bias, capped or not, can be; and only
     Megatron's own loss is known to be a cross entropy.
     """
-    reason = why_fusion_is_off() or why_not_linear(output_layer(model))
+    reason = why_fusion_is_off() if FUSION_VARIABLE in os.environ else None
+    reason = reason or why_not_linear(output_layer(model))
     if reason is None and not innermost(getattr(model, LOSS)).__module__.startswith("megatron.core."):
         reason = f"it has a {LOSS} of its own"
     return reason
