@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megatron_ext.head.row_passes.gpu_properties import Device, epilogue_seconds, product_seconds, waves
+from megatron_ext.head.call.gpu_properties import Device, epilogue_seconds, product_seconds, waves
 from megatron_ext.memory.fake_cuda import cuda_rank_of
 
 aten = torch.ops.aten

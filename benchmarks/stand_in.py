@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu import Machine
+from benchmarks.gpu_run import Machine
 from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.head.row_passes import dispatch
 from megatron_ext.memory.fake_cuda import kernels

@@ -56,7 +56,7 @@ def test_ours_take_what_theirs_take():
 
 def test_names_that_a_version_lacks_are_logged(caplog):
     seam = substitution.ReplacedName("json", "no_such_name", lambda: None, required=False)
-    found = substitution.Substitution("json", lambda: [seam])
+    found = substitution.FrameworkSubstitution("json", lambda: [seam])
     with caplog.at_level("INFO", logger=substitution.__name__):
         found.apply()
     assert caplog.messages == ["this version of json does not have json.no_such_name"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
 from megatron_ext.policy.checkpoint import atomic_folders, sharded_files
-from megatron_ext.policy.checkpoint import worker_state as state_module
+from megatron_ext.policy.worker import checkpoints as state_module
 from tests.marks import slow
 from tests.policy.problems import held_by, largest_error, shard, tiny_batch, tiny_config, tiny_model, unchanged, whole
 from tests.policy.test_tensor_index import change_index, sign

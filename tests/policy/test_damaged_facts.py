@@ -3,12 +3,14 @@
 import copy
 import json
 import random
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
+from megatron_ext.policy.checkpoint.fact_checks import check_like
 from megatron_ext.policy.worker import checkpoints
 from tests.marks import slow
 from tests.policy.problems import held_by, shard, tiny_batch, tiny_config
@@ -79,6 +81,36 @@ def of_one_weight(facts):
     """Facts of the optimizer's groups are alike for all weights: of those, only the first one's are damaged."""
     first = min(name.rpartition(".")[0] for name in facts["numbers"]) if "numbers" in facts else ""
     return [path for path in places(facts) if path[0] != "numbers" or len(path) == 1 or path[1].startswith(first)]
+
+
+@pytest.mark.parametrize(
+    "name, saved, own, rule",
+    [
+        ("state", {"a": 1}, {"b": 1}, r"a dict with the keys \['b'\]"),
+        ("state", [1], {"b": 1}, r"a dict with the keys \['b'\]"),
+        ("state", {"b": "1"}, {"b": 1}, "a finite number"),
+        ("state", Counter({1: "x"}), Counter(), "a finite number"),
+        ("state", Counter({"x": 1}), Counter(), "a finite number"),
+        ("rates", [0.1], [0.1, 0.1], "a list of 2"),
+        ("rates", (0.1, 0.1), [0.1, 0.1], "a list of 2"),
+        ("rates", [0.1, float("inf")], [0.1, 0.1], "a finite number"),
+        ("fused", 3, False, "None, True or False"),
+        ("fused", "no", None, "None, or a finite number"),
+        ("fused", float("nan"), None, "None, or a finite number"),
+        ("name", 3, "cosine", "a str"),
+        ("last_epoch", -2, 3, "an integer of at least -1"),
+        ("last_epoch", True, 3, "an integer of at least -1"),
+        ("_step_count", -1, 3, "an integer of at least 0"),
+    ],
+)
+def test_fact_of_another_kind_is_refused(name, saved, own, rule):
+    with pytest.raises(ValueError, match=rf"the checkpoint here has .*{name}.*: it must be {rule}; load another one"):
+        check_like("here", name, saved, own)
+
+
+def test_facts_of_the_same_kind_are_taken():
+    own = {"rates": [0.1], "fused": None, "name": "cosine", "last_epoch": 3, "milestones": Counter({4: 1})}
+    check_like("here", "state", own | {"rates": [2], "fused": 0.5, "last_epoch": -1, "milestones": Counter()}, own)
 
 
 @pytest.mark.parametrize("trained, most", [(True, 12), *slow((True, 60), (False, 30))])

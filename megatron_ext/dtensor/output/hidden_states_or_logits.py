@@ -19,9 +19,8 @@ from megatron_ext.dtensor.decoder import output_head_path, text_model
 from megatron_ext.dtensor.output.head_rule import HeadRule, head_rule, is_hooked, why_unknown
 from megatron_ext.head.adapters.peft_layers import unwrapped
 from megatron_ext.head.layer_facts import head_facts, local_shard
-from megatron_ext.head.options_by_mode import bits_or_mode
 from megatron_ext.head.validation.argument_checks import or_refuse
-from megatron_ext.head.validation.option_checks import Bits, rounds
+from megatron_ext.head.validation.option_checks import Bits, bits_or_mode, rounds
 from megatron_ext.proof import why_fusion_is_off
 
 _HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
