@@ -102,7 +102,7 @@ def main() -> None:
     report.figure(stock, ours, f"GPT on {where}, tensor parallel {ranks}.  Head at {sizes}.", figure)
     print(f"\n{report.table(stock, ours)}\n")
     print(f"Head step: forward and backward from hidden states to loss; {sizes}; what one rank allocates for it.")
-    print("Least memory: cache=0, chunk_size=32. The run itself had cache=1, the fastest.")
+    print("Least memory: cache=0, chunk_tokens=128. The run itself had cache=1, the fastest.")
     print(f"{report.gained(stock, ours)}\n{time.perf_counter() - start:.0f} s.  Look at {figure}")
     if not gpus and report.largest_difference(stock, ours) > 1e-5:  # on a CPU both runs round alike
         sys.exit("the losses of the two runs differ by more than rounding")

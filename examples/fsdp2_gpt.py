@@ -75,7 +75,7 @@ def train(reshard: bool = True) -> list[float]:
 def main() -> None:
     with megatron_job():
         stock = train()
-        patch(chunk_size=8)
+        patch(chunk_tokens=16)
         patched = train()
         unpatch()
         if dist.get_rank() == 0:

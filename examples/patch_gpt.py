@@ -66,7 +66,7 @@ def train() -> list[float]:
 def main() -> None:
     with megatron_job(tensor=ranks(1, 2, 4)):  # attention heads divide by them
         stock = train()
-        patch(chunk_size=8)  # or patch(model=gpt), for one model
+        patch(chunk_tokens=16)  # or patch(model=gpt), for one model
         patched = train()
         unpatch()  # GPTModel is as it was
         if dist.get_rank() == 0:

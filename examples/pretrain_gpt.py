@@ -203,7 +203,9 @@ def train(args: Namespace) -> dict:
         metrics["head"] = head_meter.measure_head(model.module, tokens_BS, labels_BS)
         metrics["head_bf16"] = head_meter.measure_head(model.module, tokens_BS, labels_BS, torch.bfloat16)
         if args.head == "fused":  # once more, with little memory: nothing is kept for backward, and chunks are small
-            patch_gpt_model_forward_for_linear_ce_fusion(model=model.module, cache=0, chunk_size=32)
+            patch_gpt_model_forward_for_linear_ce_fusion(
+                model=model.module, cache=0, chunk_tokens=32 * args.micro_batch_size
+            )
             for name, dtype in (("head_least_memory", torch.float32), ("head_bf16_least_memory", torch.bfloat16)):
                 metrics[name] = head_meter.measure_head(model.module, tokens_BS, labels_BS, dtype)
     return metrics

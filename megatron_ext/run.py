@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
         _hush()
         _emulate(parser, options)
     if options.linear_ce or options.tensor_parallel or options.pipeline_vocab or options.check:
+        _tell_of_cpu(options)
         _change_megatron(parser, options)
     if options.record is not None:
         _record(parser, *options.record, on_cpu=options.cpu)
@@ -179,6 +180,15 @@ def _emulate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
     except ModuleNotFoundError as missing:
         parser.error(f"--transformer-engine: {missing}")
     atexit.register(emulation.close)
+
+
+def _tell_of_cpu(options: argparse.Namespace) -> None:
+    """Megatron's own error, where it asks for a GPU that is not there, says nothing of `--cpu`."""
+    from torch import cuda
+
+    if not options.cpu and not cuda.is_available():
+        where = ", but behind SCRIPT, where it is the script's own" if "--cpu" in options.args else ""
+        _LOG.warning("no GPU is here, and --cpu is not given%s: put it before SCRIPT if the script needs a GPU", where)
 
 
 def _hush() -> None:

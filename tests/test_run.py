@@ -251,6 +251,21 @@ def test_bits_and_tokens_that_count():
         assert run._settings(run.command_line().parse_args([*given, "script.py"])) == settings
 
 
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (["--linear-ce", "script.py"], "--cpu is not given: put it before SCRIPT"),
+        (["--linear-ce", "script.py", "--cpu"], "--cpu is not given, but behind SCRIPT, where it is the script's own:"),
+        (["--cpu", "--linear-ce", "script.py"], ""),
+    ],
+)
+def test_missing_or_misplaced_cpu_option_is_told(given, told, caplog, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    run._tell_of_cpu(run.command_line().parse_args(given))
+    assert told in caplog.text
+    assert bool(caplog.text) == bool(told)
+
+
 def test_report_leaves_other_optimizer_hooks_alone(monkeypatch):
     """Torch goes over a table of hooks, from which none may be taken meanwhile."""
     from torch.optim import SGD

@@ -8,16 +8,16 @@ spec = with_fused_head(gpt_layer_spec, z_loss=1e-4)
 
 import copy
 from dataclasses import is_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from megatron_ext.megatron.fused_loss.function_wrapping import HEAD
-from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.fused_loss.head_settings import HeadOptions, HeadSettings
 from megatron_ext.megatron.language_model_patch import patch_for_specs
 
 _Spec = TypeVar("_Spec")
 
 
-def with_fused_head(spec: _Spec, **settings: Any) -> _Spec:
+def with_fused_head(spec: _Spec, **settings: Unpack[HeadOptions]) -> _Spec:
     """A copy of a layer spec; models that are built from it compute losses by the fused head with these options.
 
     The same head, losses, log of the z-loss and refusals as by `patch_gpt_model_forward_for_linear_ce_fusion`, for

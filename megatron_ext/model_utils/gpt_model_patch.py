@@ -1,12 +1,15 @@
 """NeMo-RL's names of the patch that `megatron_ext.megatron.language_model_patch` makes."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from megatron_ext.megatron.fused_loss.head_settings import HeadOptions
+
 
 def patch_gpt_model_forward_for_linear_ce_fusion(
-    *, chunk_size: int | None = None, model: Any = None, **settings: Any
+    *, chunk_size: int | None = None, model: Any = None, **settings: "Unpack[HeadOptions]"
 ) -> None:
     """Language models with labels compute per-token losses by the fused head; without labels nothing changes.
 
@@ -23,7 +26,8 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     linear and a cross entropy; `megatron_ext.megatron.fusion_report.fusion_report()` says what was fused, and why not.
 
     Args:
-        chunk_size: sequence positions per chunk; None lets the head choose. It changes memory, not results.
+        chunk_size: NeMo-RL's name: sequence positions per chunk, where `chunk_tokens` counts tokens, as everywhere
+            else; give one of them, or neither for the head to choose. It changes memory, not results.
         settings: those of `megatron_ext.megatron.fused_loss.head_settings.HeadSettings`.
         model: one model or a list of them, wrapped (data parallelism, 16-bit, LLaVA, MIMO) or not: the patch is theirs
             alone, and comes before that of the classes. None: every language model of Megatron's (GPTModel,

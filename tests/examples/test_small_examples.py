@@ -35,7 +35,7 @@ def test_replacing_the_loss_changes_no_loss():
 def test_patching_gpt_changes_no_loss():
     with model_parallel(tp=dist.get_world_size()):
         stock = patch_gpt.train()
-        patch_gpt.patch(chunk_size=8)
+        patch_gpt.patch(chunk_tokens=16)
         try:
             assert_learns_alike(patch_gpt.train(), stock)
         finally:
@@ -49,7 +49,7 @@ def test_patching_a_gpt_in_fsdp2_changes_no_loss():
     with model_parallel():
         stock = fsdp2_gpt.train()
         reset_fusion_report()
-        fsdp2_gpt.patch(chunk_size=8)
+        fsdp2_gpt.patch(chunk_tokens=16)
         try:
             assert_learns_alike(fsdp2_gpt.train(), stock)
         finally:

@@ -52,6 +52,7 @@ def forked(command, environment, log):
 @pytest.fixture
 def standin(monkeypatch, tmp_path):
     monkeypatch.setattr(two_runs, "_exit_code", forked)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     options = ("--tensor-model-parallel-size", "1", "--transformer-impl", "local", "--report")

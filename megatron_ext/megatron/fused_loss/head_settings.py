@@ -1,7 +1,8 @@
 """Options of the fused head inside Megatron, in one frozen dataclass for the patch, the launcher and the layer spec."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self, get_args
+from typing import Any, Self, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -11,6 +12,20 @@ from megatron_ext.head.validation import option_checks
 from megatron_ext.head.validation.option_checks import Bits, Cache, bits_or_mode, repeatable
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, tp_group
 from megatron_ext.proof import ProofMode, proof_mode
+
+
+class HeadOptions(TypedDict, total=False):
+    """The fields of `HeadSettings` as keyword arguments of functions, for completion and type checkers."""
+
+    chunk_tokens: int | None
+    cache: Cache
+    logit_dtype: torch.dtype | None
+    z_loss: float
+    label_smoothing: float
+    softcap: float | None
+    temperature: float
+    skip_ignored: bool | int
+    bits: Bits | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +76,7 @@ class HeadSettings:
     nemo_rl_chunk_size: int | None = None
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> Self:
+    def of(cls, given: Mapping[str, Any]) -> Self:
         """Those that a user gave by name.
 
         Raises:
