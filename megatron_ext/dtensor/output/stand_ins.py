@@ -17,6 +17,9 @@ from megatron_ext.dtensor.output.promised_logits import HeadCall, PromisedLogits
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
+REGISTERED = "_megatron_ext_head"  # where a model that `parallelize` made has its reading from hidden states
+
+
 class FusedForward:
     """A class of models whose forward `use_fused_loss` has replaced: see `fused_classes.py`."""
 
@@ -48,6 +51,11 @@ def bring_back(model: nn.Module, stub: Any) -> None:
     for name, value in vars(stub).items():
         if name != "_modules" and own.get(name, model) is not value:
             own[name] = value
+
+
+def is_registered(model: nn.Module) -> bool:
+    """Return whether `parallelize` made `model`: its head is sharded by vocabulary, or whole in its forward."""
+    return REGISTERED in model.__dict__
 
 
 def is_sharded(head: nn.Module) -> bool:
@@ -155,7 +163,10 @@ def whole_copy(head: Any) -> Any:
 def _wide(parameter: Tensor | None) -> nn.Parameter | None:
     if parameter is None:
         return None
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    whole: Tensor = parameter
+    if isinstance(parameter, DTensor):  # FSDP2 may keep it on the host, where the ranks' backend sends nothing
+        there: Any = parameter.detach().to(parameter.device_mesh.device_type)
+        whole = there.full_tensor()
     if whole.is_floating_point():
         whole = whole.detach().to(torch.promote_types(whole.dtype, torch.float32))
         # What is wide already is shared: nothing writes to it, and its gradient goes to no `.grad`.
