@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.meter import one_rank_of
-from megatron_ext.head.engine import statistics
+from megatron_ext.head.call import statistics
 from megatron_ext.head.row_passes import dispatch
 from megatron_ext.head.validation import argument_checks
 from megatron_ext.numerics import readable_values

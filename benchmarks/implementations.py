@@ -19,8 +19,8 @@ from benchmarks import peers
 from benchmarks.cases import MEGATRON, Case
 from megatron_ext import VocabShard, linear_cross_entropy
 from megatron_ext.distributed.groups import Group
-from megatron_ext.head.engine.chunk_sizes import cached_columns
-from megatron_ext.head.engine.resolved_head import ResolvedHead
+from megatron_ext.head.call.chunk_sizes import cached_columns
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.validation.option_checks import Bits
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,7 +1,7 @@
 """`python -m benchmarks.run plan`: what the head would launch on a GPU, launch by launch, and how long that might take.
 
 The head's own code runs on fake tensors (`launches.py`), so the rows change when it does. Times are estimates from the
-table in `megatron_ext/head/row_passes/gpu_properties.py`: matrix products by whole waves of tiles, the rest by bytes.
+table in `megatron_ext/head/call/gpu_properties.py`: matrix products by whole waves of tiles, the rest by bytes.
 Beside it is what the same launches take at the limit of the card's power (`power.py`), and what was measured.
 """
 
@@ -20,7 +20,7 @@ from benchmarks.implementations import UNFUSED, Implementation, kept_by_default,
 from benchmarks.launches import Launch, Plan, planned
 from benchmarks.meter import measure
 from megatron_ext.head import LmHead
-from megatron_ext.head.row_passes.gpu_properties import DEVICES, Device
+from megatron_ext.head.call.gpu_properties import DEVICES, Device
 
 A = Case("A", 8192, 4096, 128256, 1, torch.bfloat16)
 B = Case("B, one rank of 8", 16384, 8192, 152064, 8, torch.bfloat16)

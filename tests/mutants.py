@@ -79,6 +79,10 @@ def tests_for(mutant: Mutant, callers, tests) -> list[str]:
     asked = callers.get(f"{mutant.path}:{mutant.function}", set())
     if not mutant.function:  # a module's own lines: whoever calls one of its functions
         asked = {test for place, of in callers.items() if place.startswith(f"{mutant.path}:") for test in of}
+    if not asked:  # of what another process or Triton's interpreter runs nothing is recorded
+        stem = Path(mutant.path).stem
+        near = sorted((stem not in id, id) for id in tests if id.startswith(folder))
+        asked = {id for _, id in near[:60]}
     rounds = [(number, not id.startswith(folder), seconds, id)
               for test in asked for number, (seconds, id) in enumerate(sorted(tests.get(test, [])))]  # fmt: skip
     chosen, left = [], SECONDS

@@ -47,6 +47,11 @@ class Mutant:
         return f"megatron_ext/{self.path}:{self.start[0]}\n    - {old}\n    + {new}"
 
 
+def _says_only(node: ast.AST) -> bool:
+    """Arguments that promise what holds anyway (`zip(strict=True)`), or tell how a result is waited for."""
+    return isinstance(node, ast.keyword) and node.arg in ("strict", "async_op")
+
+
 def mutants_of(path: Path, package: Path) -> list[Mutant]:
     """Every change of one place of a file; none of messages, types, docstrings and imports."""
     source, found = path.read_text(), []
@@ -99,7 +104,7 @@ def mutants_of(path: Path, package: Path) -> list[Mutant]:
         elif isinstance(node, ast.AnnAssign):
             children = [node.value] if node.value else []
         else:
-            children = list(ast.iter_child_nodes(node))
+            children = [child for child in ast.iter_child_nodes(node) if not _says_only(child)]
         called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
         kept = isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
         if function and (called or kept or isinstance(node, ast.AugAssign)):

@@ -70,7 +70,7 @@ def test_each_framework_is_listed_with_what_its_way_in_would_do(monkeypatch):
     assert trl.report() is before, "it only looked"
 
 
-def test_a_framework_that_does_not_fit_or_cannot_be_imported_says_why(monkeypatch, tmp_path):
+def test_framework_that_does_not_fit_or_import_says_why(monkeypatch, tmp_path):
     (tmp_path / "verl.py").write_text("raise RuntimeError('no flash')")
     utils = tmp_path / "trl" / "trainer" / "utils.py"
     utils.parent.mkdir(parents=True)
@@ -196,7 +196,7 @@ def test_engines_that_are_missing_or_broken_are_told_apart(monkeypatch):
     )
 
 
-def test_a_transformer_engine_that_megatron_does_not_declare_is_said(monkeypatch):
+def test_undeclared_transformer_engine_is_told(monkeypatch):
     from megatron_ext.megatron import versions
 
     there = importlib.import_module("megatron.core.extensions.transformer_engine")

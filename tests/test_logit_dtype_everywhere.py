@@ -100,7 +100,7 @@ def test_it_comes_to_the_head_of_megatrons_models():
 
 
 @ranks(1)
-def test_it_is_refused_where_megatron_makes_logits_of_another_dtype():
+def test_logit_dtype_is_refused_where_megatron_has_another():
     with model_parallel(1):
         model, (tokens, labels, _) = patching.one_gpt(), patching.batch()
         handle = model.output_layer.register_forward_hook(lambda module, inputs, outputs: outputs[0].sum() and None)

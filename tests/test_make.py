@@ -36,7 +36,7 @@ def test_the_gpu_tests_without_a_gpu(tmp_path):
         ("test-engines", "where vLLM's source is: VLLM=TREE"),
     ],
 )
-def test_what_is_missing_on_the_command_line_is_asked_before_anything_is_made(target, asked, tmp_path):
+def test_missing_arguments_are_asked_for_before_anything_is_made(target, asked, tmp_path):
     nothing = ["TORCH=", "MEGATRON=", "NEMO_RL_SRC=", "VERL_SRC=", "VLLM="]  # whatever the outer make was told
     folders = [f"VENV={tmp_path / 'venv'}", f"SOURCE={tmp_path / 'source'}"]
     command = ["make", "--no-print-directory", target, *nothing, *folders]

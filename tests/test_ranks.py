@@ -18,7 +18,7 @@ def skipped_on_one():
         pytest.skip("of no use on rank 1")
 
 
-def test_what_all_ranks_skip_is_skipped_with_the_reason_and_what_one_skips_is_a_failure():
+def test_skip_of_all_ranks_is_a_skip_and_of_one_a_failure():
     with pytest.raises(pytest.skip.Exception, match="of no use here"):
         skipped_on_all(world_size=2)
     with pytest.raises(pytest.fail.Exception, match="of no use on rank 1"):

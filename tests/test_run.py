@@ -50,7 +50,7 @@ def report_of(folder, *arguments, ranks, script=(), layers=LOCAL, started=forked
 
 
 @pytest.mark.slow
-def test_a_pretraining_script_runs_as_it_is_and_on_our_head_and_layers(tmp_path):
+def test_pretraining_script_runs_stock_and_on_our_layers(tmp_path):
     stock = report_of(tmp_path, ranks=1)
     assert stock["layers"].startswith("megatron.core.")
     assert stock["head"] == "None"

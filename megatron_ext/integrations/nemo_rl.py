@@ -5,7 +5,7 @@ were patched stay patched after `restore()`: unpatch them apart.
 """
 
 from megatron_ext import model_utils
-from megatron_ext.integrations.substitution import Seam, Substitution
+from megatron_ext.integrations.substitution import FrameworkSubstitution, ReplacedName
 
 MODULE = "nemo_rl.distributed.model_utils"
 # Names that every version has which we know; it may lack others.
@@ -29,13 +29,13 @@ _EARLIER = {
 }
 
 
-def _seams() -> list[Seam]:
+def _replaced_names() -> list[ReplacedName]:
     return [
-        Seam(MODULE, name, getattr(model_utils, name), name in _REQUIRED, known=_EARLIER.get(name, ()))
+        ReplacedName(MODULE, name, getattr(model_utils, name), name in _REQUIRED, known=_EARLIER.get(name, ()))
         for name in model_utils.__all__
         if name not in _NOT_THEIRS
     ]
 
 
-_substitution = Substitution("nemo_rl", _seams)
+_substitution = FrameworkSubstitution("nemo_rl", _replaced_names)
 apply, report, restore = _substitution.apply, _substitution.report, _substitution.restore

@@ -18,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Seam:
+class ReplacedName:
     """A name of a framework's module that ours can stand for.
 
     Attributes:
@@ -81,11 +81,11 @@ class Report:
         return "\n".join(lines)
 
 
-class Substitution:
-    """Substitution of all `seams` of one package, a framework, at once or not at all."""
+class FrameworkSubstitution:
+    """Substitution of all `replaced_names` of one package, a framework, at once or not at all."""
 
-    def __init__(self, package: str, seams: Callable[[], Sequence[Seam]]):
-        self.package, self._seams = package, seams
+    def __init__(self, package: str, replaced_names: Callable[[], Sequence[ReplacedName]]):
+        self.package, self._replaced_names = package, replaced_names
         self._places: list[list[Replacement]] = []  # of each name
         self._last = Report(package)
 
@@ -141,22 +141,22 @@ class Substitution:
         pairs: list[tuple[Any, Any]] = []
         replaced: list[Replaced] = []
         left: list[str] = []
-        for seam in self._seams():
-            if seam.needs is not None and not _is_there(seam.needs):
+        for spec in self._replaced_names():
+            if spec.needs is not None and not _is_there(spec.needs):
                 continue
-            original = getattr(importlib.import_module(seam.module), seam.name, None)
+            original = getattr(importlib.import_module(spec.module), spec.name, None)
             if original is None:
-                if seam.required:
-                    raise self._unknown(f"{seam.module} has no {seam.name}")
-                left.append(f"{seam.module}.{seam.name}")
+                if spec.required:
+                    raise self._unknown(f"{spec.module} has no {spec.name}")
+                left.append(f"{spec.module}.{spec.name}")
                 continue
-            replaced.append(Replaced(f"{seam.module}.{seam.name}"))
-            ours = _counted(seam.ours(original) if seam.made else seam.ours, replaced[-1])
+            replaced.append(Replaced(f"{spec.module}.{spec.name}"))
+            ours = _counted(spec.ours(original) if spec.made else spec.ours, replaced[-1])
             for read in (parameters, constructor_parameters):
                 theirs, wanted = read(original), read(ours)
-                if not takes(wanted, theirs) and _listed(theirs) not in seam.known:
+                if not takes(wanted, theirs) and _listed(theirs) not in spec.known:
                     raise self._unknown(
-                        f"{seam.module}.{seam.name} takes ({_listed(theirs)}), ours ({_listed(wanted)})"
+                        f"{spec.module}.{spec.name} takes ({_listed(theirs)}), ours ({_listed(wanted)})"
                     )
             pairs.append((original, ours))
         return pairs, replaced, left

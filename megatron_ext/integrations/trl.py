@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED
-from megatron_ext.integrations.substitution import Seam, Substitution
+from megatron_ext.integrations.substitution import FrameworkSubstitution, ReplacedName
 from megatron_ext.model_utils.functions import PlainFunction
 
 MODULE = "trl.trainer.utils"
@@ -205,14 +205,14 @@ def _per_token(
     )
 
 
-def _seams() -> list[Seam]:
+def _replaced_names() -> list[ReplacedName]:
     return [
-        Seam(MODULE, "selective_log_softmax", selective_log_softmax),
-        Seam(MODULE, "selective_log_softmax_and_entropy", selective_log_softmax_and_entropy, required=False),
-        Seam(MODULE, _FUSED, _fused_head, required=False, made=True),
-        Seam(_DIVERGENCE, "ChunkedDivergenceFunction", _fused_divergence, needs=_DIVERGENCE, made=True),
+        ReplacedName(MODULE, "selective_log_softmax", selective_log_softmax),
+        ReplacedName(MODULE, "selective_log_softmax_and_entropy", selective_log_softmax_and_entropy, required=False),
+        ReplacedName(MODULE, _FUSED, _fused_head, required=False, made=True),
+        ReplacedName(_DIVERGENCE, "ChunkedDivergenceFunction", _fused_divergence, needs=_DIVERGENCE, made=True),
     ]
 
 
-_substitution = Substitution("trl", _seams)
+_substitution = FrameworkSubstitution("trl", _replaced_names)
 apply, report, restore = _substitution.apply, _substitution.report, _substitution.restore

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_size
 from megatron_ext.head.validation.option_checks import one_of
-from megatron_ext.integrations.substitution import Seam, Substitution
+from megatron_ext.integrations.substitution import FrameworkSubstitution, ReplacedName
 
 
 def linear_cross_entropy(
@@ -146,24 +146,24 @@ def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) ->
     return head.token_entropy(logits, tp_group=UNSHARDED, chunk_tokens=chunk_size)
 
 
-def _seam(module: str, ours: Any, **options: Any) -> Seam:
-    return Seam(f"verl.utils.{module}", ours.__name__, ours, **options)
+def _replaced(module: str, ours: Any, **options: Any) -> ReplacedName:
+    return ReplacedName(f"verl.utils.{module}", ours.__name__, ours, **options)
 
 
-def _seams() -> list[Seam]:
+def _replaced_names() -> list[ReplacedName]:
     megatron, functional = "megatron.tensor_parallel", "torch_functional"
     return [
-        _seam("kernel.linear_cross_entropy", linear_cross_entropy),
-        _seam("experimental.torch_functional", FusedLinearForPPO),
-        _seam(functional, logprobs_from_logits),
-        _seam(functional, entropy_from_logits, required=False),
-        _seam(functional, entropy_from_logits_with_chunking, required=False),
-        _seam(megatron, vocab_parallel_log_probs_from_logits, needs="megatron.core"),
-        _seam(megatron, vocab_parallel_entropy, needs="megatron.core"),
+        _replaced("kernel.linear_cross_entropy", linear_cross_entropy),
+        _replaced("experimental.torch_functional", FusedLinearForPPO),
+        _replaced(functional, logprobs_from_logits),
+        _replaced(functional, entropy_from_logits, required=False),
+        _replaced(functional, entropy_from_logits_with_chunking, required=False),
+        _replaced(megatron, vocab_parallel_log_probs_from_logits, needs="megatron.core"),
+        _replaced(megatron, vocab_parallel_entropy, needs="megatron.core"),
         # since verl 0.9
-        _seam(megatron, vocab_parallel_entropy_with_chunking, required=False, needs="megatron.core"),
+        _replaced(megatron, vocab_parallel_entropy_with_chunking, required=False, needs="megatron.core"),
     ]
 
 
-_substitution = Substitution("verl", _seams)
+_substitution = FrameworkSubstitution("verl", _replaced_names)
 apply, report, restore = _substitution.apply, _substitution.report, _substitution.restore

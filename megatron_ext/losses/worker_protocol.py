@@ -27,7 +27,7 @@ class MetricNormalizer(Enum):
 
 
 class LossInputType(Enum):
-    """Part of the model's output that a loss reads; see `megatron_ext.policy.data.loss_inputs`."""
+    """Part of the model's output that a loss reads; see `megatron_ext.policy.worker.loss_inputs`."""
 
     LOGPROB = "logprob"
     LOGIT = "logit"
@@ -38,7 +38,7 @@ class LossFunction(Protocol):
     """Loss function that `train` takes. Beside the call it may have `loss_type`, `needs` (keys of the data), `unit`
     (rows that must come together, 1 if absent; they count where all of them do), `metric_normalizations` (a
     `MetricNormalizer` for each metric that has another than the loss), and `input_type`: with one it is called as
-    NeMo-RL calls its losses, see `megatron_ext.policy.data.loss_inputs`."""
+    NeMo-RL calls its losses, see `megatron_ext.policy.worker.loss_inputs`."""
 
     def __call__(
         self, log_probs_BS: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor

@@ -22,8 +22,8 @@ from megatron_ext.dtensor.pretrained.saving import own_weights
 from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.data.packed_rows import Rows
 from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
-from megatron_ext.policy.worker.backend import Asked
-from megatron_ext.policy.worker.device_memory import move_buffers
+from megatron_ext.policy.device_memory import move_buffers
+from megatron_ext.policy.worker.backend import ReadRequest
 from megatron_ext.policy.worker.model_factories import model_factories
 from megatron_ext.policy.worker.policy_worker import PolicyWorker
 
@@ -95,7 +95,7 @@ class DTensorPolicyWorker(PolicyWorker):
                 f"see each other; set sequence_packing.enabled to False"
             )
 
-    def _read_out(self, asked: Asked) -> Tensor:
+    def _read_out(self, asked: ReadRequest) -> Tensor:
         return causal_lm_read(
             self.model,
             asked.rows.tokens,

@@ -46,7 +46,7 @@ from megatron_ext.policy.megatron_model.chunks import (
     run_pipeline,
 )
 from megatron_ext.policy.megatron_model.layout import check_layout, join_groups, transformer_config
-from megatron_ext.policy.worker.backend import Asked, Export, whole
+from megatron_ext.policy.worker.backend import Export, ReadRequest, whole
 from megatron_ext.policy.worker.model_factories import model_factories
 from megatron_ext.policy.worker.policy_worker import PolicyWorker
 from megatron_ext.policy.worker.scoring import Read, T, Use
@@ -181,7 +181,7 @@ class MegatronPolicyWorker(PolicyWorker):
         group = parallel_state.get_pipeline_model_parallel_group()
         return cast(T, all_gather_object(found if last else None, group)[-1])
 
-    def _read_out(self, asked: Asked) -> Tensor:
+    def _read_out(self, asked: ReadRequest) -> Tensor:
         rows, beside, labels = asked.rows, asked.beside, asked.labels
         labels_BS = next_tokens(rows.tokens if labels is None else labels, rows.cu_seqlens)
         at_most = token_bound(self.settings.skip_masked_tokens)

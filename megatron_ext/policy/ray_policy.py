@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ext.losses.worker_protocol import rows_together
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import read_config
-from megatron_ext.policy.data.batch_plan import Place
+from megatron_ext.policy.data.batch_plan import RankCoordinates
 from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.losses import LossFunction
 from megatron_ext.policy.ray.actors import Timeouts, import_ray
@@ -83,8 +83,8 @@ class RayPolicy(RayRefit):
         bundle = {"CPU": cpus_per_worker} | ({"GPU": gpus_per_worker} if gpus_per_worker else {})
         timeouts = Timeouts(start_timeout_s, call_timeout_s, heartbeat_timeout_s)
         super().__init__(worker_cls, make, num_workers, bundle, env_vars, timeouts)
-        self._place = _place(config, worker_cls, num_workers)
-        self.dp_size, self._unit = self._place.dp_size, 1
+        self._coordinates = _coordinates(config, worker_cls, num_workers)
+        self.dp_size, self._unit = self._coordinates.dp_size, 1
         self._start(weights_path, optimizer_path)
 
     def train(
@@ -134,7 +134,7 @@ class RayPolicy(RayRefit):
         """A worker's `finish_train_step`; "all_mb_metrics" holds those of all ranks."""
         with timed(timer, "finish_train_step"):
             found = self._all("finish_train_step")
-            return _with_all_metrics([found[rank] for rank in self._place.first_ranks()])
+            return _with_all_metrics([found[rank] for rank in self._coordinates.first_ranks()])
 
     def abort_train_step(self) -> None:
         """Closes an open step without an update."""
@@ -252,9 +252,9 @@ class RayPolicy(RayRefit):
         """Calls `method` with each data-parallel rank's shard: the results of the first rank of each."""
         self._check_alive()
         kept = [self._ray.put(shard) for shard in shards]  # once, not once for each rank that shares it
-        by_rank = [(kept[self._place.replica(rank)], *args) for rank in range(self.world_size)]
+        by_rank = [(kept[self._coordinates.replica(rank)], *args) for rank in range(self.world_size)]
         found = self._collect(self._begin_each(method, by_rank))
-        return [found[rank] for rank in self._place.first_ranks()]
+        return [found[rank] for rank in self._coordinates.first_ranks()]
 
 
 def _shares(rows: int, ranks: int) -> list[range]:
@@ -294,7 +294,7 @@ def local_ray(cpus: int, **options: Any) -> Iterator[None]:
         ray.shutdown()
 
 
-def _place(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> Place:
+def _coordinates(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> RankCoordinates:
     """Return the coordinates by which ranks get the same rows."""
     parallel_key = getattr(worker_cls, "parallel_key", None)
     if not isinstance(parallel_key, str):
@@ -309,4 +309,4 @@ def _place(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> Plac
             f"num_workers is {num_workers}: it must be a multiple of {copies * stages}, the ranks that share one copy "
             f"of the model; change it, or the parallel sizes"
         )
-    return Place(0, num_workers // copies // stages, copies, stages)
+    return RankCoordinates(0, num_workers // copies // stages, copies, stages)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.group_between_jobs import JobsGroup
 from megatron_ext.dtensor.pretrained.hub_names import Rename, hub_rename, renamed
+from megatron_ext.policy.device_memory import device_id
 from megatron_ext.policy.refit.weight_transfer import (
     WeightInfo,
     WeightsHandle,
@@ -27,7 +28,6 @@ from megatron_ext.policy.refit.weight_transfer import (
     read_weights,
     receive_buckets,
 )
-from megatron_ext.policy.worker.device_memory import device_id
 
 if TYPE_CHECKING:
     from megatron_ext.policy.ray_policy import RayPolicy

@@ -81,7 +81,7 @@ def test_wrong_heads_are_refused(wrong, known):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gradient_that_passes_through_bf16_may_err_by_that_much_and_no_more(dtype):
+def test_error_of_a_gradient_through_bf16_stays_below_its_bound(dtype):
     """As Megatron's fused head's does; beside plain PyTorch in fp32 it errs hundreds of times as much."""
     case = replace(CASE, dtype=dtype)
     true = truth(whole_inputs(case))

@@ -10,7 +10,7 @@ from benchmarks import head_memory, plan, power, record
 from benchmarks.fake_cuda import cuda_rank_of
 from benchmarks.launches import LEAST_SECONDS, Launch, Plan, planned
 from megatron_ext import linear_log_probs
-from megatron_ext.head.row_passes.gpu_properties import DEVICES, epilogue_seconds, product_seconds, waves
+from megatron_ext.head.call.gpu_properties import DEVICES, epilogue_seconds, product_seconds, waves
 from tests.pages import DOCS, ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -61,7 +61,7 @@ def test_the_committed_rows_are_what_the_code_launches(case, cache):
 
 @pytest.mark.parametrize("bits", ["batch", "tensor_parallel"])
 @pytest.mark.parametrize("case", [plan.A, plan.B], ids=lambda case: case.name)
-def test_the_committed_rows_of_fixed_bits_are_what_the_code_launches(case, bits):
+def test_committed_rows_of_fixed_bits_are_those_of_the_code(case, bits):
     head = next(peer for peer in plan.PEERS if peer.name == f"ours, bits {bits}")
     made, peak = plan.plan(case, head)
     rows = committed(case, head)
@@ -120,7 +120,7 @@ def test_budgets(case, cache, metric, most):
     assert products - rows[plan.EPILOGUES] <= (1.03 if cache == 1 else 1.02) * rows["floor"]
 
 
-def test_a_step_is_shorter_than_recomputing_everything_at_the_best_reported_rates():
+def test_a_step_is_shorter_than_full_recomputation():
     """8 NVH, forward at 788 and backward at 763 TFLOP/s, as a kernel reports that never stores logits."""
     case = plan.CASES[-1]
     theirs = (2 / 788e12 + 6 / 763e12) * case.nvh * 1e3

@@ -25,7 +25,7 @@ def test_the_store_keeps_the_keys_of_one_comparison():
 
 
 @ranks(2)
-def test_a_rank_that_comes_too_late_is_told_as_are_those_that_have_waited():
+def test_late_rank_and_waiting_ranks_get_the_same_error():
     """It found what the others had left, and went on to a broadcast for which nobody came."""
     port, rank = shared_port(), dist.get_rank()
     group = JobsGroup("127.0.0.1", port, rank, 2)

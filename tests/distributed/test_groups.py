@@ -38,7 +38,7 @@ def test_layers_and_losses_take_one():
     assert layer(torch.ones(2, 4))[0].tolist() == [[4.0] * 6] * 2
 
 
-def test_copies_are_told_apart_by_a_group_that_knows_a_rank_alone():
+def test_copies_of_a_group_are_told_apart_on_a_single_rank():
     second, first = (SimpleNamespace(rank=lambda rank=rank: rank) for rank in (1, 0))
     parameter = torch.empty(1)
     assert not param_is_not_tensor_parallel_duplicate(parameter, second, first)

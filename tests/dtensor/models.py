@@ -1,5 +1,6 @@
 """Tiny transformers models, what one process makes of them, and the meshes that they are sharded over."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 import transformers
@@ -219,6 +220,13 @@ STACKED = _class("GptOss") is not None  # whether experts are one parameter
 OLD_ATTENTION = () if STACKED else ("nemotron", "qwen2_moe")
 FAMILIES = {name: family for name, family in FAMILIES.items() if _class(family[0]) and name not in OLD_ATTENTION}
 MORE = {name: family for name, family in MORE.items() if _class(family[0])}
+
+
+def of_family(name):
+    """Mark of a test whose family an older transformers does not have."""
+    return pytest.mark.skipif(name not in FAMILIES | MORE, reason=f"this transformers has no {name}")
+
+
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "granite_moe_hybrid", "inkling2")
 MIXTURES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "llama4")
 MIXTURES += ("qwen3_next", "qwen3_5_moe", "granite_moe_hybrid", "inkling2")

@@ -54,7 +54,7 @@ def test_norm_in_one_process(norm_type):
     parameters = [_with_gradient(g) for g in gradients]
     assert get_grad_norm(parameters, norm_type=norm_type) == pytest.approx(_norm(gradients, norm_type), rel=1e-6)
     assert get_grad_norm(parameters[0], norm_type=norm_type) == pytest.approx(_norm(gradients[:1], norm_type), rel=1e-6)
-    assert get_grad_norm([torch.nn.Parameter(torch.zeros(2))]) == 0.0
+    assert get_grad_norm([torch.nn.Parameter(torch.zeros(2))]) == get_grad_norm([]) == 0.0
 
 
 @ranks(2)

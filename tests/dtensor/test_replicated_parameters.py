@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from megatron_ext.dtensor import causal_lm_loss
 from megatron_ext.dtensor.piecewise import adds_up
 from megatron_ext.dtensor.replicated_parameters import unequal_gradients
-from tests.dtensor.models import check_gradients, drawn, make, meshes, parallelize, reference
+from tests.dtensor.models import check_gradients, drawn, make, meshes, of_family, parallelize, reference
 from tests.ranks import ranks
 
 HEAD = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
@@ -22,6 +22,7 @@ PLAN = HEAD | {
 }
 
 
+@of_family("apertus")
 @ranks(2)
 def test_custom_plan_sums_gradients_it_leaves_out():
     """Apertus has activation functions with parameters, and norms of heads; neither is named."""
@@ -63,6 +64,7 @@ def test_part_of_a_gradient_is_refused_on_every_rank(plan):
         loss.backward()
 
 
+@of_family("granite_moe_hybrid")
 @ranks(2)
 def test_whole_heads_refuse_dropout_of_scores():
     model = make("granite_moe_hybrid")

@@ -159,7 +159,7 @@ BAD = {
 }
 
 
-def test_what_a_run_would_find_out_at_its_end_is_refused_at_its_start(tmp_path):
+def test_faults_of_the_end_of_a_run_are_refused_at_its_start(tmp_path):
     (tmp_path / "file").write_text("6\n")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("6\n")
     for words, message in {

@@ -36,7 +36,7 @@ def test_tokens_are_made_once(files, tmp_path, monkeypatch):
         text.load_tokens(files, 301)
 
 
-def test_an_epoch_has_each_sample_once_and_the_next_another_order():
+def test_an_epoch_has_each_sample_once_in_an_order_of_its_own():
     samples = text.Samples(np.arange(41, dtype=np.int32), seq_length=4, seed=0)
     assert samples.per_epoch == 10
     assert all(torch.equal(samples[i], samples[i][0] + torch.arange(5)) for i in range(10))

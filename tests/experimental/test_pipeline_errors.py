@@ -95,7 +95,7 @@ def test_labels_outside_of_the_vocabulary_are_reported_on_all():
 
 @pytest.mark.slow
 @ranks(2)
-def test_other_labels_of_multi_token_prediction_are_reported_on_all():
+def test_other_labels_of_mtp_are_reported_on_all_ranks():
     def other(self, tensor, layers):
         return [tensor, *(tensor for _ in range(layers))]
 

@@ -94,7 +94,7 @@ def most_at_once(begins, ends):
 
 @pytest.mark.essential
 @pytest.mark.parametrize("head", [0.3, 4.0])
-def test_every_pass_is_there_once_and_begins_after_what_it_waits_for(head):
+def test_each_pass_runs_once_after_what_it_waits_for(head):
     for shape in SHAPES:
         given = times(shape, head)
         runs = runs_of(shape, head)
@@ -137,7 +137,7 @@ def test_layers_run_in_megatrons_order(monkeypatch):
             assert layer_order(stage, shape, extra=0) == theirs
 
 
-def test_the_schedule_keeps_each_stages_order_and_the_loss_before_its_backward_pass():
+def test_schedule_keeps_stage_order_and_loss_before_backward():
     for shape in SHAPES:
         runs = runs_of(shape)
         for stage, line in enumerate(runs):
@@ -154,7 +154,7 @@ def test_the_schedule_keeps_each_stages_order_and_the_loss_before_its_backward_p
 
 
 @pytest.mark.parametrize("head", [0.3, 4.0])
-def test_at_most_one_micro_batch_more_is_in_flight_and_two_micro_batches_exponentials_are_held(head):
+def test_bounds_of_micro_batches_in_flight_and_of_exponentials(head):
     """Two more where RESULT is a pass like others and nothing is interleaved."""
     for shape in SHAPES:
         if shape.forward_only:
@@ -216,7 +216,7 @@ def test_the_best_number_of_extra_forward_passes_is_taken():
     assert length(pass_order(shape, given)) == min(map(length, tried)) < max(map(length, tried))
 
 
-def test_with_one_queue_a_second_micro_batch_hides_what_results_wait_for():
+def test_one_queue_hides_waits_behind_a_second_micro_batch():
     """They wait for backward passes under way, and the last stage has another forward pass to do meanwhile."""
     shape = Shape(8, 1, 32, 8)
     one_queue, given = shape._replace(beside=False), times(shape, head=0.1)
@@ -226,7 +226,7 @@ def test_with_one_queue_a_second_micro_batch_hides_what_results_wait_for():
     assert length(simulate(queues_of(one_queue, extra=1), needs, duration)) > 1.05 * several
 
 
-def test_sixteen_stages_and_many_micro_batches_take_about_a_second():
+def test_order_of_sixteen_stages_takes_about_a_second():
     shape = Shape(16, 1, 128, 16)
     begin = time.process_time()
     pass_order(shape, times(shape, head=0.31))

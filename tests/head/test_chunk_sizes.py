@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ext.head.engine import chunk_sizes, linear_passes
-from megatron_ext.head.row_passes import gpu_properties
+from megatron_ext.head.call import chunk_sizes, gpu_properties
+from megatron_ext.head.engine import linear_passes
 from tests.head.as_on_cuda import cuda_branches
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.integrations import nemo_rl, trl, verl
-from megatron_ext.integrations.substitution import Report, Seam, Substitution
+from megatron_ext.integrations.substitution import FrameworkSubstitution, ReplacedName, Report
 
 SOURCE = """
 import torch
@@ -59,14 +59,14 @@ def framework(tmp_path, monkeypatch):
     (tmp_path / "a_framework.py").write_text(SOURCE)
     (tmp_path / "a_trainer.py").write_text("from a_framework import Twice, total as of_all")
     monkeypatch.syspath_prepend(tmp_path)
-    seams = [
-        Seam("a_framework", "total", ours),
-        Seam("a_framework", "Twice", OurTwice),
-        Seam("a_framework", "Layer", OurLayer),
-        Seam("a_framework", "made", lambda original: lambda x: original(x) * 3, made=True),
-        Seam("a_framework", "later", ours, required=False),
+    replaced_names = [
+        ReplacedName("a_framework", "total", ours),
+        ReplacedName("a_framework", "Twice", OurTwice),
+        ReplacedName("a_framework", "Layer", OurLayer),
+        ReplacedName("a_framework", "made", lambda original: lambda x: original(x) * 3, made=True),
+        ReplacedName("a_framework", "later", ours, required=False),
     ]
-    yield importlib.import_module("a_trainer"), Substitution("a_framework", lambda: seams)
+    yield importlib.import_module("a_trainer"), FrameworkSubstitution("a_framework", lambda: replaced_names)
     for name in ("a_framework", "a_trainer"):
         sys.modules.pop(name, None)
 

@@ -49,14 +49,14 @@ def truth(z, index, temperature=1.0):
 
 
 def test_ours_take_what_theirs_take():
-    for seam in ours._seams():
+    for seam in ours._replaced_names():
         function = seam.ours(None) if seam.made else seam.ours
         assert ", ".join(p.name for p in substitution.parameters(function)) == KNOWN[seam.name][-1]
 
 
 def test_names_that_a_version_lacks_are_logged(caplog):
-    seam = substitution.Seam("json", "no_such_name", lambda: None, required=False)
-    found = substitution.Substitution("json", lambda: [seam])
+    seam = substitution.ReplacedName("json", "no_such_name", lambda: None, required=False)
+    found = substitution.FrameworkSubstitution("json", lambda: [seam])
     with caplog.at_level("INFO", logger=substitution.__name__):
         found.apply()
     assert caplog.messages == ["this version of json does not have json.no_such_name"]

@@ -44,7 +44,7 @@ def listed(function) -> str:
 
 
 def test_ours_take_what_theirs_take():
-    assert {seam.name: listed(seam.ours) for seam in verl._seams()} == KNOWN
+    assert {seam.name: listed(seam.ours) for seam in verl._replaced_names()} == KNOWN
 
 
 def truth(z, labels):
@@ -157,7 +157,7 @@ def source():
     torch.compile = lambda function=None, **_: function if function is not None else lambda f: f
     try:
         with standing_in_for(STOOD_IN):
-            modules = {seam.name: importlib.import_module(seam.module) for seam in verl._seams()}
+            modules = {seam.name: importlib.import_module(seam.module) for seam in verl._replaced_names()}
             yield {name: module for name, module in modules.items() if hasattr(module, name)}
     finally:
         torch.compile = compiled

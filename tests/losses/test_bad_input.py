@@ -102,7 +102,7 @@ def called(loss, layout, changed, by_head=False):
 
 @ranks(2)
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
-def test_what_every_rank_sees_is_raised_before_anything_is_communicated(layout):
+def test_faults_that_all_ranks_see_are_raised_before_messages(layout):
     """Also where one rank has a fault of its own beside it, which the others wait for nowhere."""
     for loss, faults in OF_EACH.items():
         for changed, message in [*OF_ALL, *faults]:

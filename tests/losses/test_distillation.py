@@ -182,7 +182,7 @@ def test_refused():
 
 
 @pytest.mark.parametrize("ids_of", ["teacher", "student"])
-def test_a_teachers_weight_is_read_with_the_students_bits_and_logit_dtype(ids_of, monkeypatch):
+def test_teacher_weight_takes_bits_and_logit_dtype_of_student(ids_of, monkeypatch):
     (hidden, weight), teacher = ([x.bfloat16() for x in head] for head in heads()[:2])
     found, read = [], LmHead.read
 

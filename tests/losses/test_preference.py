@@ -155,7 +155,7 @@ def test_a_count_below_0_is_refused():
 
 
 @pytest.mark.parametrize("logit", [2.0, 10.0, 20.0, 30.0])
-def test_odds_near_certainty_lose_the_digits_that_the_derivative_says(logit):
+def test_odds_near_certainty_lose_digits_as_derived(logit):
     """Of two tokens with logits x and 0 the first has log odds x: off by a rounding of log p over 1 - p, no more."""
     x = torch.tensor([[[logit]], [[1.0]]], dtype=torch.float64, requires_grad=True)
     weight = torch.tensor([[1.0], [0.0]], dtype=torch.float64)

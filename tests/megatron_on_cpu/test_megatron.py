@@ -246,7 +246,7 @@ def state_of(chunks, optimizer, loading: bool) -> dict:
 
 @ranks(2)
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2}], ids=["dp2", "pp2"])
-def test_a_run_saved_at_tensor_parallel_two_continues_at_other_sizes(tmp_path, sizes):
+def test_run_saved_at_tp2_continues_at_other_sizes(tmp_path, sizes):
     """Weights and optimizer state: the losses go on as if nothing had happened."""
     with megatron_on_cpu():
         from megatron.core import dist_checkpointing
@@ -364,7 +364,7 @@ def test_draws_of_dropout_give_no_warnings():
 
 
 @ranks(1)
-def test_yarns_frequencies_are_those_that_megatron_makes_on_the_host():
+def test_frequencies_of_yarn_are_those_of_megatron_on_the_host():
     with model_parallel():
         from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 

@@ -215,7 +215,7 @@ def test_logits_that_do_not_fit_on_one_context_parallel_rank():
 
 @ranks(2, 4)
 @pytest.mark.parametrize("own, others", [(6, 4), (4, 6), (8, 6), (2, 6), (5, 8)], ids=str)
-def test_parts_padded_to_different_lengths_are_refused_on_every_rank(own, others):
+def test_parts_of_different_lengths_are_refused_on_every_rank(own, others):
     """One rank's positions, and those of the others, for sequences of 8 tokens a pair: nobody waits for more."""
     for grid in grids_with_context():
         logits, tokens = problem(length=4 * grid.cp)

@@ -89,7 +89,7 @@ def test_checkpoints_that_have_no_extra_states_of_norms(source, tmp_path, monkey
 
 
 @ranks(1)
-def test_state_of_modules_loads_strictly_with_the_extra_state_of_either():
+def test_module_state_loads_strictly_with_either_extra_state():
     with model_parallel():
         from megatron.core.extensions import transformer_engine as engine
 
@@ -113,7 +113,7 @@ def test_state_of_modules_loads_strictly_with_the_extra_state_of_either():
 
 
 @ranks(2)
-def test_the_weight_of_an_mxfp8_head_goes_into_the_plain_one_and_back(tmp_path):
+def test_weight_of_an_mxfp8_head_goes_to_a_plain_one_and_back(tmp_path):
     """Megatron's output layer for `fp8_output_proj`, and the one that is fused; which our substitution makes ours."""
     from megatron.core import dist_checkpointing
     from megatron.core.extensions import transformer_engine as engine

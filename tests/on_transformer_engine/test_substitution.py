@@ -65,7 +65,7 @@ def test_a_tracker_made_in_ours_is_one_in_megatrons():
 
 
 @ranks(1)
-def test_a_tracker_that_was_asked_for_before_is_seeded_by_default():
+def test_tracker_asked_for_before_is_seeded_by_default():
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel.random import initialize_rng_tracker as stock_initialize
 
@@ -94,7 +94,7 @@ def test_settings_of_fp8_are_found_where_they_live_now():
 
 
 @ranks(1)
-def test_transformer_engine_is_told_of_recomputations_without_fp8():
+def test_recomputation_without_fp8_is_told_to_te():
     """By the same name; Megatron's generalized tensor parallelism asks for it, to prefetch weights in that order."""
     from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_phase
 

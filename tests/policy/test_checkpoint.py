@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
 from megatron_ext.policy.checkpoint import atomic_folders, sharded_files
-from megatron_ext.policy.checkpoint import worker_state as state_module
+from megatron_ext.policy.worker import checkpoints as state_module
 from tests.marks import slow
 from tests.policy.problems import held_by, largest_error, shard, tiny_batch, tiny_config, tiny_model, unchanged, whole
 from tests.policy.test_tensor_index import change_index, sign
@@ -121,7 +121,7 @@ def test_a_save_before_the_first_step_changes_nothing():
     ],
 )
 @ranks(2)
-def test_what_is_not_whole_is_refused_on_every_rank_and_changes_nothing(part, how):
+def test_incomplete_checkpoint_is_refused_and_changes_nothing(part, how):
     folder, paths = new_checkpoint()
     worker = worker_of()
     train(worker, 0)
@@ -291,7 +291,7 @@ def test_a_worker_made_from_a_checkpoint_goes_on_as_without(scheduler):
 
 
 @ranks(1)
-def test_a_schedule_that_a_file_cannot_hold_is_refused_before_anything_is_written():
+def test_schedule_that_no_file_holds_is_refused_before_writing():
     folder, paths = new_checkpoint()
     worker = worker_of()
     worker.scheduler.end_factor = torch.tensor(1.0)

@@ -3,13 +3,15 @@
 import copy
 import json
 import random
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
-from megatron_ext.policy.checkpoint import worker_state
+from megatron_ext.policy.checkpoint.fact_checks import check_like
+from megatron_ext.policy.worker import checkpoints
 from tests.marks import slow
 from tests.policy.problems import held_by, shard, tiny_batch, tiny_config
 from tests.policy.test_tensor_index import change_index, sign
@@ -59,7 +61,7 @@ def held(worker):
     """All that a load may change."""
     return (
         copy.deepcopy(held_by(worker)),
-        copy.deepcopy(worker_state._groups(worker.optimizer)),
+        copy.deepcopy(checkpoints._groups(worker.optimizer)),
         copy.deepcopy(worker.scheduler.state_dict()),
         worker._loss_scale.state_dict(),
         torch.get_rng_state(),
@@ -81,7 +83,37 @@ def of_one_weight(facts):
     return [path for path in places(facts) if path[0] != "numbers" or len(path) == 1 or path[1].startswith(first)]
 
 
-@pytest.mark.parametrize("trained, most", [(True, 12), *slow((True, None), (False, None))])
+@pytest.mark.parametrize(
+    "name, saved, own, rule",
+    [
+        ("state", {"a": 1}, {"b": 1}, r"a dict with the keys \['b'\]"),
+        ("state", [1], {"b": 1}, r"a dict with the keys \['b'\]"),
+        ("state", {"b": "1"}, {"b": 1}, "a finite number"),
+        ("state", Counter({1: "x"}), Counter(), "a finite number"),
+        ("state", Counter({"x": 1}), Counter(), "a finite number"),
+        ("rates", [0.1], [0.1, 0.1], "a list of 2"),
+        ("rates", (0.1, 0.1), [0.1, 0.1], "a list of 2"),
+        ("rates", [0.1, float("inf")], [0.1, 0.1], "a finite number"),
+        ("fused", 3, False, "None, True or False"),
+        ("fused", "no", None, "None, or a finite number"),
+        ("fused", float("nan"), None, "None, or a finite number"),
+        ("name", 3, "cosine", "a str"),
+        ("last_epoch", -2, 3, "an integer of at least -1"),
+        ("last_epoch", True, 3, "an integer of at least -1"),
+        ("_step_count", -1, 3, "an integer of at least 0"),
+    ],
+)
+def test_fact_of_another_kind_is_refused(name, saved, own, rule):
+    with pytest.raises(ValueError, match=rf"the checkpoint here has .*{name}.*: it must be {rule}; load another one"):
+        check_like("here", name, saved, own)
+
+
+def test_facts_of_the_same_kind_are_taken():
+    own = {"rates": [0.1], "fused": None, "name": "cosine", "last_epoch": 3, "milestones": Counter({4: 1})}
+    check_like("here", "state", own | {"rates": [2], "fused": 0.5, "last_epoch": -1, "milestones": Counter()}, own)
+
+
+@pytest.mark.parametrize("trained, most", [(True, 12), *slow((True, 60), (False, 30))])
 @ranks(2)
 def test_damaged_fact_is_told_on_every_rank_and_changes_nothing(trained, most):
     folder = shared_folder()
@@ -93,9 +125,8 @@ def test_damaged_fact_is_told_on_every_rank_and_changes_nothing(trained, most):
     train(worker, 1)
     facts = json.loads((folder / "optimizer" / "facts.json").read_text())["facts"]
     cases = [damaged for path in of_one_weight(facts) for damaged in damages(facts, path)]
-    if most is not None:
-        cases = random.Random(3).sample(cases, most)
-        cases += [{key: x for key, x in facts.items() if key != "loss_scale"}, [], facts | {"more": 1}]
+    cases = random.Random(3).sample(cases, min(most, len(cases)))
+    cases += [{key: x for key, x in facts.items() if key != "loss_scale"}, [], facts | {"more": 1}]
     before = held(worker)
     for damaged in cases:
         dist.barrier()

@@ -147,7 +147,7 @@ def early(log_probs_BS, data, *counts):
 
 
 @ranks(2)
-def test_a_loss_that_leaves_the_model_out_on_one_rank_keeps_no_other_waiting():
+def test_loss_without_the_model_on_one_rank_lets_no_rank_wait():
     data = tiny_batch()
     data["sample_mask"][4:] = 0  # rank 1's
     true_losses, _, true_weights, _ = plain_train(tiny_config(), data, NLLLoss())
@@ -169,7 +169,7 @@ def test_a_model_that_rank_0_cannot_load_is_an_error_on_all():
 
 @pytest.mark.slow
 @ranks(2)
-def test_a_tokenizer_that_is_not_there_is_an_error_before_anything_is_written():
+def test_missing_tokenizer_is_refused_before_writing():
     worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
     with pytest.raises(ValueError, match="without a tokenizer"):
         worker.save_checkpoint("/nowhere/weights", None, "/nowhere/tokenizer")
@@ -261,6 +261,7 @@ def test_agree_tells_every_rank_what_failed_on_one():
             raise FileNotFoundError("no such thing")
         return 5
 
-    with pytest.raises(OSError, match="no such thing"):
+    with pytest.raises(OSError, match="no such thing") as told:
         agree(act)
+    assert (told.type is FileNotFoundError) == (dist.get_rank() == 1)  # elsewhere: an error that says where
     assert agree(dist.get_rank) == [0, 1]

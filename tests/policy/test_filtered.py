@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_ext import reference
-from megatron_ext.head.engine import chunk_sizes
+from megatron_ext.head.call import chunk_sizes
 from megatron_ext.policy import (
     ClippedPGLoss,
     DistillationLossFn,
@@ -206,7 +206,7 @@ def _widest_logits(columns):
 
 @ranks(1)
 @BACKENDS
-def test_logits_are_made_a_chunk_at_a_time_and_whole_for_losses_of_logits_alone(cls):
+def test_whole_logits_exist_for_losses_of_logits_alone(cls):
     data = with_teacher(tiny_batch(16), K)
     columns, chunk = VOCAB + (cls is MegatronPolicyWorker), 64
     assert data["input_ids"].numel() > 2 * chunk

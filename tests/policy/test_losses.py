@@ -319,7 +319,7 @@ def test_a_configuration_inside_another_is_refused(nested, said):
     "text, fix",
     [("3e-4", "write 3.0e-4: without its dot"), ("2.5e3", r"write 2\.5e\+3:"), ("0.5", "write 0.5 without quotes")],
 )
-def test_a_number_that_yaml_reads_as_text_is_refused_with_how_to_write_it(key, text, fix):
+def test_number_that_yaml_reads_as_text_is_refused_with_advice(key, text, fix):
     yaml = pytest.importorskip("yaml")
     config = yaml.safe_load(f"{key}: {text if 'e' in text else repr(text)}")
     assert config == {key: text}
@@ -336,7 +336,7 @@ def test_metrics_keep_no_graph():
         assert not any(getattr(value, "requires_grad", False) for value in metrics.values())
 
 
-def test_repeated_ids_are_refused_where_the_rest_is_reckoned_from_them():
+def test_repeated_ids_are_refused_where_a_rest_is_computed():
     """Of tokens that count: NeMo-RL's post-processor gives those behind a row's end k times the id 0."""
     _, data = problem()
     rows, positions = data["input_ids"].shape

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from megatron_ext.policy import ClippedPGLoss, MegatronPolicyWorker, NLLLoss, load_weights
 from tests.dtensor.models import family_config
@@ -236,6 +237,25 @@ def test_a_token_that_the_model_does_not_know_is_an_error_on_all():
             data["input_ids"][0, 3] = 98
         with pytest.raises(ValueError, match="input_ids are .* to 98: they must lie in 0 to 97"):
             worker.get_logprobs(data)
+
+
+@pytest.mark.parametrize(
+    "options, layers",
+    [
+        ({"mlp_only_layers": []}, [1, 1, 1, 1]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": []}, [0, 1, 0, 1]),
+        ({"mlp_only_layers": [0, 3]}, [0, 1, 1, 0]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [0, 0, 0, 1]),
+    ],
+    ids=str,
+)
+def test_layers_with_experts_are_those_of_transformers(options, layers):
+    from megatron_ext.policy.megatron_model import llama
+
+    config = model_config("qwen3_moe", layers=4, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert [int(hasattr(layer.mlp, "experts")) for layer in model.model.layers] == layers
+    assert llama._experts_arguments(config, 4)["moe_layer_freq"] == layers
 
 
 @ranks(1)

@@ -118,7 +118,7 @@ def test_low_precision_gradients_are_no_worse_than_a_plain_model(precision, loss
 
 
 @ranks(2)
-def test_a_loss_scale_that_is_too_large_is_halved_and_the_step_left_out():
+def test_too_large_loss_scale_is_halved_and_the_step_skipped():
     worker = DTensorPolicyWorker(tiny_config(precision="float16"))
     data = shard(tiny_batch(), worker)
     before = held_by(worker)
@@ -139,7 +139,7 @@ def test_a_loss_scale_that_is_too_large_is_halved_and_the_step_left_out():
 
 
 def test_the_loss_scale_grows_after_good_steps_and_stops_at_one():
-    from megatron_ext.policy.worker.loss_scale import GROWTH_STEPS, LossScale
+    from megatron_ext.policy.worker.optimizer import GROWTH_STEPS, LossScale
 
     scale = LossScale(dynamic=True)
     assert not any(scale.overflowed(1.0) for _ in range(GROWTH_STEPS))
@@ -149,8 +149,8 @@ def test_the_loss_scale_grows_after_good_steps_and_stops_at_one():
     assert not LossScale(dynamic=False).overflowed(float("nan"))
 
 
-def test_a_loss_scale_does_not_take_over_the_one_of_a_precision_without():
-    from megatron_ext.policy.worker.loss_scale import LossScale
+def test_loss_scale_ignores_that_of_a_precision_without():
+    from megatron_ext.policy.worker.optimizer import LossScale
 
     scale, none = LossScale(dynamic=True), LossScale(dynamic=False)
     scale.load_state_dict(none.state_dict())

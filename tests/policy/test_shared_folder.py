@@ -43,7 +43,7 @@ def in_a_hurry():
 
 
 @ranks(2, 4)
-def test_a_path_that_is_not_shared_is_refused_and_the_last_checkpoint_kept():
+def test_unshared_path_is_refused_and_the_last_checkpoint_kept():
     with in_a_hurry() as (folder, _):
         save(folder / "weights", 1.0)
         own = folder / f"host{dist.get_rank() % 2}"
@@ -64,7 +64,7 @@ def test_a_path_that_is_not_shared_is_refused_and_the_last_checkpoint_kept():
 
 
 @ranks(2)
-def test_a_relative_path_from_different_working_folders_is_refused():
+def test_relative_path_of_differing_folders_is_refused():
     with in_a_hurry() as (folder, patch):
         own = folder / str(dist.get_rank())
         own.mkdir()
@@ -79,7 +79,7 @@ def test_a_relative_path_from_different_working_folders_is_refused():
 
 @pytest.mark.parametrize("how", ["file gone", "truncated", "one bit"])
 @ranks(2)
-def test_what_a_rank_wrote_and_another_does_not_see_is_not_published(how):
+def test_files_that_one_rank_does_not_see_are_not_published(how):
     """As where a rank's writes do not arrive."""
     with in_a_hurry() as (folder, patch):
         path = folder / "weights"
@@ -106,7 +106,7 @@ def test_what_a_rank_wrote_and_another_does_not_see_is_not_published(how):
 
 
 @ranks(2)
-def test_a_file_system_that_shows_one_rank_what_is_new_a_little_later():
+def test_file_system_that_shows_new_files_late_to_one_rank():
     with in_a_hurry() as (folder, patch):
         patch.setattr(sharded_files, "PATIENCE_S", 60)
         exists, asked = Path.exists, []

@@ -74,7 +74,7 @@ def test_masked_tokens_make_no_products(backend, loss_fn, products):
 
 
 @ranks(2)
-def test_a_bound_that_one_data_parallel_rank_breaks_is_refused_on_all():
+def test_bound_that_one_dp_rank_breaks_is_refused_on_all():
     """Before anything is computed: the other would wait for it in the model."""
     data = tiny_batch(8)
     data["token_mask"][: data.size // 2] = 0

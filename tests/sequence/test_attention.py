@@ -283,7 +283,7 @@ def test_a_rank_of_padding_alone_takes_part_in_the_backward():
 
 
 @ranks(2)
-def test_context_parallel_faults_are_raised_before_anything_is_sent():
+def test_context_parallel_faults_are_raised_before_messages():
     group = dist.group.WORLD
     odd = inputs(3, 3, batch=1)
     uneven = Packing((6, 2), (6, 2))

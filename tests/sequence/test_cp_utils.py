@@ -208,7 +208,7 @@ def test_loss_parallel_is_entered_on_request():
 
 
 @ranks(2, 4)
-def test_a_model_that_knows_nothing_of_ranks_trains_on_parts_of_rows():
+def test_model_without_ranks_trains_on_parts_of_rows():
     length = 4 * dist.get_world_size()
     tokens = torch.randint(11, (3, length + 1))
     model, whole = TinyLM(), TinyLM()

@@ -147,7 +147,7 @@ def test_a_layer_in_pieces_computes_what_the_whole_one_does(kind):
 
 @ranks(2)
 @with_megatrons_module
-def test_a_frozen_weight_in_pieces_is_gathered_again_for_the_input():
+def test_frozen_weight_in_pieces_is_gathered_for_the_input():
     own = alone()
     layer, whole = layer_of("column", own, dist.group.WORLD), layer_of("column", own, own)
     layer.weight.requires_grad_(False)
@@ -160,7 +160,7 @@ def test_a_frozen_weight_in_pieces_is_gathered_again_for_the_input():
 
 @ranks(2)
 @with_megatrons_module
-def test_a_gradient_of_16_bit_products_is_summed_and_sent_in_the_dtype_of_main_grad():
+def test_gradient_is_summed_and_sent_in_the_dtype_of_main_grad():
     rank, own = dist.get_rank(), alone()
     layer = layer_of("column", own, dist.group.WORLD).bfloat16()
     layer.weight.main_grad = torch.zeros(8, 6)
@@ -217,7 +217,7 @@ def test_checkpoints_know_the_pieces():
 @ranks(2)
 @with_megatrons_module
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (2, 1)], ids=str)
-def test_experts_in_more_or_fewer_pieces_than_dense_layers_have_their_own_data_parallel_group(sizes):
+def test_experts_in_other_pieces_have_a_dp_group_of_their_own(sizes):
     names = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
     config = types.SimpleNamespace(**dict(zip(names, sizes, strict=True)))
     own = alone()

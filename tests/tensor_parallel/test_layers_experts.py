@@ -72,7 +72,7 @@ def test_expert_row_without_bias_needs_no_skip_bias_add():
 
 
 @ranks(2)
-def test_experts_that_are_cut_otherwise_than_dense_layers_have_their_own_data_parallel_group():
+def test_experts_cut_otherwise_have_a_dp_group_of_their_own():
     """Tensor parallel size 2 for dense layers and 1 for experts: both ranks hold whole experts."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 

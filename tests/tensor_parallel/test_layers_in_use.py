@@ -100,7 +100,7 @@ def test_deepcopy(layer):
 
 
 @ranks(1)
-def test_state_dict_has_the_extra_state_of_transformer_engines_layers():
+def test_state_dict_has_extra_state_of_te_layers():
     layer, other = column(), column()
     state = layer.state_dict(prefix="a.")
     assert list(state) == ["a.weight", "a.bias", "a._extra_state"]

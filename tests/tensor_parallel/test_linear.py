@@ -65,7 +65,7 @@ def test_no_work_for_gradients_that_nobody_wants(layouts, wanted):
 
 @ranks(2)
 @pytest.mark.parametrize("source", ["replicated", "sequence"])
-def test_saves_its_slice_of_the_input_and_nothing_for_a_frozen_weight(source):
+def test_saves_a_slice_of_the_input_only_for_a_trained_weight(source):
     x = torch.randn(4, 2, 6, requires_grad=True)
     for frozen in (False, True):
         w = torch.randn(4, 6, requires_grad=not frozen)
@@ -208,7 +208,7 @@ WRONG = {
 
 @ranks(2)
 @pytest.mark.parametrize("case", WRONG)
-def test_bad_input_is_refused_on_every_rank_before_anything_is_sent(case):
+def test_bad_input_is_refused_on_every_rank_before_messages(case):
     x_shape, w_shape, b_shape, changes, message = WRONG[case]
     tensors = {name: torch.zeros(shape) for name, shape in zip("xwb", (x_shape, w_shape, b_shape), strict=True)}
     for name in changes.keys() & tensors.keys():

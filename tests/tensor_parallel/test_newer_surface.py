@@ -125,7 +125,7 @@ def test_streams_of_generalized_tensor_parallelism():
     assert random.get_gtp_remat_rng_tracker_name() not in tracker.get_states()
 
 
-def test_outputs_of_a_chain_are_discarded_and_recomputed_together():
+def test_outputs_of_a_chain_are_recomputed_together():
     manager = random.CheckpointWithoutOutputManager()
     with pytest.raises(ValueError, match="call its checkpoint"):
         manager.add_checkpoint(random.CheckpointWithoutOutput())

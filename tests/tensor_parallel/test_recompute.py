@@ -400,7 +400,7 @@ def test_without_a_tracker_none_is_made():
         assert random._CUDA_RNG_STATE_TRACKER is None
 
 
-def test_numbers_of_the_host_are_drawn_again_beside_an_emulated_device():
+def test_host_numbers_are_drawn_again_beside_an_emulated_device():
     """Hidden states of the emulated device say that they are on the CPU, and what is drawn for them is the host's."""
     seen = []
 

@@ -76,7 +76,7 @@ def test_a_distributed_argument_becomes_this_ranks_part_of_it(leaf):
 
 
 @ranks(2)
-def test_a_distributed_argument_that_is_used_otherwise_too_stays_whole():
+def test_distributed_argument_with_another_use_stays_whole():
     with model_parallel(tp=2):
         whole = numbers(3, 4, seed=1).requires_grad_()
         view = whole[:2]

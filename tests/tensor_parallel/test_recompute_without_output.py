@@ -257,7 +257,7 @@ def test_fp8_settings_of_the_forward_hold_in_the_recomputation(monkeypatch):
     assert log[2:] == [("fp8", True, "delayed", "dp"), ("phase", True, True), "run"]
 
 
-def test_a_layer_that_warms_up_for_a_cuda_graph_recomputes_nothing(monkeypatch):
+def test_warm_up_for_a_cuda_graph_recomputes_nothing(monkeypatch):
     """Megatron's CUDA graphs warm a layer up piece by piece; the discarding piece may never see its backward."""
     graphs = SimpleNamespace(is_graph_warmup=lambda: True, is_graph_capturing=lambda: False)
     monkeypatch.setitem(sys.modules, "megatron.core.transformer.cuda_graphs", graphs)

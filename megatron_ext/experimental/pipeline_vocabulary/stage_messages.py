@@ -16,7 +16,7 @@ from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers impo
 _OF_TWO = (Sent.FORWARD, Sent.BACKWARD)  # a sender and a receiver; all others are sent to all stages
 
 
-class Sizes(NamedTuple):
+class MicroBatchSizes(NamedTuple):
     """Sizes of a micro-batch on this rank: B, S whole, S of the rank's slice, H, P predictions a position."""
 
     batch: int
@@ -49,17 +49,17 @@ class StageMessages:
         self.marks = Marks(self.device)
         self.given = self._sizes(batch, sequence // parallel_state.get_context_parallel_world_size())
         self.vary = bool(config.variable_seq_lengths)
-        self._found: dict[int, Sizes] = {}
+        self._found: dict[int, MicroBatchSizes] = {}
         self._put: dict[Exchange, Tensor] = {}
         self._own: dict[Exchange, list[Tensor]] = {}
         self._arriving: dict[Exchange, Pending] = {}
         self._sent: list[Pending] = []
 
-    def _sizes(self, batch: int, sequence: int) -> Sizes:
+    def _sizes(self, batch: int, sequence: int) -> MicroBatchSizes:
         ranks = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
-        return Sizes(batch, sequence, sequence // ranks, self.config.hidden_size, self.predictions)
+        return MicroBatchSizes(batch, sequence, sequence // ranks, self.config.hidden_size, self.predictions)
 
-    def sizes(self, micro_batch: int) -> Sizes:
+    def sizes(self, micro_batch: int) -> MicroBatchSizes:
         """Known once its token ids are launched, on the first stage once they are read."""
         return self._found[micro_batch] if self.vary else self.given
 

@@ -19,7 +19,7 @@ from megatron_ext.policy.data.packed_rows import counted
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoordinates:
     """This rank among those that hold other rows (dp), and how many ranks hold the same ones: `copies` (cp * tp) in
     each of `stages` of a pipeline. Global ranks go through (stages, dp, copies), copies fastest."""
 
@@ -69,7 +69,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Shape:
+class MicroBatchBounds:
     """Bounds of a micro-batch: rows (kind "fixed"), or tokens, each row in a multiple of `multiple` places.
 
     Token ids are below `vocabulary`. `at_most`: no more tokens than these does any micro-batch have that the masks of
@@ -104,7 +104,11 @@ class Shape:
 
 
 def training_steps(
-    data: Mapping[str, Any], loss_fn: Any, global_batch_size: int | None, shape: Shape, place: Place
+    data: Mapping[str, Any],
+    loss_fn: Any,
+    global_batch_size: int | None,
+    bounds: MicroBatchBounds,
+    coordinates: RankCoordinates,
 ) -> list[Step]:
     """The global batches in `data`, this rank's rows of which follow each other; with None a single one, of which the
     ranks may have different numbers of rows.
@@ -118,66 +122,67 @@ def training_steps(
         check_positive("gbs", global_batch_size)
 
     def prepare() -> list[_Share]:
-        batch = checked(data, _needs(loss_fn, shape), shape.vocabulary)
+        batch = checked(data, _needs(loss_fn, bounds), bounds.vocabulary)
         own = batch.size
         if global_batch_size is not None:
-            own = _own_rows(batch.size, global_batch_size, shape, place)
+            own = _own_rows(batch.size, global_batch_size, bounds, coordinates)
         shares = []
         for first in range(0, batch.size, own):
             part = batch.slice(first, first + own)
-            cut = [[first + row for row in rows] for rows in shape.cut(part, rows_together(loss_fn))]
+            cut = [[first + row for row in rows] for rows in bounds.cut(part, rows_together(loss_fn))]
             shares.append((cut, *valid_counts(part, getattr(loss_fn, "unit", 1))))
         return shares
 
-    return _agreed(prepare, place)
+    return _agreed(prepare, coordinates)
 
 
-def _own_rows(rows: int, global_batch_size: int, shape: Shape, place: Place) -> int:
+def _own_rows(rows: int, global_batch_size: int, bounds: MicroBatchBounds, coordinates: RankCoordinates) -> int:
     """Count this rank's rows of a global batch."""
-    own, rest = divmod(global_batch_size, place.dp_size)
+    own, rest = divmod(global_batch_size, coordinates.dp_size)
     if rest or rows % own:
         raise ValueError(
-            f"data has {rows} rows on each of {place.dp_size} data-parallel ranks, the global batch size is "
-            f"{global_batch_size}: it must divide by {place.dp_size}, and rows by the quotient; drop or repeat rows"
+            f"data has {rows} rows on each of {coordinates.dp_size} data-parallel ranks, the global batch size is "
+            f"{global_batch_size}: it must divide by {coordinates.dp_size}, and rows by the quotient; "
+            f"drop or repeat rows"
         )
-    if shape.kind == "fixed" and own % shape.rows:
+    if bounds.kind == "fixed" and own % bounds.rows:
         raise ValueError(
-            f"a global batch of {global_batch_size} has {own} rows on a rank, a micro-batch {shape.rows}: the rows "
+            f"a global batch of {global_batch_size} has {own} rows on a rank, a micro-batch {bounds.rows}: the rows "
             f"must be a multiple of it; change train_micro_batch_size (mbs) or train_global_batch_size (gbs)"
         )
     return own
 
 
-def scoring_step(data: Mapping[str, Any], shape: Shape, place: Place) -> Step:
+def scoring_step(data: Mapping[str, Any], bounds: MicroBatchBounds, coordinates: RankCoordinates) -> Step:
     """All rows of `data` once; communication and errors as for `training_steps`."""
     needs = ("input_ids", "input_lengths")
-    return _agreed(lambda: [(shape.cut(checked(data, needs, shape.vocabulary)), 0.0, 0.0)], place)[0]
+    return _agreed(lambda: [(bounds.cut(checked(data, needs, bounds.vocabulary)), 0.0, 0.0)], coordinates)[0]
 
 
-def _agreed(prepare: Callable[[], list[_Share]], place: Place) -> list[Step]:
+def _agreed(prepare: Callable[[], list[_Share]], coordinates: RankCoordinates) -> list[Step]:
     """The steps of which each rank prepares its share."""
     found = agree(prepare)
-    for replica, first in enumerate(place.first_ranks()):
-        ranks = [rank for rank in range(len(found)) if place.replica(rank) == replica]
+    for replica, first in enumerate(coordinates.first_ranks()):
+        ranks = [rank for rank in range(len(found)) if coordinates.replica(rank) == replica]
         if any(found[rank] != found[first] for rank in ranks):
             raise ValueError(
                 f"ranks {', '.join(map(str, ranks))} hold shards of one model and got different data: tensor-, "
                 f"context- and pipeline-parallel ranks must get the same rows; shard data by dp_rank"
             )
-    shares = [found[first] for first in place.first_ranks()]
+    shares = [found[first] for first in coordinates.first_ranks()]
     if len(set(map(len, shares))) > 1:
         sizes = [sum(len(rows) for cut, *_ in of_a_rank for rows in cut) for of_a_rank in shares]
         raise ValueError(f"data has {sizes} rows on the data-parallel ranks: all must have as many; shard it evenly")
     steps = []
-    for number, (own, _, _) in enumerate(shares[place.dp_rank]):
+    for number, (own, _, _) in enumerate(shares[coordinates.dp_rank]):
         cuts, valid_seqs, valid_toks = zip(*(of_a_rank[number] for of_a_rank in shares), strict=True)
         steps.append(Step(own, max(map(len, cuts)), Counts(sum(valid_seqs), sum(valid_toks))))
     return steps
 
 
-def _needs(loss_fn: Any, shape: Shape) -> list[str]:
+def _needs(loss_fn: Any, bounds: MicroBatchBounds) -> list[str]:
     needs = [*getattr(loss_fn, "needs", ()), "input_ids", "sample_mask"]
-    if shape.kind != "fixed":
+    if bounds.kind != "fixed":
         needs.append("input_lengths")
     kind = getattr(getattr(loss_fn, "loss_type", None), "value", None)  # NeMo-RL's losses have an enum of their own
     return [*needs, "token_mask"] if kind == LossType.TOKEN_LEVEL.value else needs

@@ -80,7 +80,7 @@ def _whole_name(piece: Any, name: str, first_expert: int) -> str:
     return f"decoder.layers.{number}.{rest}"
 
 
-class Place(NamedTuple):
+class WeightOrigin(NamedTuple):
     """Origin of a whole weight: the pipeline's stage, and for an expert the expert-parallel rank."""
 
     shape: torch.Size
@@ -92,13 +92,13 @@ def is_expert(name: str) -> bool:
     return _EXPERTS in name
 
 
-def catalogue(model: Chunks) -> dict[str, Place]:
+def catalogue(model: Chunks) -> dict[str, WeightOrigin]:
     """All weights of the whole model in its order, on every rank."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     expert_rank = parallel_state.get_expert_model_parallel_rank()
 
-    def own() -> dict[str, Place]:
+    def own() -> dict[str, WeightOrigin]:
         found = {}
         for name, parameter in model.named_parameters():
             part, dim = laid_out(name, parameter, parameter)
@@ -106,16 +106,16 @@ def catalogue(model: Chunks) -> dict[str, Place]:
             if dim is not None:
                 shape[dim] *= tp
             if not model.is_second_copy(parameter):
-                found[name] = Place(torch.Size(shape), stage, expert_rank if is_expert(name) else None)
+                found[name] = WeightOrigin(torch.Size(shape), stage, expert_rank if is_expert(name) else None)
         return found
 
-    everywhere: dict[str, Place] = {}
+    everywhere: dict[str, WeightOrigin] = {}
     for found in agree(own):
         everywhere |= {name: place for name, place in found.items() if name not in everywhere}
     return dict(sorted(everywhere.items(), key=lambda item: _position(item[0])))
 
 
-def from_owner(own: Tensor | None, place: Place, device: torch.device) -> Tensor:
+def from_owner(own: Tensor | None, place: WeightOrigin, device: torch.device) -> Tensor:
     """The whole weight on every rank; `own` on those of its stage that have it.
 
     Communicates: an expert over its stage's expert-parallel ranks, and every weight over the stages; nothing where

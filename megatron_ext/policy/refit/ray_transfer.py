@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_ext.policy.device_memory import device_id, visible_devices
 from megatron_ext.policy.ray.actors import RayActors
 from megatron_ext.policy.refit.weight_transfer import WeightsHandle, buckets, load_weights, read_weights
-from megatron_ext.policy.worker.device_memory import device_id, visible_devices
 
 
 class RayRefit(RayActors):
-    """Actors whose workers hand weights on: see `megatron_ext.policy.refit.worker_weights`."""
+    """Actors whose workers hand weights on: see `megatron_ext.policy.worker.refitting`."""
 
     def get_gpu_info(self) -> list[dict[str, Any]]:
         """Each rank's device and memory."""

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.distributed.group_between_jobs import JobsGroup
+from megatron_ext.policy.device_memory import device_id, visible_devices
 from megatron_ext.policy.refit.shared_memory import BlockAddress, SharedBlock, map_block
-from megatron_ext.policy.worker.device_memory import device_id, visible_devices
 
 WeightInfo = Mapping[str, tuple[torch.Size, torch.dtype]]
 _ALIGNMENT_BYTES = 64

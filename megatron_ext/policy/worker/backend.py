@@ -13,12 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.head import ReadOut, batch_invariant_mode
+from megatron_ext.policy import device_memory
 from megatron_ext.policy.config import Settings, read_config
-from megatron_ext.policy.data.batch_plan import Place
+from megatron_ext.policy.data.batch_plan import RankCoordinates
 from megatron_ext.policy.data.packed_rows import Rows
-from megatron_ext.policy.worker import device_memory
-from megatron_ext.policy.worker.loss_scale import LossScale
-from megatron_ext.policy.worker.optimizer import make_optimizer, make_scheduler
+from megatron_ext.policy.worker.optimizer import LossScale, make_optimizer, make_scheduler
 
 
 class Export(NamedTuple):
@@ -28,7 +27,7 @@ class Export(NamedTuple):
     make: Callable[[], Tensor]
 
 
-class Asked(NamedTuple):
+class ReadRequest(NamedTuple):
     """Read-outs of a micro-batch, of each position's label and of `beside` `[B, S, K]`: `columns` numbers in all.
 
     `labels`: the tokens, -100 where one does not count: such take no part in the head's products, as
@@ -70,7 +69,7 @@ class Backend(ABC):
         """The sharded model, with weights."""
 
     @abstractmethod
-    def _read_out(self, asked: Asked) -> Tensor:
+    def _read_out(self, asked: ReadRequest) -> Tensor:
         """`[B, S, columns]`: read-outs of hidden states, over the temperature; see `dtensor.causal_lm_read`."""
 
     @abstractmethod
@@ -126,9 +125,9 @@ class Backend(ABC):
             self.model.to(device)
 
     @property
-    def _place(self) -> Place:
+    def _coordinates(self) -> RankCoordinates:
         stages = self.settings.pipeline.stages
-        return Place(self.dp_rank, self.dp_size, dist.get_world_size() // self.dp_size // stages, stages)
+        return RankCoordinates(self.dp_rank, self.dp_size, dist.get_world_size() // self.dp_size // stages, stages)
 
     @property
     def _places_multiple(self) -> int:

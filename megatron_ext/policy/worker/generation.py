@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.data.batch_plan import checked
-from megatron_ext.policy.refit.worker_weights import Refitting
 from megatron_ext.policy.worker.model_factories import model_factories
+from megatron_ext.policy.worker.refitting import Refitting
 from megatron_ext.policy.worker.sampling import Sampler, SamplingSettings, row_seeds
 
 _NEEDS = ("input_ids", "input_lengths")

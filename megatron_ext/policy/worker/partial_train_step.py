@@ -16,7 +16,7 @@ import torch
 
 from megatron_ext.losses.worker_protocol import LossFunction, LossType
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.data.batch_plan import Counts, Shape, training_steps
+from megatron_ext.policy.data.batch_plan import Counts, MicroBatchBounds, training_steps
 from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.worker.training import Metrics, Training
 
@@ -26,7 +26,7 @@ class OpenStep:
     """Step that is not finished, with what it has gathered. Rows and tokens are those of all data-parallel ranks."""
 
     loss_fn: LossFunction
-    shape: Shape
+    bounds: MicroBatchBounds
     parts: int = 0
     loss: float = 0.0
     valid_seqs: float = 0.0
@@ -76,7 +76,7 @@ class TrainSteps(Training):
             )
         self.model.train()
         self._zero_grad()
-        self._open_step = OpenStep(loss_fn, self._train_shape(mbs))
+        self._open_step = OpenStep(loss_fn, self._train_bounds(mbs))
 
     def train_microbatch(self, data: Mapping[str, Any], timer: Timer | None = None) -> None:
         """Forward and backward over some rows of the open step, cut into micro-batches as by `train`.
@@ -90,7 +90,7 @@ class TrainSteps(Training):
         step = self._opened("train_microbatch()")
         try:
             with timed(timer, "train_microbatch"):
-                part = training_steps(data, step.loss_fn, None, step.shape, self._place)[0]
+                part = training_steps(data, step.loss_fn, None, step.bounds, self._coordinates)[0]
                 batch = BatchedDataDict(data).to(self.device)
                 self.model.train()
                 with torch.enable_grad():

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_ext.policy.checkpoint.worker_state import load_policy, save_policy
+from megatron_ext.policy import device_memory
 from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.data.timer import Timer, timed
-from megatron_ext.policy.worker import device_memory
+from megatron_ext.policy.worker.checkpoints import load_policy, save_policy
 from megatron_ext.policy.worker.generation import Generating
 from megatron_ext.policy.worker.partial_train_step import TrainSteps
 from megatron_ext.sequence import cp_utils

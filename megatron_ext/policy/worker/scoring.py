@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megatron_ext.head import LogProbs, LogSumExp, ReadOut, Sampled, TopK
 from megatron_ext.head.validation.option_checks import rounds
+from megatron_ext.policy import device_memory
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.data.batch_plan import Shape, Step, scoring_step
+from megatron_ext.policy.data.batch_plan import MicroBatchBounds, Step, scoring_step
 from megatron_ext.policy.data.kept_ids import KEPT_IDS, replayed
 from megatron_ext.policy.data.packed_rows import Rows, inside_rows
 from megatron_ext.policy.data.timer import Timer, timed
-from megatron_ext.policy.worker import device_memory
-from megatron_ext.policy.worker.backend import Asked, Backend
+from megatron_ext.policy.worker.backend import Backend, ReadRequest
 
 T = TypeVar("T")
 Read = Callable[[BatchedDataDict], Tensor]
@@ -148,7 +148,7 @@ class Scoring(Backend):
         CPU; 0 behind a micro-batch's positions."""
         batching = self.settings.batching
         rows = batching.logprob_rows if micro_batch_size is None else micro_batch_size
-        step = scoring_step(data, self._shape(rows, batching.logprob_tokens), self._place)
+        step = scoring_step(data, self._bounds(rows, batching.logprob_tokens), self._coordinates)
         read_keys = [name for name in ("input_ids", "input_lengths", KEPT_IDS) if name in data]
         batch = BatchedDataDict({name: data[name] for name in read_keys}).to(self.device)
         self.model.eval()
@@ -180,8 +180,8 @@ class Scoring(Backend):
         assert found is not None
         return found
 
-    def _shape(self, rows: int, tokens: int) -> Shape:
-        return Shape(self.settings.batching.kind, rows, tokens, self._vocabulary, self._places_multiple)
+    def _bounds(self, rows: int, tokens: int) -> MicroBatchBounds:
+        return MicroBatchBounds(self.settings.batching.kind, rows, tokens, self._vocabulary, self._places_multiple)
 
     def _micro_batch(self, batch: BatchedDataDict, rows: list[int]) -> BatchedDataDict:
         micro_batch = batch.select_indices(rows)
@@ -228,7 +228,7 @@ class Scoring(Backend):
         beside = None
         if narrowed and KEPT_IDS in micro_batch:  # of what each position predicts: 0 for none, as where it pads
             beside = rows.laid(F.pad(micro_batch[KEPT_IDS][:, 1:] + 1, (0, 0, 0, 1)))
-        found = self._read_out(Asked(rows, readouts, 1 + with_plain, beside, labels))
+        found = self._read_out(ReadRequest(rows, readouts, 1 + with_plain, beside, labels))
         if narrowed:
             found = found.where(found > -torch.inf, 0.0)
         return rows.at_tokens(found if with_plain else found[..., 0])
@@ -245,7 +245,7 @@ class Scoring(Backend):
         rows, given, labels = self._rows(micro_batch), None, None
         if beside is not None:
             given, labels = rows.laid(beside), self._labels_that_count(rows, micro_batch)
-        return rows.at_positions(self._read_out(Asked(rows, readouts, columns, given, labels)))
+        return rows.at_positions(self._read_out(ReadRequest(rows, readouts, columns, given, labels)))
 
     def _row_logits(self, micro_batch: BatchedDataDict) -> Tensor:
         """fp32 `[B, S, V]`: the logits of each position, of the whole vocabulary on every rank, which holds them all;

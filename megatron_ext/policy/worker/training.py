@@ -18,9 +18,9 @@ from megatron_ext.head.validation.option_checks import token_bound
 from megatron_ext.losses.worker_protocol import LossFunction
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import RuntimeErrorElsewhere
-from megatron_ext.policy.data.batch_plan import Counts, Shape, Step, training_steps
-from megatron_ext.policy.data.loss_inputs import inputs_of
+from megatron_ext.policy.data.batch_plan import Counts, MicroBatchBounds, Step, training_steps
 from megatron_ext.policy.data.timer import Timer, timed
+from megatron_ext.policy.worker.loss_inputs import inputs_of
 from megatron_ext.policy.worker.scoring import Scoring
 
 Metrics = list[dict[str, float]]  # of each micro-batch
@@ -47,7 +47,7 @@ class Training(Scoring):
                 count), `input_lengths` `[B]` (needed for dynamic or packed micro-batches), and what the loss reads;
                 `kept_token_ids` as for `get_logprobs`.
             loss_fn: see `megatron_ext.policy.losses`; it gets log-probabilities `[rows, S]`, 0 in the first column, or
-                what its `input_type` says: see `megatron_ext.policy.data.loss_inputs`. NeMo-RL's own may be given.
+                what its `input_type` says: see `megatron_ext.policy.worker.loss_inputs`. NeMo-RL's own may be given.
             gbs: rows of a global batch over all data-parallel ranks; None: `train_global_batch_size`.
             mbs: rows of a micro-batch on this rank; None: `train_micro_batch_size`.
             timer: as NeMo-RL's, measures "train".
@@ -72,7 +72,7 @@ class Training(Scoring):
         losses, norms = [], []
         metrics: defaultdict[str, list[float]] = defaultdict(list)
         with timed(timer, "train"):
-            steps = training_steps(data, loss_fn, global_batch_size, self._train_shape(mbs), self._place)
+            steps = training_steps(data, loss_fn, global_batch_size, self._train_bounds(mbs), self._coordinates)
             batch = BatchedDataDict(data).to(self.device)
             self.model.train(not eval_mode)
             for number, step in enumerate(steps):
@@ -98,10 +98,10 @@ class Training(Scoring):
     def _refuse_open_step(self, act: str) -> None:
         """Refuse `act` while a step is open: `TrainSteps` alone has open steps."""
 
-    def _train_shape(self, mbs: int | None) -> Shape:
+    def _train_bounds(self, mbs: int | None) -> MicroBatchBounds:
         batching = self.settings.batching
-        shape = self._shape(batching.train_rows if mbs is None else mbs, batching.train_tokens)
-        return replace(shape, at_most=token_bound(self.settings.skip_masked_tokens))
+        bounds = self._bounds(batching.train_rows if mbs is None else mbs, batching.train_tokens)
+        return replace(bounds, at_most=token_bound(self.settings.skip_masked_tokens))
 
     def _report(
         self, losses: list[float], norms: list[float] | None, metrics: Mapping[str, list[float]]
@@ -185,7 +185,7 @@ class Training(Scoring):
                 f"the loss of global batch {number} is not finite, by rank {wrong}: the weights are those before it; "
                 f"look into its data, or lower the learning rate"
             )
-        return float(found[list(self._place.first_ranks(self._place.stages - 1)), 0].sum())
+        return float(found[list(self._coordinates.first_ranks(self._coordinates.stages - 1)), 0].sum())
 
     def _update(self, number: int, factor: float = 1.0) -> float:
         """Multiplies the gradients by `factor`, clips them and steps the optimizer. The norm before clipping."""

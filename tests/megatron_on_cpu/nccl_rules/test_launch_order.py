@@ -103,7 +103,7 @@ def test_a_circle_of_three_communicators_is_told():
 
 
 @ranks(3, rules=NcclRules(order="raise", eager=True))
-def test_a_circle_of_three_communicators_is_told_with_eager_initialisation():
+def test_circle_of_three_eager_communicators_is_told():
     with pytest.raises(LaunchOrderHazard, match="goes round"):
         three_in_a_circle()
 

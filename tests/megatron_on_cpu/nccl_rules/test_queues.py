@@ -45,14 +45,14 @@ def test_a_pair_of_ranks_has_a_communicator_of_its_own():
 
 
 @ranks(2, rules=EAGER)
-def test_with_eager_initialisation_messages_run_among_collectives():
+def test_messages_run_among_collectives_of_eager_groups():
     everyone_has_met()
     with pytest.raises(CommunicationHang, match=r"next  all_reduce \(sum\)"):
         receive_across_a_collective()
 
 
 @ranks(2, rules=LAZY)
-def test_the_first_message_blocks_the_host_until_its_peer_sends_one():
+def test_first_message_blocks_the_host_until_the_peer_sends():
     """So the collective after it is never launched."""
     with pytest.raises(CommunicationHang, match="the making of communicator 0 0:1"):
         receive_across_a_collective()

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megatron_ext.distributed.group_between_jobs import JobsGroup
 from megatron_ext.dtensor.pretrained.hub_names import Rename, hub_rename, renamed
+from megatron_ext.policy import device_memory
 from megatron_ext.policy.config import check_positive
 from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.ray.heartbeat import outside_wait
 from megatron_ext.policy.refit import weight_transfer
-from megatron_ext.policy.worker import device_memory
 from megatron_ext.policy.worker.backend import Backend
 from megatron_ext.policy.worker.model_factories import model_factories
 
