@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext import fusion_report, restore_tensor_parallel, run, substitute_tensor_parallel
 from megatron_ext.dtensor import causal_lm_loss
-from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
+from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.integrations import trl
 from megatron_ext.megatron.build_check import check_models
 from megatron_ext.megatron.fusion_report import reset_fusion_report

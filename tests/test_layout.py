@@ -200,7 +200,6 @@ NAME_THE_SOFTCAP = {
     "megatron/output_layer.py",
     "megatron/fused_loss/known_code.py",
     "megatron/fused_loss/head_settings.py",
-    "dtensor/output/head_rule.py",
     "dtensor/output/promised_logits.py",
     "integrations/trl.py",
 }

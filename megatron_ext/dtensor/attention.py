@@ -185,6 +185,11 @@ def sequence_hook(model: nn.Module) -> SequenceArguments | None:
     return model.__dict__.get(_HOOK)
 
 
+def lay_out(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    """Return the arguments of a call of `model` as the hook of `use_attention` makes them, if there is one."""
+    return (_lay_out(model, args, kwargs) if _HOOK in model.__dict__ else None) or (args, kwargs)
+
+
 def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     if "sequence_layout" in kwargs:  # the text model inside of a model that has been here
         return None

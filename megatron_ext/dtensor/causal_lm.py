@@ -1,6 +1,7 @@
 """From tokens to a number per token: the decoder, and our head on the shard of the lm head's weight. No logits.
 
-Where a model does something to its logits that is not known here (`output_head`), they are made, and read in shards.
+The first call proves on a few tokens that this equals what the model's own logits give. Where it does not they are
+made, and read in shards.
 
 Whole sequences go in and whole results come out on every tensor- and context-parallel rank; padding, splitting and
 joining happen here, so that context parallelism does not show outside.
@@ -22,7 +23,8 @@ from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, require_model
 from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
-from megatron_ext.dtensor.output.hidden_states_or_logits import Read, read_out
+from megatron_ext.dtensor.output.hidden_states_or_logits import read_out
+from megatron_ext.dtensor.output.reads import Read
 from megatron_ext.head import (
     LmHead,
     Logits,
@@ -107,8 +109,8 @@ def causal_lm_loss(
             device). What the head refuses on one rank is raised on every one.
 
     Warns:
-        Once a class of models: its logits are made, because what its forward does to them is not known here, or
-            because it or its head has hooks, which reading hidden states would leave out.
+        Once a class of models: its logits are made, because what is read from hidden states differs from what they
+            give, and by how much; or because it has hooks, which reading hidden states would leave out.
     """
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": chunk_tokens}
     read = Read(

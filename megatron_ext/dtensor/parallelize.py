@@ -15,7 +15,6 @@ from megatron_ext.dtensor.attention import use_attention
 from megatron_ext.dtensor.decoder import decoder_layers, import_transformers, is_tied, require_model, tie
 from megatron_ext.dtensor.experts import reach_all
 from megatron_ext.dtensor.layers import ParallelSizes
-from megatron_ext.dtensor.output.head_rule import head_rule
 from megatron_ext.dtensor.output.hidden_states_or_logits import register
 from megatron_ext.dtensor.plans import Chosen, Plan, choose_plan
 from megatron_ext.dtensor.pretrained.saving import Ranks, save_as_transformers
@@ -238,7 +237,7 @@ def _parallelize_with(
 
 
 def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrapping) -> None:
-    tied, rule = is_tied(model), head_rule(model)
+    tied = is_tied(model)
     if tp_mesh.size() > 1:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         parallelize_module(model, tp_mesh, plan)
@@ -257,4 +256,4 @@ def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrappin
         layers[i] = checkpoint_wrapper(layer) if wrapping.activation_checkpointing else layer
         fully_shard(layers[i], mp_policy=inner_policy, **where)
     fully_shard(model, mp_policy=wrapping.mp_policy, **where)
-    register(model, rule)
+    register(model)

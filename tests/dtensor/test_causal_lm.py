@@ -13,8 +13,9 @@ from megatron_ext.dtensor import (
     use_attention,
 )
 from megatron_ext.dtensor.causal_lm import causal_lm_sampled_log_probs
-from megatron_ext.dtensor.output.head_rule import head_rule, is_hooked
-from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
+from megatron_ext.dtensor.output.hidden_states_or_logits import logits_proof
+from megatron_ext.dtensor.output.hooks import is_hooked
+from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.reference import log_probs, sampled_log_probs
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import VOCAB, batch, check_gradients, drawn, error, make, meshes, parallelize, reference
@@ -115,7 +116,7 @@ def test_a_head_that_is_not_known_is_read_through_its_logits(dp, cp, tp):
     model.load_state_dict(state)
     parallelize(model, mesh, dp_cp, sequence_parallel=True)
     say_once.cache_clear()
-    with pytest.warns(UserWarning, match="what Squared does to its logits is not known here"):
+    with pytest.warns(UserWarning, match="Squared makes its own logits .*its forward reads its logits by"):
         loss = causal_lm_loss(model, mine, temperature=1.3, label_smoothing=0.1)
     assert error(loss, true[mesh["dp"].get_local_rank() :: dp]) < 3e-6
     (loss.sum() * dp).backward()
@@ -127,23 +128,60 @@ def test_a_head_that_is_not_known_is_read_through_its_logits(dp, cp, tp):
     assert error(found[1], entropy[mesh["dp"].get_local_rank() :: dp]) < 3e-6
 
 
-def test_what_is_done_to_logits_is_measured():
-    rules = {name: head_rule(make(name)) for name in ("llama", "gemma3_multimodal", "gemma2", "granite", "cohere")}
-    assert rules == {
-        "llama": (1.0, None),
-        "gemma3_multimodal": (1.0, None),
-        "gemma2": (1.0, 3.0),
-        "granite": (pytest.approx(1 / 7, rel=1e-15), None),
-        "cohere": (pytest.approx(0.3, rel=1e-15), None),
-    }
-    with torch.device("meta"):
-        assert head_rule(make("gemma2")) == (1.0, 3.0)
-    model = make("granite")
-    assert head_rule(Squared(make("llama").config)) is None
-    assert head_rule(Leaky(make("llama").config)) is None
-    assert head_rule(adapted(make("llama"))) is None  # its weight alone does not say what it does
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCAB))
-    assert head_rule(model) is None  # the bias is scaled or not: not known
+def proof(model):
+    return logits_proof(model, {"input_ids": drawn(2, 9), "use_cache": False})
+
+
+def adapted(model):
+    """`model`, with a head that does more than its weight says."""
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).abs()
+
+    model.lm_head.__class__ = Adapted
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_multimodal", "gemma2", "granite", "cohere", "gpt2"])
+def test_what_is_read_from_hidden_states_is_proved(name):
+    """On the model at hand, again after a change, for any class whose head can be found, with a bias too."""
+    model, tokens = make(name), drawn(2, 9)
+    assert str(proof(model)).startswith("proved on 9 tokens")
+    assert proof(model) is proof(model)
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB))
+    assert proof(model).fused
+    with torch.no_grad():
+        expected = log_probs(model(tokens).logits, next_tokens(tokens))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert error(causal_lm_log_probs(model, tokens), expected) < 3e-6
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda model: vars(model).update(forward=make("llama").forward), "does not call its lm head"),
+        (adapted, "differs"),
+        (lambda model: setattr(model, "__class__", Squared), "reads its logits by"),
+        (lambda model: setattr(model, "__class__", Leaky), "reads its logits by"),
+    ],
+    ids=["instance", "head", "squared", "leaky"],
+)
+def test_logits_that_differ_are_made_and_told_why(change, reason):
+    model, tokens = make("llama"), drawn(2, 9)
+    change(model)
+    true = log_probs(model(input_ids=tokens).logits, next_tokens(tokens))
+    true.sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match=f"(LlamaForCausalLM|Squared|Leaky) makes its own logits .*{reason}"):
+        found = causal_lm_log_probs(model, tokens)
+    assert error(found, true) < 3e-6
+    found.sum().backward()
+    for name, gradient in gradients.items():
+        assert error(model.get_parameter(name).grad, gradient) < 3e-6
 
 
 def largest_logits():
@@ -158,6 +196,7 @@ def test_no_logits_are_held():
     model = parallelize(make("llama"), *meshes(tp=2))
     tokens, shard = drawn(2, 64), (VOCAB // 2 + 1,)
 
+    causal_lm_loss(model, tokens)  # proves it on 64 tokens
     with largest_logits() as found:
         causal_lm_loss(model, tokens, cache=0, chunk_tokens=16)
     if torch.distributed.get_rank() == 0:
@@ -284,17 +323,6 @@ def test_models_without_our_attention():
         causal_lm_loss(other, tokens[:1], cu_seqlens=torch.tensor([0, 4, 8]))
 
 
-def adapted(model):
-    """`model`, with a head that does more than its weight says."""
-
-    class Adapted(torch.nn.Linear):
-        def forward(self, x):
-            return super().forward(x).abs()
-
-    model.lm_head.__class__ = Adapted
-    return model
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 @ranks(2)
 def test_hooks_are_not_left_out(tp):
@@ -307,7 +335,7 @@ def test_hooks_are_not_left_out(tp):
     handle = model.lm_head.register_forward_hook(lambda module, given, out: calls.append(1) or 2 * out)
     assert is_hooked(model)
     say_once.cache_clear()
-    with pytest.warns(UserWarning, match="LlamaForCausalLM or its head has hooks: .* through its logits"):
+    with pytest.warns(UserWarning, match="Llama.* makes its own logits .*its head has hooks"):
         doubled = causal_lm_log_probs(model, tokens)
     assert calls == [1]
     plain = make("llama")

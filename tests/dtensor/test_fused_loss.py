@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from megatron_ext import linear_cross_entropy
 from megatron_ext.dtensor import causal_lm_loss, parallelize, use_fused_loss
-from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
+from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.dtensor.output.stand_ins import bring_back, with_head
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens

@@ -13,11 +13,12 @@ from transformers import LlamaForCausalLM, Trainer
 from megatron_ext import linear_cross_entropy
 from megatron_ext.dtensor import use_fused_loss
 from megatron_ext.dtensor.output import fused_loss
-from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
+from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.proof import compare
-from tests.dtensor.models import SIZES, batch, check_gradients, drawn, loss_and_gradients, make
+from tests.dtensor.models import SIZES, batch, check_gradients, drawn, loss_and_gradients, make, meshes, parallelize
 from tests.dtensor.test_fused_loss import check_fused
 from tests.dtensor.test_trainer import rows, settings
+from tests.ranks import ranks
 
 
 @pytest.fixture
@@ -65,8 +66,7 @@ def test_what_differs_keeps_the_models_own_loss(monkeypatch):
     def twice(*args, **kwargs):
         return 2 * linear_cross_entropy(*args, **kwargs)
 
-    wrong = fused_loss._PLAIN._replace(hidden=twice)
-    monkeypatch.setattr(fused_loss, "_PLAIN", wrong)
+    monkeypatch.setattr(fused_loss, "PLAIN", fused_loss.PLAIN._replace(hidden=twice))
     say_once.cache_clear()
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM keeps its own loss \(differs by a factor 0.5\)"):
         found = use_fused_loss(model)(**given)
@@ -130,10 +130,14 @@ def test_replicas_compute_with_their_own_weights():
 
 @pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=str)
 def test_a_compiled_forward_keeps_its_own_loss(options):
+    """And says what to do; `fullgraph` has no graph to break."""
     model, given = make("llama"), batch()
-    expected = model(**given).loss
+    expected = use_fused_loss(model)(**given).loss  # proved before it is compiled
     compiled = torch.compile(use_fused_loss(model), backend="eager", **options)
-    torch.testing.assert_close(compiled(**given).loss, expected)
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"Llama.* own loss .* torch.compile .* call model.model.compile\(\) instead"):
+        found = compiled(**given).loss
+    torch.testing.assert_close(found, expected)
     torch._dynamo.reset()
     with pytest.raises(ValueError, match=r"model is what torch.compile made, .* model\.model\.compile\(\)"):
         use_fused_loss(torch.compile(model))
@@ -216,3 +220,26 @@ def test_batches_of_16_bits_are_proved():
         (proof,) = [fused_loss._PROOFS.made(owner) for owner in owners]
         assert proof.tokens == 64
         assert proof.largest_difference < 1e-5
+
+
+def test_a_forward_of_another_model_computes_with_its_weights():
+    model, other, given = make("llama"), replica(make("llama"), 1.5), batch()
+    expected = other(**given).loss
+    model.forward = other.forward
+    torch.testing.assert_close(use_fused_loss(model)(**given).loss, expected)
+
+
+@ranks(2)
+def test_a_hook_of_a_sharded_head_is_not_left_out():
+    """FSDP2 and tensor parallelism have hooks of their own there."""
+    given, plain = batch(), make("llama")
+    plain.lm_head.register_forward_hook(lambda module, given, out: 2 * out)
+    expected = plain(**given).loss
+    for tp in (1, 2):
+        model = use_fused_loss(parallelize(make("llama"), *meshes(dp=2 // tp, tp=tp)))
+        model.lm_head.register_forward_hook(lambda module, given, out: 2 * out)
+        if tp == 1:
+            torch.testing.assert_close(model(**given).loss.float(), expected)
+            continue
+        with pytest.raises(ValueError, match=r"has hooks, which may read its logits\); call .*causal_lm_loss"):
+            model(**given)

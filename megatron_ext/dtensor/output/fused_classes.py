@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_ext.dtensor.output.stand_ins import FusedForward
+from megatron_ext.dtensor.output.stand_ins import FusedForward, class_of
 
 FUSED = "_megatron_ext_fused_loss"  # where a model keeps the settings of its fused loss
 
@@ -27,7 +27,7 @@ def use_fused_class(model: nn.Module, dispatch: Dispatch) -> None:
     model.__class__ = fused_class(kind, dispatch)
     own = vars(model).pop("forward", None)
     if own is not None:  # accelerate has put one there, or somebody else, which was called instead of the class's
-        model.__dict__[_INSTANCE] = _OfInstance(own)
+        model.__dict__[_INSTANCE] = _OfInstance(model, own)
         model.__dict__.pop("_original_forward", None)  # from which accelerate would make another
 
 
@@ -47,15 +47,24 @@ _INSTANCE = "_megatron_ext_own_forward"
 class _OfInstance:
     """A forward that was put on an instance, called with the model or a stand-in of it."""
 
-    def __init__(self, forward: Callable[..., Any]):
-        self.function = forward.__func__ if isinstance(forward, MethodType) else None
-        self.forward = None if isinstance(forward, MethodType) else forward
+    def __init__(self, model: Any, forward: Callable[..., Any]):
+        # A method of another object computes with what that one has.
+        own = isinstance(forward, MethodType) and forward.__self__ is model
+        self.function = forward.__func__ if own else None  # type: ignore[attr-defined]
+        self.forward = None if own else forward
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         if self.function is not None:
             return self.function(model, *args, **kwargs)
         assert self.forward is not None
         return self.forward(*args, **kwargs)
+
+
+def forward_of(model: Any) -> Callable[..., Any]:
+    """The forward that a call of a model of any class comes to, without ours: a function of the model."""
+    if isinstance(model, FusedForward):
+        return own_forward(model)
+    return _OfInstance(model, vars(model)["forward"]) if "forward" in vars(model) else class_of(model).forward  # type: ignore
 
 
 def own_forward(model: Any) -> Callable[..., Any]:

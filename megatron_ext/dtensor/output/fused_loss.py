@@ -7,36 +7,26 @@ is compared with the model's own loss before it is used.
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from megatron_ext.distributed.groups import Group
+from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, import_transformers, output_head_path
 from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
 from megatron_ext.dtensor.output.fused_classes import FUSED, use_fused_class
 from megatron_ext.dtensor.output.head_calls import head_call
-from megatron_ext.dtensor.output.head_rule import is_hooked
-from megatron_ext.dtensor.output.hidden_states_or_logits import (
-    KEEPS_LOGITS,
-    Read,
-    is_registered,
-    say_that_logits_are_made,
-)
-from megatron_ext.dtensor.output.loss_proof import basis, prove_loss
+from megatron_ext.dtensor.output.loss_proof import basis, groups_of, not_fusable, own_loss, prove
 from megatron_ext.dtensor.output.promised_logits import HeadCall, PromisedLogits
-from megatron_ext.dtensor.output.stand_ins import bring_back, promising, with_head
+from megatron_ext.dtensor.output.reads import PLAIN, Read, say_once, say_that_logits_are_made
+from megatron_ext.dtensor.output.stand_ins import KEEPS_LOGITS, bring_back, is_registered, promising, with_head
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
-from megatron_ext.head.adapters.peft_layers import unwrapped
 from megatron_ext.head.validation.option_checks import Bits, rounds
 from megatron_ext.proof import Proof, ProofMode, Proofs, fusion_is_on, proof_mode
 
 _PROOFS = Proofs()
-_PLAIN = Read(1.0, linear_cross_entropy, vocab_parallel_cross_entropy)
 
 
 class FusedLoss:
@@ -166,11 +156,20 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
         if not wanted and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             _say_that_labels_are_missing(type(self).__name__.removeprefix("FSDP"))
         return own(self, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        _say_that_it_is_compiled(type(self).__name__, self.base_model_prefix or "model")
+        return own(self, *args, **kwargs)
     _check_labels(self, given)
     if given.get("labels") is None:  # which a forward asks for before it looks for a loss
         given["labels"] = given["shift_labels"] = given["shift_labels"].contiguous()
     proof = _proof(self, own, fused, given)
     if not proof.fused:
+        hook = sequence_hook(self)
+        if hook is not None and hook.logits_in_shards:
+            raise ValueError(
+                f"labels are given, but its logits are sharded by vocabulary, of which {type(self).__name__} cannot "
+                f"compute its own loss ({proof.reason}); call megatron_ext.dtensor.causal_lm_loss"
+            )
         _say_that_logits_are_made(self, proof.reason, fused.read)
         return own(self, *args, **kwargs)
     _check_token_ids(self, given)
@@ -199,52 +198,35 @@ def _say_that_labels_are_missing(name: str) -> None:
     )
 
 
+@torch.compiler.assume_constant_result  # called when the graph is made, also of `fullgraph`
+def _say_that_it_is_compiled(name: str, decoder: str) -> None:
+    say_once(
+        f"{name} keeps its own loss inside of what torch.compile made of it: call model.{decoder}.compile() instead, "
+        f"which compiles the decoder, and the model itself"
+    )
+
+
 def _say_that_logits_are_made(model: Any, why: str, read: Read) -> None:
     name = type(model).__name__.removeprefix("FSDP")
-    if torch.compiler.is_compiling():
-        return
     say_that_logits_are_made(f"{name} keeps its own loss ({why})", read)
 
 
 def _proof(model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict[str, Any]) -> Proof:
     path = output_head_path(model)
     head = model.get_submodule(path)
-    if (reason := _not_fusable(model, head)) is not None:
+    if (reason := not_fusable(model, head)) is not None:
         return Proof.not_comparable(reason)
 
     def call_of(copy: nn.Module, hidden: Tensor) -> HeadCall:
-        return head_call(copy, _PLAIN, hidden, {}, whole=True)
+        return head_call(copy, PLAIN, hidden, {}, whole=True)
 
     return _PROOFS.of(
         fused.owner(given),
         lambda: basis(model, own, head),
-        lambda: prove_loss(model, own, path, given, call_of, alone=not is_registered(model)),
+        lambda: prove(model, own, path, given, call_of, own_loss, alone=not is_registered(model)),
         proof_mode(fused.proof),
-        _groups(head),
+        groups_of(head),
     )
-
-
-def _not_fusable(model: Any, head: Any) -> str | None:
-    """Why the head of `model` cannot be read from hidden states, where that is known without a comparison."""
-    try:
-        layer, _ = unwrapped(head)
-    except ValueError as fault:
-        return str(fault)
-    if not isinstance(getattr(layer, "weight", None), Tensor) or layer.weight.dim() != 2:
-        return f"its lm head is a {type(layer).__name__} without a weight [V, D]"
-    if is_hooked(model, head=False):
-        return "it has hooks, which may read its logits"
-    if isinstance(layer.weight, DTensor) and not is_registered(model) and not isinstance(head, FSDPModule):
-        return "its lm head is sharded by itself, and not by FSDP2"
-    return None
-
-
-def _groups(head: Any) -> Sequence[Group]:
-    """The ranks that must go the same way: those that share the head's vocabulary, or gather its weight by itself."""
-    weight = getattr(unwrapped(head)[0], "weight", None)
-    if not isinstance(weight, DTensor):
-        return ()
-    return [weight.device_mesh.get_group(dim) for dim in range(weight.device_mesh.ndim)]
 
 
 def _check_labels(model: Any, given: dict[str, Any]) -> None:

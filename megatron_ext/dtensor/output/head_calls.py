@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import group_size
-from megatron_ext.dtensor.output.hidden_states_or_logits import Read, read_hidden
 from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, HeadCall, LogitTransform
+from megatron_ext.dtensor.output.reads import Read, read_hidden
 from megatron_ext.head.adapters.peft_layers import unwrapped
 from megatron_ext.head.layer_facts import local_shard
 

@@ -1,191 +1,118 @@
 """Read-outs of this rank's tokens at a model's lm head: from hidden states, or through the logits it makes.
 
-Legend: B sequences, P tokens of this rank, D hidden size, V vocabulary, R tensor-parallel ranks.
+The model's own forward runs, with a head that gives promised logits: from what it returns is read where hidden states
+enter the head, and what is done to the logits. The first call compares that with the logits of a sample.
+
+Legend: B sequences, P tokens of this rank, D hidden size, V vocabulary.
 """
 
-import dataclasses
 import functools
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from megatron_ext.distributed.groups import UNSHARDED
-from megatron_ext.dtensor.decoder import output_head_path, text_model
-from megatron_ext.dtensor.output.head_rule import HeadRule, head_rule, is_hooked, why_unknown
-from megatron_ext.head.adapters.peft_layers import unwrapped
-from megatron_ext.head.layer_facts import head_facts, local_shard
-from megatron_ext.head.validation.argument_checks import or_refuse
-from megatron_ext.head.validation.option_checks import Bits, bits_or_mode, rounds
-from megatron_ext.proof import why_fusion_is_off
+from megatron_ext.distributed.groups import group_size
+from megatron_ext.dtensor.attention import lay_out, sequence_hook
+from megatron_ext.dtensor.decoder import output_head_path
+from megatron_ext.dtensor.output.fused_classes import forward_of
+from megatron_ext.dtensor.output.head_calls import head_call
+from megatron_ext.dtensor.output.loss_proof import basis, groups_of, losses_of_logits, not_fusable, prove
+from megatron_ext.dtensor.output.promised_logits import HeadCall, PromisedLogits
+from megatron_ext.dtensor.output.reads import PLAIN, Read, read_hidden, read_logits, say_that_logits_are_made
+from megatron_ext.dtensor.output.stand_ins import (
+    REGISTERED,
+    bring_back,
+    is_registered,
+    promising,
+    why_logits_are_made,
+    with_head,
+)
+from megatron_ext.proof import Proof, Proofs, module_parts, proof_mode
 
-_HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
-_RULE = "_megatron_ext_head_rule"
-KEEPS_LOGITS = "_megatron_ext_keeps_logits"  # where a model says why its logits are made, if a user wants them
+_PROOFS = {True: Proofs(), False: Proofs()}  # of models in training, and in eval mode
 
-
-class Read(NamedTuple):
-    """A function of the fused head, and the same of logits; both take a temperature.
-
-    After hidden states and weight, or logits, come the labels, and what else is given of each position. They give
-    a tensor or several, each a number of a position, or `columns` numbers. None of hidden states: logits are made.
-    `bits`, `logit_dtype`: as in `LmHead`; of logits that a model makes none but "fast" can be had, and they are as it
-    rounds them.
-    """
-
-    temperature: float
-    hidden: Callable[..., Any] | None
-    logits: Callable[..., Any]
-    columns: tuple[int, ...] = ()
-    bits: Bits | None = None
-    logit_dtype: torch.dtype | None = None
-
-    def shape(self, labels_BP: Tensor) -> tuple[int, ...]:
-        """Return the shape of the first result alone, which tells all ranks of a refusal."""
-        return (1, *labels_BP.shape, *self.columns)
+_Found = tuple[tuple[Tensor, ...], ValueError | None]
 
 
-def register(model: nn.Module, rule: HeadRule | None) -> None:
-    """Let FSDP2 gather the root's parameters for `_through_head`, too. `rule`: `head_rule` before it was sharded."""
-    model.__dict__[_RULE] = rule
-    model.__dict__[_HEAD] = functools.partial(_through_head, model)
-    register_fsdp_forward_method(model, _HEAD)
+def register(model: nn.Module) -> None:
+    """Let FSDP2 gather the root's parameters for `_through_head`, too."""
+    model.__dict__[REGISTERED] = functools.partial(_through_head, model)
+    register_fsdp_forward_method(model, REGISTERED)
 
 
-def is_registered(model: nn.Module) -> bool:
-    """Return whether `register` was called for `model`: its head is sharded by vocabulary, or whole in its forward."""
-    return _RULE in model.__dict__
-
-
-def rule_or_reason(model: nn.Module) -> tuple[HeadRule | None, str]:
-    """Return what `model` makes of hidden states at its head; or None, and why its logits are made."""
-    off = why_fusion_is_off() or model.__dict__.get(KEEPS_LOGITS)
-    if off is not None:
-        return None, off
-    name = type(model).__name__.removeprefix("FSDP")
-    rule = model.__dict__[_RULE] if is_registered(model) else head_rule(model)
-    if rule is None:
-        return None, why_unknown(model, name)
-    return (None, f"{name} or its head has hooks") if is_hooked(model) else (rule, "")
-
-
-def read_out(
-    model: nn.Module, read: Read, tokens_BP: Tensor, given_BP: Sequence[Tensor], **inputs: Any
-) -> tuple[tuple[Tensor, ...], ValueError | None]:
+def read_out(model: nn.Module, read: Read, tokens_BP: Tensor, given_BP: Sequence[Tensor], **inputs: Any) -> _Found:
     """Return what `read` makes of these tokens, each result `[B, P]`, and what it refuses: see `or_refuse`.
 
     `given_BP`: the labels, and what else `read` takes of each position; `inputs`: what the model takes.
     """
-    if read.hidden is None:
-        return _through_logits(model, read, tokens_BP, given_BP, **inputs)
-    rule, reason = rule_or_reason(model)
-    if rule is None:
-        say_that_logits_are_made(reason, read)
-        return _through_logits(model, read, tokens_BP, given_BP, **inputs)
-    through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
-    return through_head(rule, read, tokens_BP, given_BP, **inputs)
+    inputs = {"input_ids": tokens_BP, **inputs}
+    if read.hidden is not None:
+        inside: Any = model if is_registered(model) else getattr(model, "_orig_mod", model)  # not the compiled one
+        reason = why_logits_are_made(inside)
+        if reason is None:
+            proof = logits_proof(inside, inputs)
+            if proof.fused:
+                through_head = getattr(inside, REGISTERED, functools.partial(_through_head, inside))
+                return through_head(read, given_BP, inputs)
+            reason = proof.reason
+        say_that_logits_are_made(f"{type(inside).__name__.removeprefix('FSDP')} makes its own logits ({reason})", read)
+    return read_logits(read, model(**inputs).logits, given_BP)
 
 
-def say_that_logits_are_made(reason: str, read: Read) -> None:
-    """Warns, once; or raises ValueError if a model's own logits do not have what `read` asks for: bits, by Megatron's
-    mode too, or a dtype that they are rounded to."""
-    if rounds(read.logit_dtype):
-        raise ValueError(
-            f"logit_dtype is {read.logit_dtype}, and {reason}: its log-probabilities come through logits that the "
-            f"model makes, and rounds as it does; pass logit_dtype=None, or use a model whose head is read from hidden "
-            f"states"
-        )
-    if (bits := bits_or_mode(read.bits)) != "fast":
-        raise ValueError(
-            f'bits is "{bits}", and {reason}: its log-probabilities come through logits that the model makes, whose '
-            f'bits may depend on the batch; pass bits="fast", turn off batch_invariant_mode or VLLM_BATCH_INVARIANT, '
-            f"where they ask for others, or use a model whose head is read from hidden states"
-        )
-    say_once(reason)
+def logits_proof(model: nn.Module, inputs: dict[str, Any]) -> Proof:
+    """The proof that what is read from hidden states equals what is read from the logits of `model(**inputs)`.
 
-
-@functools.cache
-def say_once(reason: str) -> None:
-    warnings.warn(
-        f"{reason}: log-probabilities come through its logits, which takes memory of the vocabulary's size for each "
-        f"token",
-        stacklevel=2,
-    )
-
-
-def _through_logits(
-    model: nn.Module, read: Read, tokens_BP: Tensor, given_BP: Sequence[Tensor], **inputs: Any
-) -> tuple[tuple[Tensor, ...], ValueError | None]:
-    """Return the results of `_through_head`, by way of the logits that the model makes."""
-    logits, group, vocab = local_shard(model(input_ids=tokens_BP, **inputs).logits, -1)
-    return or_refuse(
-        lambda: _tuple(read.logits(logits, *given_BP, tp_group=group, vocab=vocab, temperature=read.temperature)),
-        read.shape(given_BP[0]),
-        logits,
-    )
-
-
-def _tuple(found: Any) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
-
-
-def _through_head(
-    model: nn.Module, rule: HeadRule, read: Read, tokens_BP: Tensor, given_BP: Sequence[Tensor], **inputs: Any
-) -> tuple[tuple[Tensor, ...], ValueError | None]:
-    """Return what `read` makes of these tokens' hidden states, `[B, P]` each, and what it refuses: see `or_refuse`."""
-    hidden = text_model(model)(input_ids=tokens_BP, **inputs)[0]
-    head = model.get_submodule(output_head_path(model))
-    return read_hidden(head, rule.facts(read.temperature), read, hidden, given_BP)
-
-
-def read_hidden(
-    head: Any,
-    logits: dict[str, Any],
-    read: Read,
-    hidden: Tensor,
-    given_BP: Sequence[Tensor],
-    columns: int | None = None,
-) -> tuple[tuple[Tensor, ...], ValueError | None]:
-    """Return the results of `_through_head` from the hidden states `[B, P, D]` at `head`, or this rank's slice.
-
-    `logits`: the cap and the temperature of its logits; `columns`: the first ones alone, of a head that is whole.
+    Communicates, at the first call: the head's weight, whole, and a small exchange.
     """
-    facts = head_facts(head, {})
-    weight, group, vocab = local_shard(unwrapped(head)[0].weight, 0)
-    if isinstance(hidden, DTensor):
-        hidden = hidden.to_local()
-    in_slices = hidden.dim() > 2 and hidden.shape[1] != given_BP[0].shape[1]
-    if in_slices and group is UNSHARDED:
-        raise ValueError("the residual stream is sharded and the lm head is not; shard both in custom_parallel_plan")
-    if columns is not None and columns < vocab.size:
-        vocab = dataclasses.replace(vocab, size=columns)
-    # The head's "sequence" layout has slices of dim 0.
-    if in_slices:
-        hidden, given_BP = hidden.transpose(0, 1), [x.transpose(0, 1) for x in given_BP]
-    fused = read.hidden
-    assert fused is not None
-    found, fault = or_refuse(
-        lambda: _tuple(
-            fused(
-                hidden if torch.is_autocast_enabled(weight.device.type) else hidden.to(weight.dtype),
-                weight,
-                *given_BP,
-                tp_group=group,
-                hidden_layout="sequence" if in_slices else "replicated",
-                bias=facts.get("bias"),
-                lora=facts["lora"],
-                vocab=vocab,
-                **logits,
-                bits=read.bits,
-                logit_dtype=read.logit_dtype,
-            )
+    path = output_head_path(model)
+    head = model.get_submodule(path)
+    if (reason := not_fusable(model, head)) is not None:
+        return Proof.not_comparable(reason)
+    if isinstance(model, FSDPModule) and not is_registered(model):
+        return Proof.not_comparable("FSDP2 gathers its weights in its own forward; use what parallelize makes")
+    hook = sequence_hook(model)
+    cp_group = None if hook is None else hook.cp_group
+    given = inputs | {"labels": inputs["input_ids"]}
+
+    def call_of(copy: nn.Module, hidden: Tensor) -> HeadCall:
+        return head_call(copy, PLAIN, hidden, {}, whole=True)
+
+    return _PROOFS[model.training].of(
+        model,
+        lambda: basis(model, module_parts(model), head),
+        lambda: prove(
+            model,
+            forward_of(model),
+            path,
+            given,
+            call_of,
+            losses_of_logits,
+            alone=not is_registered(model) and group_size(cp_group) == 1,
         ),
-        read.shape(given_BP[0]),
-        weight,
+        proof_mode(),
+        groups_of(head) or [cp_group],
     )
-    # FSDP2 hangs its backward hook on these, and warns that a view can lose it.
-    return tuple((x.transpose(0, 1) if in_slices else x).clone() for x in found), fault
+
+
+def _through_head(model: nn.Module, read: Read, given_BP: Sequence[Tensor], inputs: dict[str, Any]) -> _Found:
+    """Return what `read` makes of these tokens' hidden states, `[B, P]` each, and what it refuses: see `or_refuse`."""
+    path = output_head_path(model)
+    head = model.get_submodule(path)
+    calls: list[HeadCall] = []
+
+    def call_of(hidden: Tensor) -> HeadCall:
+        return head_call(head, read, hidden, {"shift_labels": given_BP[0]})
+
+    stub = with_head(model, path, promising(head, call_of, calls.append))
+    args, inputs = lay_out(model, (), inputs)
+    logits = forward_of(model)(stub, *args, **inputs).logits
+    bring_back(model, stub)
+    if not isinstance(logits, PromisedLogits):
+        return read_logits(read, logits, given_BP)
+    if logits.made is not None:
+        return read_logits(read, logits.made, given_BP)
+    state = logits.state
+    columns = None if calls[0].in_slices else state.columns
+    return read_hidden(head, state.transform.facts(read.temperature), read, state.hidden, given_BP, columns)

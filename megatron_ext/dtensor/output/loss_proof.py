@@ -1,25 +1,34 @@
-"""The proof that a model's loss with labels may be fused: its own forward on a few tokens, with its head or with ours.
+"""The proof that a model's loss, or what is read of its logits, may be fused: its own forward on a few tokens, with its
+head or with ours.
 
 Both run the model's whole forward. What goes into the head is the same on both sides, and the head is a copy in fp32,
 so that no rounding hides a difference.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from megatron_ext.distributed.groups import Group
 from megatron_ext.dtensor.decoder import embedding
+from megatron_ext.dtensor.output.hooks import is_hooked
 from megatron_ext.dtensor.output.promised_logits import HeadCall
 from megatron_ext.dtensor.output.stand_ins import (
     SampleHead,
     class_of,
+    is_registered,
+    is_sharded,
     promising,
     whole_copy,
     with_decoder,
     with_head,
 )
+from megatron_ext.head.adapters.peft_layers import unwrapped
 from megatron_ext.proof import SAMPLE_TOKENS, Basis, Proof, compare, config_values, module_parts
 
 _OF_TOKENS = ("input_ids", "labels", "shift_labels")
@@ -30,8 +39,31 @@ class _NoLoss(Exception):
     """A forward with labels that gives no loss."""
 
 
-def basis(model: nn.Module, own: Callable[..., Any], head: nn.Module) -> Basis:
-    """Return the basis of a proof of `model`'s loss."""
+def not_fusable(model: Any, head: Any) -> str | None:
+    """Why the head of `model` cannot be read from hidden states, where that is known without a comparison."""
+    try:
+        layer, _ = unwrapped(head)
+    except ValueError as fault:
+        return str(fault)
+    if not isinstance(getattr(layer, "weight", None), Tensor) or layer.weight.dim() != 2:
+        return f"its lm head is a {type(layer).__name__} without a weight [V, D]"
+    if is_hooked(model, head=is_registered(model) or is_sharded(head)):
+        return "it or its head has hooks, which may read its logits"
+    if isinstance(layer.weight, DTensor) and not is_registered(model) and not isinstance(head, FSDPModule):
+        return "its lm head is sharded by itself, and not by FSDP2"
+    return None
+
+
+def groups_of(head: Any) -> Sequence[Group]:
+    """The ranks that must go the same way: those that share the head's vocabulary, or gather its weight by itself."""
+    weight = getattr(unwrapped(head)[0], "weight", None)
+    if not isinstance(weight, DTensor):
+        return ()
+    return [weight.device_mesh.get_group(dim) for dim in range(weight.device_mesh.ndim)]
+
+
+def basis(model: nn.Module, own: Any, head: nn.Module) -> Basis:
+    """Return the basis of a proof of what `own`, the forward of `model`, or what leads to it, computes."""
     replica = getattr(model, "_is_replica", False)  # of nn.DataParallel, whose modules are new at each call
     return Basis(
         own,
@@ -44,18 +76,33 @@ def basis(model: nn.Module, own: Callable[..., Any], head: nn.Module) -> Basis:
     )
 
 
-def prove_loss(
+def own_loss(run: Callable[..., Any], sample: dict[str, Any]) -> Tensor | None:
+    """The loss of a forward that is given labels."""
+    output = run(**sample)
+    return output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+
+
+def losses_of_logits(run: Callable[..., Any], sample: dict[str, Any]) -> Tensor:
+    """The cross entropy of each token of the logits of a forward: if two are equal, log-probabilities are."""
+    labels = sample["labels"].flatten()
+    logits = run(**{name: x for name, x in sample.items() if name != "labels"}).logits
+    return F.cross_entropy(logits.flatten(0, -2), labels, reduction="none")
+
+
+def prove(
     model: nn.Module,
     own: Callable[..., Any],
     path: str,
     given: dict[str, Any],
     call_of: Callable[[nn.Module, Tensor], HeadCall],
+    loss_of: Callable[[Callable[..., Any], dict[str, Any]], Tensor | None],
     alone: bool = True,
 ) -> Proof:
     """Compare the loss that `own`, the forward of `model`, makes of a sample of what was `given`, with the fused one.
 
-    `call_of(head, hidden)`: a call of a copy of the head at `path`, whose loss has no options of ours. `alone`: the
-    decoder can be run on a sample; else ranks share its tokens and layers, and hidden states are drawn.
+    `call_of(head, hidden)`: a call of a copy of the head at `path`, whose loss has no options of ours.
+    `loss_of(run, sample)`: the loss of a run of the forward. `alone`: the decoder can be run on a sample; else ranks
+    share its tokens and layers, and hidden states are drawn.
     """
     head = whole_copy(model.get_submodule(path))
     device = next(iter(head.parameters())).device
@@ -64,13 +111,15 @@ def prove_loss(
         sample = {name: x for name, x in sample.items() if name in _OF_TOKENS or _is_plain(x)}
         shape = (1, sample["labels"].shape[-1], next(iter(head.parameters())).shape[1])
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
-        model = with_decoder(model, path, drawn)
+        try:
+            model = with_decoder(model, path, drawn)
+        except ValueError as fault:
+            return Proof.not_comparable(str(fault))
     ambient = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
     def loss(at_head: nn.Module) -> Tensor:
         with torch.autocast(device.type, ambient[1], enabled=ambient[0]):
-            output = own(with_head(model, path, at_head), **sample)
-        found = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+            found = loss_of(lambda **sample: own(with_head(model, path, at_head), **sample), sample)
         if not isinstance(found, Tensor):
             raise _NoLoss
         return found

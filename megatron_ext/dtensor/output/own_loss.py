@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron_ext.dtensor.output.fused_classes import FUSED, leave_fused_class
 from megatron_ext.dtensor.output.fused_loss import model_inside, proofs_of
-from megatron_ext.dtensor.output.hidden_states_or_logits import KEEPS_LOGITS, is_registered, rule_or_reason
+from megatron_ext.dtensor.output.stand_ins import KEEPS_LOGITS, is_registered, why_logits_are_made
 from megatron_ext.proof import Proof, why_fusion_is_off
 
 
@@ -56,7 +56,7 @@ def fused_loss_report(model: nn.Module) -> FusedLossReport:
     """Report whether a model's losses are fused, and if not, why not. Nothing is computed or communicated."""
     inside: Any = model_inside(model)
     uses = FUSED in inside.__dict__
-    reason = why_fusion_is_off() or (None if uses else rule_or_reason(inside)[1] or None)
+    reason = why_fusion_is_off() if uses else why_logits_are_made(inside)
     if not uses and not is_registered(inside) and KEEPS_LOGITS not in inside.__dict__:
         reason = reason or "as neither use_fused_loss nor parallelize was called"
     return FusedLossReport(type(inside).__name__.removeprefix("FSDP"), uses, proofs_of(inside), reason)

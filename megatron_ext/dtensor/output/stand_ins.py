@@ -13,8 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.dtensor.decoder import text_model_path
 from megatron_ext.dtensor.output.promised_logits import HeadCall, PromisedLogits
+from megatron_ext.proof import why_fusion_is_off
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+REGISTERED = "_megatron_ext_head"  # where a model that `parallelize` made has its reading from hidden states
+KEEPS_LOGITS = "_megatron_ext_keeps_logits"  # where a model says why its logits are made, if a user wants them
 
 
 class FusedForward:
@@ -48,6 +53,16 @@ def bring_back(model: nn.Module, stub: Any) -> None:
     for name, value in vars(stub).items():
         if name != "_modules" and own.get(name, model) is not value:
             own[name] = value
+
+
+def is_registered(model: nn.Module) -> bool:
+    """Return whether `parallelize` made `model`: its head is sharded by vocabulary, or whole in its forward."""
+    return REGISTERED in model.__dict__
+
+
+def why_logits_are_made(model: nn.Module) -> str | None:
+    """The reason that is known without a call of `model`: a user's choice, or the environment's; None if there is none."""
+    return why_fusion_is_off() or model.__dict__.get(KEEPS_LOGITS)
 
 
 def is_sharded(head: nn.Module) -> bool:
@@ -155,7 +170,10 @@ def whole_copy(head: Any) -> Any:
 def _wide(parameter: Tensor | None) -> nn.Parameter | None:
     if parameter is None:
         return None
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    whole: Tensor = parameter
+    if isinstance(parameter, DTensor):  # FSDP2 may keep it on the host, where the ranks' backend sends nothing
+        there: Any = parameter.detach().to(parameter.device_mesh.device_type)
+        whole = there.full_tensor()
     if whole.is_floating_point():
         whole = whole.detach().to(torch.promote_types(whole.dtype, torch.float32))
         # What is wide already is shared: nothing writes to it, and its gradient goes to no `.grad`.
