@@ -20,16 +20,16 @@ PRONOUN_DOCSTRINGS = 37
 LONG_TEST_NAMES = 25
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1300,
+    "megatron_ext/*.py": 1310,
     "megatron_ext/distributed": 862,
-    "megatron_ext/dtensor": 4374,
+    "megatron_ext/dtensor": 4427,
     "megatron_ext/experimental": 2380,
     "megatron_ext/head": 10922,
     "megatron_ext/integrations": 719,
     "megatron_ext/losses": 1687,
-    "megatron_ext/megatron": 4215,
+    "megatron_ext/megatron": 4230,
     "megatron_ext/memory": 549,
-    "megatron_ext/model_utils": 1510,
+    "megatron_ext/model_utils": 1514,
     "megatron_ext/numerics": 1007,
     "megatron_ext/policy": 6874,
     "megatron_ext/proof": 536,
