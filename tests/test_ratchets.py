@@ -27,7 +27,7 @@ LINES = {
     "megatron_ext/head": 10961,
     "megatron_ext/integrations": 712,
     "megatron_ext/losses": 1687,
-    "megatron_ext/megatron": 4211,
+    "megatron_ext/megatron": 4223,
     "megatron_ext/model_utils": 1510,
     "megatron_ext/numerics": 1007,
     "megatron_ext/policy": 6874,
