@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import record
-from benchmarks.implementations import megatrons_group
 from benchmarks.measure import ratios
 from benchmarks.run import quiet
 from benchmarks.worlds import run_world
 from megatron_ext import linear_cross_entropy, tensor_parallel, vocab_parallel_cross_entropy
+from megatron_ext.memory.heads import megatrons_group
 from megatron_on_cpu import megatron_on_cpu
 
 Step = Callable[[], object]

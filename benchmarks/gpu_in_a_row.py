@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu, record
+from benchmarks import gpu, gpu_run, record
 from benchmarks.cases import GPU_CASES, Case
 from benchmarks.implementations import ours
 from benchmarks.measure import Inputs, drawn, run_once
@@ -38,7 +38,7 @@ def three_products(inputs: Inputs) -> Callable[[], object]:
     return step
 
 
-def in_a_row(machine: gpu.Machine, card: Any, step: Callable[[], object], seconds: float) -> list[gpu.Row]:
+def in_a_row(machine: gpu_run.Machine, card: Any, step: Callable[[], object], seconds: float) -> list[gpu_run.Row]:
     """Rows of one step, repeated for so long; the clock and what holds it are read while steps run."""
     step()
     machine.synchronize()
@@ -84,9 +84,9 @@ def main() -> None:
             machine, cases, card = stack.enter_context(stood_in_for_cuda()), gpu.REHEARSAL, StandIn()
             origin, seconds = replace(record.Origin.here("cpu"), device="rehearsal"), 0.0
         else:
-            machine, cases, card = gpu.cuda(), GPU_CASES, Nvml()
+            machine, cases, card = gpu_run.cuda(), GPU_CASES, Nvml()
             origin, seconds = record.Origin.here("cuda"), options.seconds
-        run = gpu.Run(machine, origin, options.out, seconds)
+        run = gpu_run.Run(machine, origin, options.out, seconds)
         for size in (1.0, LARGE):
             for case in cases:
                 for name, step in steps_of(case, size).items():

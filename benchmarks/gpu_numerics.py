@@ -4,17 +4,15 @@ As `tests/head/test_precision.py` has them on a CPU: root mean square, against f
 same type. On a GPU dW is one product, rounded before the labels' terms are added to it.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.cases import Case
+from benchmarks.gpu_run import Run
 from benchmarks.implementations import ours
 from benchmarks.measure import Inputs, baselines, drawn, parity, run_once, truth
-
-if TYPE_CHECKING:
-    from benchmarks.gpu import Run
 
 SIZES = [(256, 64, 1000), (1024, 32, 300), (64, 128, 4000), (2048, 32, 41), (4096, 512, 32768)]
 LOGITS = (0.05, 1.0, 8.0)
@@ -22,7 +20,7 @@ CACHES = (1, 0)
 REHEARSED = [(8, 16, 40)], (1.0,)
 
 
-def measure(run: "Run", group: dist.ProcessGroup, device: str, rehearse: bool) -> None:
+def measure(run: Run, group: dist.ProcessGroup, device: str, rehearse: bool) -> None:
     """Rows "dx, error / plain" and "dW, error / plain" of each case, as far as `run` lacks them."""
     for tokens, width, vocab in REHEARSED[0] if rehearse else SIZES:
         for size in REHEARSED[1] if rehearse else LOGITS:

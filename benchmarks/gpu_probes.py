@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import gpu, record
+from benchmarks import gpu, gpu_run, record
 from benchmarks.cases import GPU_CASES, Case
 from benchmarks.implementations import ours
 from benchmarks.measure import drawn, run_once
@@ -70,7 +70,7 @@ def log_probs_by_chunks(case: Case) -> dict[str, Callable[[], object]]:
     return {f"log-probabilities: chunks of {n}": lambda n=n: step(n) for n in CHUNKS}
 
 
-def measure(run: gpu.Run, case: Case) -> None:
+def measure(run: gpu_run.Run, case: Case) -> None:
     """Rows of what is missing, by turns within each kind."""
     for probes in (dx_five_ways, log_probs_by_chunks):
         steps = {name: step for name, step in probes(case).items() if not run.measured(case, name)}
@@ -78,8 +78,8 @@ def measure(run: gpu.Run, case: Case) -> None:
             run.attempt(case, name, lambda step=step: _times(run, step))
 
 
-def _times(run: gpu.Run, step: Callable[[], object]) -> list[gpu.Row]:
-    return [("time", "ms", gpu.by_turns(run.machine, {"it": step}, run.seconds)["it"])]
+def _times(run: gpu_run.Run, step: Callable[[], object]) -> list[gpu_run.Row]:
+    return [("time", "ms", gpu_run.by_turns(run.machine, {"it": step}, run.seconds)["it"])]
 
 
 def profile(case: Case, out: Path) -> None:
@@ -111,9 +111,10 @@ def main() -> None:
             from benchmarks.stand_in import stood_in_for_cuda
 
             machine, cases = stack.enter_context(stood_in_for_cuda()), gpu.REHEARSAL
-            run = gpu.Run(machine, replace(record.Origin.here("cpu"), device="rehearsal"), options.out, 0.0)
+            run = gpu_run.Run(machine, replace(record.Origin.here("cpu"), device="rehearsal"), options.out, 0.0)
         else:
-            run, cases = gpu.Run(gpu.cuda(), record.Origin.here("cuda"), options.out, options.seconds), GPU_CASES
+            run = gpu_run.Run(gpu_run.cuda(), record.Origin.here("cuda"), options.out, options.seconds)
+            cases = GPU_CASES
         for case in cases:
             if options.profile is None:
                 measure(run, case)

@@ -5,17 +5,15 @@ top-p, for which PyTorch sorts. Legend: T tokens, D hidden size, V columns.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
+from benchmarks.gpu_run import Run, by_turns
 from benchmarks.measure import MIB, drawn
 from megatron_ext import head
-
-if TYPE_CHECKING:
-    from benchmarks.gpu import Run
 
 CHUNK, K, TOP_K, TOP_P = 1024, 64, 50, 0.9
 
@@ -54,7 +52,7 @@ READS: dict[str, tuple[Asked, Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 
-def measure(run: "Run", case: Case) -> None:
+def measure(run: Run, case: Case) -> None:
     """Rows of each read-out, as far as `run` lacks them."""
     missing = {row: of for name, of in READS.items() if not run.measured(case, row := f"read: {name}")}
     if not missing:
@@ -72,9 +70,7 @@ def measure(run: "Run", case: Case) -> None:
         run.attempt(case, row, lambda ours=ours, theirs=theirs: _rows(run, ours, theirs))
 
 
-def _rows(run: "Run", ours: Callable[[], Any], theirs: Callable[[], Tensor]) -> list[tuple[str, str, list[float]]]:
-    from benchmarks.gpu import by_turns
-
+def _rows(run: Run, ours: Callable[[], Any], theirs: Callable[[], Tensor]) -> list[tuple[str, str, list[float]]]:
     with torch.no_grad():
         peaks, results = [], []
         for step in (ours, theirs):

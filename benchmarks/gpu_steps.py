@@ -134,10 +134,10 @@ def _run(command: list[str], log: Path, deadline: float) -> int | str | None:
 
 def forget_ended(rows: Path) -> None:
     """What was being measured when the deadline came has no finding yet."""
-    from benchmarks import gpu, record
+    from benchmarks import gpu_run, record
 
     if rows.exists():
-        record.drop(rows, lambda row: row.unit in (gpu.ENDED, gpu.ENDED_TWICE))
+        record.drop(rows, lambda row: row.unit in (gpu_run.ENDED, gpu_run.ENDED_TWICE))
 
 
 def resume(folder: Path, before: Path) -> None:

@@ -4,8 +4,7 @@ Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,11 +18,10 @@ from benchmarks import peers
 from benchmarks.cases import MEGATRON, Case
 from megatron_ext import VocabShard, linear_cross_entropy
 from megatron_ext.distributed.groups import Group
-from megatron_ext.head.engine.chunk_sizes import cached_columns
-from megatron_ext.head.engine.resolved_head import ResolvedHead
+from megatron_ext.head.call.chunk_sizes import cached_columns
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.validation.option_checks import Bits
-
-Head = Callable[[Tensor, Tensor, Tensor], Tensor]
+from megatron_ext.memory.heads import Head, megatron
 
 
 @dataclass(frozen=True)
@@ -70,50 +68,6 @@ def kept_by_default(case: Case) -> float:
     options = ResolvedHead(None, VocabShard(0, case.columns, case.columns))
     like = torch.empty(0, case.width, dtype=case.dtype)
     return cached_columns(options, case.tokens, case.columns, like) / case.columns
-
-
-@contextmanager
-def megatrons_group(group: Group) -> Iterator[None]:
-    """`group` is what Megatron's own functions take for the tensor-parallel group."""
-    from megatron.core import parallel_state
-
-    before = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
-    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
-    try:
-        yield
-    finally:
-        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = before
-
-
-def megatron(case: Case, group: Group, fused: bool) -> Head:
-    """Megatron-Core's output layer and cross entropy. `group` must be a real one (of one rank at R = 1)."""
-    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-    from megatron.core.model_parallel_config import ModelParallelConfig
-    from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
-
-    group = dist.group.WORLD if group is None else group
-    config = ModelParallelConfig(
-        tensor_model_parallel_size=case.ranks, params_dtype=case.dtype, use_cpu_initialization=True
-    )
-    layer = ColumnParallelLinear(
-        case.width,
-        case.vocab,
-        config=config,
-        init_method=lambda weight: None,
-        bias=False,
-        skip_weight_param_allocation=True,
-        tp_group=group,
-    )
-
-    def head(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor) -> Tensor:
-        with megatrons_group(group):
-            logits_T1V, _ = layer(x_TD.unsqueeze(1), weight=w_VD)
-            labels_T1 = labels_T.unsqueeze(1)
-            if fused:
-                return fused_vocab_parallel_cross_entropy(logits_T1V, labels_T1, group).squeeze(1)
-            return vocab_parallel_cross_entropy(logits_T1V, labels_T1).squeeze(1)
-
-    return head
 
 
 def pytorch_chunked(case: Case, group: Group) -> Head:
@@ -172,7 +126,7 @@ MODELS = [
 ]
 # It gives the mean alone, made of chunks' means (at most 5.2 x measured); its dW errs 2.6 x in bf16.
 PYTORCH_CHUNKED = Implementation("pytorch chunked", pytorch_chunked, error_limit=6.5, slow=True)
-UNFUSED = Implementation(MEGATRON, lambda case, group: megatron(case, group, fused=False))
+UNFUSED = Implementation(MEGATRON, megatron)
 FUSED = Implementation(
     "megatron fused",
     lambda case, group: megatron(case, group, fused=True),

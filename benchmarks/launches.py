@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from benchmarks.fake_cuda import cuda_rank_of
-from megatron_ext.head.row_passes.gpu_properties import Device, epilogue_seconds, product_seconds, waves
+from megatron_ext.head.call.gpu_properties import Device, epilogue_seconds, product_seconds, waves
+from megatron_ext.memory.fake_cuda import cuda_rank_of
 
 aten = torch.ops.aten
 # The least that a launch takes: below a few microseconds the next one waits for the host or the start of its blocks.

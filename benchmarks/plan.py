@@ -1,18 +1,17 @@
 """`python -m benchmarks.run plan`: what the head would launch on a GPU, launch by launch, and how long that might take.
 
 The head's own code runs on fake tensors (`launches.py`), so the rows change when it does. Times are estimates from the
-table in `megatron_ext/head/row_passes/gpu_properties.py`: matrix products by whole waves of tiles, the rest by bytes.
+table in `megatron_ext/head/call/gpu_properties.py`: matrix products by whole waves of tiles, the rest by bytes.
 Beside it is what the same launches take at the limit of the card's power (`power.py`), and what was measured.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import gpu_reads, power, record
 from benchmarks.cases import GPU_CASES, Case
@@ -20,7 +19,8 @@ from benchmarks.implementations import UNFUSED, Implementation, kept_by_default,
 from benchmarks.launches import Launch, Plan, planned
 from benchmarks.meter import measure
 from megatron_ext.head import LmHead
-from megatron_ext.head.row_passes.gpu_properties import DEVICES, Device
+from megatron_ext.head.call.gpu_properties import DEVICES, Device
+from megatron_ext.memory.byte_counter import fake_world
 
 A = Case("A", 8192, 4096, 128256, 1, torch.bfloat16)
 B = Case("B, one rank of 8", 16384, 8192, 152064, 8, torch.bfloat16)
@@ -56,7 +56,7 @@ def plan(
     """
     implementation = _implementation(cache)
     alone = isinstance(cache, Implementation) and case.ranks == 1
-    with _world_of_one() if alone else nullcontext(), planned(device, case.ranks, worst_labels) as (recorder, group):
+    with fake_world(1) if alone else nullcontext(), planned(device, case.ranks, worst_labels) as (recorder, group):
         x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
         w_VD = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
         labels_T = torch.empty(case.tokens, dtype=torch.int64)
@@ -67,18 +67,6 @@ def plan(
             recorder.phase = "backward"
             torch.autograd.grad(loss, [x_TD, w_VD], upstream_T)  # `backward` would copy fake gradients into `.grad`
     return recorder.plan, costs.peak_bytes
-
-
-@contextmanager
-def _world_of_one() -> Iterator[None]:
-    """A fake default group, without which Megatron-Core has no tensor-parallel group even of one rank."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def floor_seconds(case: Case, cache: Cache | Implementation, device: Device) -> float:

@@ -96,7 +96,7 @@ def overview_figure(on_cpu: list[Row], on_gpu: list[Row], path: Path = FIGURES /
         ("One H200, a shard of 8", GPU_CASES[1], on_gpu),
     )
     with matplotlib.rc_context(STYLE | {"axes.titlesize": 9.5}):
-        picture = Figure(figsize=(11.4, 3.6), layout="constrained")
+        picture = Figure(figsize=(11.4, 3.9), layout="constrained")
         for axes, (title, case, rows) in zip(picture.subplots(1, 3), panels, strict=True):
             found: dict[str, dict[str, float]] = {}
             for row in rows:
@@ -105,8 +105,8 @@ def overview_figure(on_cpu: list[Row], on_gpu: list[Row], path: Path = FIGURES /
                     found.setdefault(row.impl, {})[row.metric] = row.p50
             places = {name: (by["time"], by[MEMORY]) for name, by in found.items() if len(by) == 2}
             _places(axes, places)
-            sizes = f"T {case.tokens}, D {case.width}, V {case.vocab}; default: cache {kept_by_default(case):.3g}"
-            axes.set_title(f"{title},\n{sizes}")
+            sizes = f"T {case.tokens}, D {case.width}, V {case.vocab}\ndefault: cache {kept_by_default(case):.3g}"
+            axes.set_title(f"{title}\n{sizes}")
             axes.set_xlabel("time, Megatron unfused = 1 (bf16)")
         picture.axes[0].text(0.05, 0.55, "in green: megatron_ext", color=OURS, fontsize=9)
         picture.axes[0].set_ylabel("peak memory, Megatron unfused = 1")

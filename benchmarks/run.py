@@ -26,7 +26,7 @@ from benchmarks.measure import Baselines, Inputs, baselines, counts, measure_cas
 from benchmarks.meter import one_rank_of
 from benchmarks.progress import say, shown
 from benchmarks.worlds import run_world
-from megatron_ext.head.row_passes.gpu_properties import DEVICES
+from megatron_ext.head.call.gpu_properties import DEVICES
 from megatron_on_cpu import megatron_on_cpu
 
 

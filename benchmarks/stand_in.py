@@ -13,10 +13,10 @@ from unittest import mock
 
 import torch
 
-from benchmarks.fake_cuda import kernels
-from benchmarks.gpu import Machine
+from benchmarks.gpu_run import Machine
 from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.head.row_passes import dispatch
+from megatron_ext.memory.fake_cuda import kernels
 from megatron_on_cpu import megatron_on_cpu
 
 _mm, _addmm = torch.mm, torch.addmm

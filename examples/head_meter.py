@@ -8,14 +8,12 @@ decoder hands its input through, so that nothing else is allocated or sent.
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.memory.byte_counter import count_bytes
 
 REPEATS = 10
 
@@ -47,27 +45,6 @@ def without_layers(model):
         del model.decoder.forward
 
 
-class _AllocationMeter(TorchDispatchMode):
-    """The largest sum of the storages, in bytes, that were allocated under it and alive at the same time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._older = WeakSet[UntypedStorage]()
-        self._live = WeakSet[UntypedStorage]()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self._older.update(self._storages((args, kwargs)) - {*self._live})
-        result = func(*args, **(kwargs or {}))
-        self._live.update(self._storages(result) - {*self._older})
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._live))
-        return result
-
-    @staticmethod
-    def _storages(tree) -> set[UntypedStorage]:
-        return {leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
-
-
 def peak_mib(step: Callable[[], None], device: torch.device) -> float:
     """Highest MiB allocated at any moment of `step`, above what was allocated before it."""
     if device.type == "cuda":
@@ -75,9 +52,9 @@ def peak_mib(step: Callable[[], None], device: torch.device) -> float:
         before = torch.cuda.memory_allocated(device)
         step()
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    with _AllocationMeter() as meter:
+    with count_bytes() as found:
         step()
-    return meter.peak / 2**20
+    return found.peak_bytes / 2**20
 
 
 @contextmanager

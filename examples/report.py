@@ -5,6 +5,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from megatron_ext.verify.two_runs import relative_difference
+
 matplotlib.use("Agg")  # writes files, needs no screen
 
 STOCK, OURS, GRID = "#9aa5b1", "#0b6e4f", "#e6e8eb"
@@ -12,7 +14,7 @@ STOCK, OURS, GRID = "#9aa5b1", "#0b6e4f", "#e6e8eb"
 
 def largest_difference(stock: dict, ours: dict) -> float:
     """The largest relative difference between the two runs' losses of one step."""
-    return max(abs(a - b) / abs(a) for a, b in zip(stock["losses"], ours["losses"], strict=True))
+    return max(map(relative_difference, stock["losses"], ours["losses"]))
 
 
 def table(stock: dict, ours: dict) -> str:

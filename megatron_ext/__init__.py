@@ -24,6 +24,7 @@ from megatron_ext.head import (
 if TYPE_CHECKING:
     from megatron_ext.dtensor.causal_lm import causal_lm_loss
     from megatron_ext.dtensor.output.fused_loss import use_fused_loss
+    from megatron_ext.dtensor.output.own_loss import fused_loss_report, restore_own_loss
     from megatron_ext.dtensor.parallelize import parallelize
     from megatron_ext.megatron.fusion_report import fusion_report
     from megatron_ext.megatron.substitute import restore_tensor_parallel, substitute_tensor_parallel
@@ -43,11 +44,13 @@ __all__ = [
     "VocabShard",
     "batch_invariant_mode",
     "causal_lm_loss",
+    "fused_loss_report",
     "fusion_report",
     "linear_cross_entropy",
     "linear_log_probs",
     "parallelize",
     "patch_gpt_model_forward_for_linear_ce_fusion",
+    "restore_own_loss",
     "restore_tensor_parallel",
     "substitute_tensor_parallel",
     "token_entropy",
@@ -60,9 +63,11 @@ __all__ = [
 _PACKAGES = ("dtensor", "integrations", "losses", "megatron", "model_utils", "policy", "sequence", "tensor_parallel")
 _MODULES = {
     "causal_lm_loss": "dtensor",
+    "fused_loss_report": "dtensor",
     "fusion_report": "megatron.fusion_report",
     "parallelize": "dtensor",
     "patch_gpt_model_forward_for_linear_ce_fusion": "model_utils",
+    "restore_own_loss": "dtensor",
     "restore_tensor_parallel": "megatron.substitute",
     "substitute_tensor_parallel": "megatron.substitute",
     "unpatch_gpt_model_forward_for_linear_ce_fusion": "model_utils",

@@ -5,9 +5,15 @@ import sys
 from collections.abc import Callable
 
 import megatron_ext
-from megatron_ext import doctor, run
+from megatron_ext import compare, doctor, run
+from megatron_ext.memory import __main__ as memory
 
-_PROGRAMS: dict[str, Callable[[list[str]], int | None]] = {"doctor": doctor.main, "run": run.main}
+_PROGRAMS: dict[str, Callable[[list[str]], int | None]] = {
+    "compare": compare.main,
+    "doctor": doctor.main,
+    "memory": memory.main,
+    "run": run.main,
+}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,7 +29,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--version", action="version", version=f"megatron_ext {megatron_ext.__version__}")
     parser.add_argument(
-        "program", choices=_PROGRAMS, help="doctor: what is installed and active; run: a Megatron script"
+        "program",
+        choices=_PROGRAMS,
+        help="compare: a script's first steps, stock and ours; doctor: what is installed and active; "
+        "memory: bytes of the lm head; run: a Megatron script",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="all that follows is the program's")
     options = parser.parse_args(argv)

@@ -7,19 +7,25 @@ its arguments in `sys.argv`. Its exit code, its signals and its tracebacks are t
 imported from where the script would import it, and changed before the script runs.
 
 With `--linear-ce` the last rank says on stderr, after the first step of an optimizer, what was fused. With `--check`
-the script ends when its models are built, and the last rank says what would be fused.
+the script ends when its models are built, and the last rank says what would be fused. With `--verify N` its first steps
+run twice before it, stock and changed, and it runs only if they are the same.
 """
 
 import argparse
 import atexit
+import functools
 import io
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
+
+_LOG = logging.getLogger(__name__)
 
 # What Megatron and torch warn of in every job on a CPU, and nobody can change there: kernels that are missing, one of
 # Megatron's own defaults, functions of torch that Megatron calls.
@@ -38,7 +44,7 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
 
     `before` is called when everything is changed, right before the script runs.
     """
-    parser = _parser()
+    parser = command_line()
     options = parser.parse_args(argv)
     if not options.linear_ce and _settings(options):
         given = ", ".join("--" + name.replace("_", "-") for name in _settings(options))
@@ -52,6 +58,8 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
             source = file.read()
     except OSError as error:
         parser.error(f"cannot open the script {options.script}: {error.strerror}")
+    if options.verify is not None:
+        verify(parser, options, sys.argv[1:] if argv is None else argv)
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(options.script))
     sys.argv = [options.script, *options.args]
@@ -60,15 +68,18 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
         _emulate(parser, options)
     if options.linear_ce or options.tensor_parallel or options.pipeline_vocab or options.check:
         _change_megatron(parser, options)
+    if options.record is not None:
+        _record(parser, *options.record, on_cpu=options.cpu)
     if before is not None:
         before()
     _become(os.path.abspath(options.script), source)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_ext.run", description="Run a Megatron script unmodified.", allow_abbrev=False
-    )
+def command_line(
+    program: str = "python -m megatron_ext.run", description: str = "Run a Megatron script unmodified."
+) -> argparse.ArgumentParser:
+    """The options of the launcher, which `megatron_ext.compare` takes too."""
+    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
     parser.add_argument("--cpu", action="store_true", help="Megatron-Core on CPU and gloo, no GPU asked for")
     parser.add_argument(
         "--nccl-rules", action="store_true", help="with --cpu: hang and refuse where NCCL does, and say why"
@@ -92,6 +103,19 @@ def _parser() -> argparse.ArgumentParser:
         "--proof", choices=["first", "always", "off"], help="when the head is compared with the model's own loss"
     )
     parser.add_argument("--check", action="store_true", help="build the models, say what would be fused, train nothing")
+    parser.add_argument(
+        "--verify", type=_steps, metavar="N", help="run N steps twice first, stock and changed: the same?"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-3,
+        metavar="X",
+        help="of --verify: the most that losses differ (%(default)s)",
+    )
+    parser.add_argument(
+        "--record", nargs=2, metavar=("N", "FILE"), help="write loss, memory and time of N steps to FILE, and end"
+    )
     parser.add_argument("--pipeline-vocab", action="store_true", help="pipeline stages share embedding and lm head")
     parser.add_argument("--tensor-parallel", action="store_true", help="megatron.core.tensor_parallel is ours")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
@@ -108,6 +132,12 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 def _tokens(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a positive number of tokens")
+    return int(text)
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive number of steps")
     return int(text)
 
 
@@ -165,6 +195,8 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
             f"--linear-ce, --tensor-parallel, --pipeline-vocab and --check are about Megatron-Core, which is not to be "
             f"found: {error}"
         )
+    from megatron_ext.proof import why_fusion_is_off
+
     if options.tensor_parallel:
         from megatron_ext import substitute_tensor_parallel
 
@@ -178,7 +210,9 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
         except ValueError as refusal:
             parser.error(str(refusal))
         _report_after_first_step()
-    if options.pipeline_vocab:
+    if options.pipeline_vocab and (off := why_fusion_is_off()) is not None:
+        _LOG.warning("pipeline stages share no vocabulary: %s", off)
+    elif options.pipeline_vocab:
         from megatron_ext.experimental import pipeline_vocabulary
 
         try:
@@ -189,6 +223,49 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
         from megatron_ext.megatron.build_check import stop_when_built
 
         stop_when_built(say_on_last_rank)
+
+
+def verify(parser: argparse.ArgumentParser, options: argparse.Namespace, argv: list[str]) -> None:
+    """Run the script's first steps stock and with `argv`, say how they differ, and end the process if they do."""
+    from megatron_ext.verify.two_runs import run_twice
+
+    if not (options.linear_ce or options.tensor_parallel or options.pipeline_vocab):
+        parser.error("--verify is given, and nothing that changes the script: add --linear-ce or --tensor-parallel")
+    script = [options.script, *options.args]
+    ways = argv[: len(argv) - len(script)]
+    try:
+        found = run_twice(_without_verify(ways), script, options.verify, options.tolerance)
+    except ValueError as refusal:
+        parser.error(str(refusal))
+    except RuntimeError as failure:
+        sys.exit(f"verify: {failure}")
+    if found.fault is not None:
+        sys.exit(f"{found}\nverify: {found.fault}")
+    if os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1):
+        print(f"{found}\nverify: the same, within {options.tolerance:g}", file=sys.stderr, flush=True)
+
+
+def _without_verify(ways: list[str]) -> list[str]:
+    """The launcher's own options, without those of `--verify`."""
+    kept: list[str] = []
+    words = iter(ways)
+    for word in words:
+        if word in ("--verify", "--tolerance"):
+            next(words)
+        elif not word.startswith(("--verify=", "--tolerance=")):
+            kept.append(word)
+    return [word for word in kept if word != "--"]
+
+
+def _record(parser: argparse.ArgumentParser, steps: str, file: str, *, on_cpu: bool) -> None:
+    from torch import cuda
+
+    from megatron_ext.verify.step_recorder import StepRecorder
+
+    try:
+        StepRecorder(Path(file), _steps(steps), on_gpu=not on_cpu and cuda.is_available()).start()
+    except argparse.ArgumentTypeError as refusal:
+        parser.error(f"--record: {refusal}")
 
 
 def why_no_pipeline_vocabulary() -> str | None:
@@ -207,11 +284,11 @@ def _report_after_first_step() -> None:
 
     from megatron_ext.megatron.fusion_report import fusion_report
 
-    def report(*_: Any) -> None:
-        handle.remove()
+    @functools.cache  # torch goes on to other hooks of its table, from which none may be taken meanwhile
+    def report() -> None:
         say_on_last_rank(fusion_report())
 
-    handle = register_optimizer_step_post_hook(report)
+    register_optimizer_step_post_hook(lambda *_: report())
 
 
 def say_on_last_rank(found: Any, file: TextIO | None = None) -> None:

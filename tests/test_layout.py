@@ -17,7 +17,10 @@ ON_CPU = ROOT / "megatron_on_cpu"  # a package of its own
 ROOMS = [
     "__main__",
     "doctor",
+    "compare",
     "run",
+    "memory",
+    "verify",
     "experimental",
     "integrations",
     "model_utils",
@@ -37,7 +40,7 @@ ROOMS = [
     "replace",
     "reference",
 ]
-MAY_IMPORT_MEGATRON = {"run", "doctor", "policy", "megatron", "experimental"}
+MAY_IMPORT_MEGATRON = {"run", "doctor", "memory", "verify", "policy", "megatron", "experimental"}
 
 # What stands in for Megatron's own, where a process has imported that.
 ASKS_MEGATRON = {"tensor_parallel/generalized_tensor_parallelism.py"}
@@ -120,7 +123,8 @@ def test_imports_go_only_downward(path):
 
 def test_no_modules_import_each_other():
     """Packages' `__init__.py` aside, which import what their modules define."""
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ALL_FILES}
+    programs = (ROOT / "benchmarks").rglob("*.py")
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (*ALL_FILES, *programs)}
     uses = {
         name: {full for used in imported_names(path) for full in (used, used.rpartition(".")[0]) if full in modules}
         for name, path in modules.items()

@@ -128,10 +128,10 @@ def test_it_is_refused_where_a_models_own_logits_are_read():
 
 def test_the_launchers_flag(capsys):
     for given, dtype in {"bfloat16": BF16, "float16": torch.float16, "float32": torch.float32}.items():
-        options = run._parser().parse_args(["--logit-dtype", given, "script.py"])
+        options = run.command_line().parse_args(["--logit-dtype", given, "script.py"])
         assert run._settings(options) == {"logit_dtype": dtype}
     with pytest.raises(SystemExit):
-        run._parser().parse_args(["--logit-dtype", "bf16", "script.py"])
+        run.command_line().parse_args(["--logit-dtype", "bf16", "script.py"])
     assert "'bf16' must be bfloat16, float16, float32" in capsys.readouterr().err
 
 

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_ext import run
 from tests.programs import python
@@ -223,6 +225,9 @@ def test_the_emulation_lasts_until_the_script_has_cleaned_up(tmp_path, script):
             ["--linear-ce", "--skip-ignored", "some", "SCRIPT"],
             "argument --skip-ignored: 'some' must be a positive number of tokens, or any",
         ),
+        (["--verify", "2", "SCRIPT"], "--verify is given, and nothing that changes the script: add --linear-ce"),
+        (["--linear-ce", "--verify", "0", "SCRIPT"], "argument --verify: '0' must be a positive number of steps"),
+        (["--record", "few", "FILE", "SCRIPT"], "--record: 'few' must be a positive number of steps"),
         (["missing.py"], "cannot open the script missing.py: No such file or directory"),
     ],
 )
@@ -243,7 +248,24 @@ def test_bits_and_tokens_that_count():
         ("--skip-ignored", "40"): {"skip_ignored": 40},
         (): {},
     }.items():
-        assert run._settings(run._parser().parse_args([*given, "script.py"])) == settings
+        assert run._settings(run.command_line().parse_args([*given, "script.py"])) == settings
+
+
+def test_report_leaves_other_optimizer_hooks_alone(monkeypatch):
+    """Torch goes over a table of hooks, from which none may be taken meanwhile."""
+    from torch.optim import SGD
+    from torch.optim import optimizer as torchs
+
+    said = []
+    monkeypatch.setattr(run, "say_on_last_rank", said.append)
+    monkeypatch.setattr(torchs, "_global_optimizer_post_hooks", OrderedDict())
+    run._report_after_first_step()
+    steps = []
+    torchs.register_optimizer_step_post_hook(lambda *_: steps.append(1))
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.step()
+    optimizer.step()
+    assert (len(said), len(steps)) == (1, 2)
 
 
 def test_without_megatron_it_says_so(script, capsys, monkeypatch):

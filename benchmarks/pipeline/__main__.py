@@ -5,29 +5,18 @@ benchmarks/results/pipeline.csv and draws docs/figures/pipeline.png. Times are e
 """
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import record
-from benchmarks.pipeline.costs import LINKS, Model, Setup
+from benchmarks.pipeline.costs import LINKS, Setup
 from benchmarks.pipeline.figure import FIGURE, draw
 from benchmarks.pipeline.schedules import SCHEDULES, Timeline
+from benchmarks.pipeline.setups import WORDS_256K, setups
 from benchmarks.progress import say, shown
-from megatron_ext.head.row_passes.gpu_properties import DEVICES
+from megatron_ext.head.call.gpu_properties import DEVICES
 
 CSV = record.RESULTS / "pipeline.csv"
-LLAMA_8B = Model("Llama-3 8B", 32, 4096, 14336, 32, 8, 128256)
-LLAMA_70B = Model("Llama-3 70B", 80, 8192, 28672, 64, 8, 128256)
-WORDS_256K = replace(LLAMA_8B, name="8B with 256k words", vocab=262144)
-CASES = [  # model, stages, tensor-parallel size, chunks of a stage where schedules are interleaved
-    (LLAMA_8B, 4, 1, 2),
-    (LLAMA_8B, 8, 1, 2),
-    (LLAMA_70B, 8, 8, 2),
-    (LLAMA_70B, 16, 8, 5),
-    (WORDS_256K, 4, 1, 2),
-    (WORDS_256K, 8, 1, 2),
-]
 STEP, GAIN, BUSIEST, BUBBLE, LOAD = "step", "throughput / 1F1B", "busiest stage, a micro-batch", "idle", "link busy"
 SENT = "sent by a rank for a micro-batch"
 LEAST_STATE, MOST_STATE = "weights, gradients, optimizer: least", "weights, gradients, optimizer: most"
@@ -37,12 +26,6 @@ ACTIVATIONS, BOTH, IN_FLIGHT = "activations: most", "both together: most", "micr
 BESIDE_BEST = (("ours", "1F1B, layers redistributed"), ("ours, interleaved", "interleaved, layers redistributed"))
 
 Row = tuple[str, str, str, list[float]]  # implementation, metric, unit, values
-
-
-def setups(batches_per_stage: int = 4, **options) -> Iterator[Setup]:
-    for model, stages, tensor_parallel, chunks in CASES:
-        for link in LINKS.values():
-            yield Setup(model, stages, tensor_parallel, chunks, batches_per_stage * stages, link, **options)
 
 
 def rows(setup: Setup, timelines: dict[str, Timeline]) -> list[Row]:

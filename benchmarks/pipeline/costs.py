@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.cases import Case
 from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import Shape, Times
-from megatron_ext.head.row_passes.gpu_properties import DEVICES, Device
+from megatron_ext.head.call.gpu_properties import DEVICES, Device
 
 WIDTH = 2  # bytes of activations, of their gradients and of weights: bf16
 STATISTICS = 3  # fp32 numbers a token that the head exchanges

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from benchmarks.pipeline.costs import Setup
 from benchmarks.pipeline.schedules import Timeline, ours
+from benchmarks.pipeline.setups import setups
 from megatron_ext.experimental.pipeline_vocabulary.groups import communicator_of
 from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import message_times, pass_duration, pass_order
 from megatron_ext.experimental.pipeline_vocabulary.order.passes import Exchange, Kind, Sent, needed, sources
@@ -68,6 +69,4 @@ def _most(timeline: Timeline, what: str) -> float:
 
 
 if __name__ == "__main__":
-    from benchmarks.pipeline.__main__ import setups
-
     print(table(setup for setup in setups() if setup.link.name == "400 Gb/s"))

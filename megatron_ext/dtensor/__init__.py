@@ -1,9 +1,9 @@
 """transformers' models under tensor parallelism (DTensor), FSDP2 and context parallelism; their losses without logits.
 
-`use_fused_loss` is for models as they are, in any trainer. `parallelize` shards a model, `from_pretrained` and
-`save_pretrained` read and write sharded ones; `causal_lm_loss` and `causal_lm_log_probs` go from tokens to a number
-for each without logits, `get_grad_norm` and `clip_grad_by_total_norm_` follow backward. `_parallelize_model` and some
-other names are NeMo-RL's. Importing this needs torch alone.
+`use_fused_loss` is for models as they are, in any trainer, and `restore_own_loss` undoes it. `parallelize` shards a
+model, `from_pretrained` and `save_pretrained` read and write sharded ones; `causal_lm_loss` and `causal_lm_log_probs`
+go from tokens to a number for each without logits, `get_grad_norm` and `clip_grad_by_total_norm_` follow backward.
+`_parallelize_model` and some other names are NeMo-RL's. Importing this needs torch alone.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from megatron_ext.dtensor.causal_lm import (
 from megatron_ext.dtensor.decoder import tie_word_embeddings
 from megatron_ext.dtensor.gradients import clip_grad_by_total_norm_, get_grad_norm, to_local_if_dtensor
 from megatron_ext.dtensor.output.fused_loss import use_fused_loss
+from megatron_ext.dtensor.output.own_loss import fused_loss_report, restore_own_loss
 from megatron_ext.dtensor.parallelize import (
     _parallelize_gemma3,
     _parallelize_llama,
@@ -50,10 +51,12 @@ __all__ = [
     "causal_lm_sampled_log_probs",
     "clip_grad_by_total_norm_",
     "from_pretrained",
+    "fused_loss_report",
     "get_grad_norm",
     "get_hf_tp_plan",
     "get_logprobs_from_vocab_parallel_logits",
     "parallelize",
+    "restore_own_loss",
     "save_pretrained",
     "tie_word_embeddings",
     "to_local_if_dtensor",

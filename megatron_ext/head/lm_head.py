@@ -14,13 +14,12 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.adapters.lora import LoRA, adapters_of, check_adapters, check_dropout
-from megatron_ext.head.engine.resolved_head import ResolvedHead
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.layer_facts import head_facts
-from megatron_ext.head.options_by_mode import bits_or_mode
 from megatron_ext.head.read import HeadTensors, LogitTransform, read_hidden, read_logits
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.validation import argument_checks, option_checks
-from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout
+from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, bits_or_mode
 
 _NUMBERS = {"softcap": None, "temperature": 1.0, "logit_scale": 1.0, "cache": "bounded"}
 _NUMBERS_OF_LOGITS = {"softcap": None, "temperature": 1.0}

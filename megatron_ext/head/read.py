@@ -19,21 +19,22 @@ from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.adapters.lora import LoRA, low_rank, options_of, rows_fault, widened
+from megatron_ext.head.call.matmul import numbers
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.engine.autograd import Read
 from megatron_ext.head.engine.chunked.sources import LogitTransform, Rule, gather_tokens, of_each
 from megatron_ext.head.engine.chunked.ways import OfChunks, OfLogits
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.engine.linear import LinearHead
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.linear import OfSoftmaxFixed
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
-from megatron_ext.head.row_passes.side_by_side import numbers
 from megatron_ext.head.tokens_that_count import Left, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.argument_checks import computed_dtype
 from megatron_ext.head.validation.bits_checks import bits_fault
+from megatron_ext.numerics.fixed_order import products_fault
 from megatron_ext.numerics.matrices import accumulation_dtype
 
 __all__ = ["HeadTensors", "LogitTransform", "read_hidden", "read_logits"]
@@ -129,6 +130,9 @@ def read_hidden(
         sides.append(_computed(t.hidden.detach(), t.head.weight))
     if sides[0].dtype != hidden.dtype and not own.adapters and not torch.is_autocast_enabled(hidden.device.type):
         plan.held = hidden.dtype
+    if head.bits != "fast":
+        for side in sides:
+            fault = fault or products_fault(side)
     if fault is not None:
         if sizes is not None and tokens:
             shared = [left is None and t.hidden.dim() < hidden.dim() for t in teachers]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.proof import why_fusion_is_off
 from megatron_ext.replace import Replacement, apply_all, everywhere, restore_everywhere
 
 _LOG = logging.getLogger(__name__)
@@ -63,15 +64,17 @@ class Report:
         package: the framework and its version.
         replaced: one for each name; empty before `apply()`.
         lacking: names that this version does not have.
+        off: why `apply()` changed nothing, where MEGATRON_EXT_FUSION is off.
     """
 
     package: str
     replaced: tuple[Replaced, ...] = ()
     lacking: tuple[str, ...] = ()
+    off: str | None = None
 
     def __str__(self) -> str:
         if not self.replaced:
-            return f"megatron_ext replaces nothing in {self.package}: call apply()"
+            return f"megatron_ext replaces nothing in {self.package}: {self.off or 'call apply()'}"
         lines = [f"megatron_ext in {self.package}"]
         for row in self.replaced:
             modules = f"in {len(row.modules)} module{'s' * (len(row.modules) != 1)}"
@@ -92,7 +95,7 @@ class FrameworkSubstitution:
     def apply(self) -> Report:
         """Replaces the framework's functions wherever they were imported; a second call changes nothing.
 
-        What only other versions of the framework have is logged, at level INFO.
+        With MEGATRON_EXT_FUSION=off they stay. That, and what only other versions of the framework have, is logged.
 
         Returns:
             What was replaced, and as calls come, how often it ran; see `report`.
@@ -103,6 +106,10 @@ class FrameworkSubstitution:
                 changed then.
         """
         if self._places:
+            return self._last
+        if (off := why_fusion_is_off()) is not None:
+            self._last = Report(self.package, off=off)
+            _LOG.info("%s", self._last)
             return self._last
         pairs, replaced, left = self._found()
         self._places = everywhere(pairs)

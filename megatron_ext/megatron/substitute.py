@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -21,12 +22,15 @@ import torch
 
 from megatron_ext.distributed.groups import is_registered
 from megatron_ext.megatron import versions
+from megatron_ext.proof import why_fusion_is_off
 from megatron_ext.tensor_parallel import random as our_random
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import drain_embedding_wgrad_compute
 from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer
 from megatron_ext.tensor_parallel._random.process_tracker import Process, TrackerOptions
 from megatron_ext.tensor_parallel._random.transformer_engine import is_te_tracker
 from megatron_ext.tensor_parallel._replaced_functions import HONOURED, is_megatrons_own
+
+_LOG = logging.getLogger(__name__)
 
 _THEIRS, _OURS = "megatron.core.tensor_parallel", "megatron_ext.tensor_parallel"
 _MODULES = ("cross_entropy", "data", "inference_layers", "layers", "mappings", "random", "utils")
@@ -334,7 +338,7 @@ def substitute_tensor_parallel() -> Substitution:
     """Make Megatron-Core use `megatron_ext.tensor_parallel` everywhere, from now on and in modules imported later.
 
     Call it before the first model is built. Random streams that were seeded already go on where they are. Called again
-    it changes nothing.
+    it changes nothing. With MEGATRON_EXT_FUSION=off Megatron's own stay, which is logged.
 
     Returns:
         What was replaced, and where; `print` it.
@@ -346,6 +350,9 @@ def substitute_tensor_parallel() -> Substitution:
     global _active
     if _active is not None:
         return _active.report
+    if (off := why_fusion_is_off()) is not None:
+        _LOG.info("megatron.core.tensor_parallel stays Megatron's own: %s", off)
+        return Substitution(megatron.core.__version__, (), ())
     pairs, _ = _pairs()
     _refuse_half_way(pairs)
     before, known = (Process.tracker, Process.kind), {module.__name__ for module in _loaded_modules()}

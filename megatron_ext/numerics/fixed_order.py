@@ -4,22 +4,23 @@ On CUDA they are Triton's, with tiles of one size and serial sums (`fixed_order_
 in fp32. What follows is about CPUs, where logits have the operands' dtype.
 
 A library picks its order of additions by the shape of a product: in fp32 a row multiplied alone often differs in its
-last bits from the same row among 64 others. Here rows are multiplied in tiles of 64, the last one padded with zeros,
-and taller ones are used where they are seen to give the bits of that tile. Columns come in blocks that follow from
-their number alone, and so do the blocks over which a product is summed. What is not promised by anybody is looked at:
-`heights` multiplies tiles of rows at several places, once for each shape, and where bits change, rows are multiplied
-one at a time. What holds is for one machine, one build of torch, one number of threads.
+last bits from the same row among 64 others, and where K or N fills no vector register, a row from an equal one beside
+it. So rows are multiplied in tiles of 64, the last one padded with zeros, by matrices padded with zeros to multiples of
+16. Columns come in blocks that follow from their number alone, and so do the blocks over which a product is summed.
+Nobody promises that a row then has the same bits at any place, and in taller tiles: `heights` looks at a few shapes
+once, and where it sees other bits there are no such products. What holds is for one machine, one build of torch, one
+number of threads.
 
 Legend: M rows, K what a product sums over, N columns; T tokens, V vocabulary columns, D hidden size.
 """
 
 import functools
 import importlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.numerics import cpu_products, matrices
@@ -28,14 +29,15 @@ from megatron_ext.numerics.readable_values import has_values
 
 TILE = 64  # rows
 _TALLER = (512, 128)
-# Products that try what a processor keeps: of each row so many numbers, at places so far apart.
-_OUTPUTS, _SHIFTS = 512, (0, 1, 2, 4, 8, 16, 32, 7, 27)
-_LARGE = 1 << 14  # numbers of a matrix with which it takes time to multiply rows one at a time
+_MULTIPLE = 16  # of K and N
+# Products that `heights` tries: [K, N], and by how many rows a tile's are moved.
+_SHAPES, _SHIFTS = ((16, 16), (48, 208), (528, 80), (304, 528)), (0, 1, 6, 27, 32)
 
 # Vocabulary columns of a block: at least four blocks, since a rounded 16-bit product errs less the fewer terms it has.
 _COLUMNS, _BLOCKS = 8192, 4
 
 TOKENS = 256  # over which one product of dW sums
+_SUMMED = 32 * TOKENS  # that are multiplied by factors at a time on CUDA
 
 
 def aligned(x_MK: Tensor) -> Tensor:
@@ -89,13 +91,16 @@ def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
             total_VD[block] += _mm(g_tV[:, block].t(), x_tD)
 
 
-def add_column_sums(total_V: Tensor, g_TV: Tensor) -> None:
-    """`total += G.sum(0)`, token after token as in `add_transposed`."""
-    if g_TV.is_cuda:
-        _kernels().product(g_TV.t(), g_TV.new_ones(g_TV.shape[0], 1), total_V.unsqueeze(1), goes_on=True)
-        return
-    for g_tV in g_TV.split(TOKENS):
-        total_V += g_tV.sum(0, dtype=total_V.dtype)
+def add_column_sums(total_V: Tensor, g_TV: Tensor, factor_T: Tensor | None = None) -> None:
+    """`total += (factor * G).sum(0)`, token after token as in `add_transposed`; with a factor in the total's dtype."""
+    step = _SUMMED if g_TV.is_cuda else TOKENS
+    for at, g_tV in zip(range(0, g_TV.shape[0], step), g_TV.split(step), strict=True):
+        if factor_T is not None:
+            g_tV = g_tV.to(total_V.dtype) * factor_T[at : at + step].unsqueeze(1)
+        if g_TV.is_cuda:
+            _kernels().product(g_tV.t(), g_tV.new_ones(g_tV.shape[0], 1), total_V.unsqueeze(1), goes_on=True)
+        else:
+            total_V += _padded(g_tV, TOKENS).sum(0, dtype=total_V.dtype)
 
 
 def transposed(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, adds: bool = False) -> None:
@@ -137,17 +142,27 @@ def mm(a_MK: Tensor, b_KN: Tensor, added_N: Tensor | None = None) -> Tensor:
 
 
 def _rows_times(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, added_N: Tensor | None = None) -> None:
-    rows, allowed = a_MK.shape[0], _heights_of(a_MK, b_KN)
+    (rows, inner), columns = a_MK.shape, b_KN.shape[1]
+    allowed = _heights_of(a_MK)
+    fault = products_fault(a_MK)
+    if fault is not None:
+        raise fault
+    more_k, more_n = -inner % _MULTIPLE, -columns % _MULTIPLE
+    if more_k or more_n:
+        transposed = b_KN.stride(0) == 1 and columns != 1
+        b_KN = F.pad(b_KN.t(), (0, more_k, 0, more_n)).t() if transposed else F.pad(b_KN, (0, more_n, 0, more_k))
+        a_MK = F.pad(a_MK, (0, more_k)) if more_k else a_MK
+        added_N = F.pad(added_N, (0, more_n)) if added_N is not None else None
     for tile in _tiles(rows, allowed):
-        if tile.stop <= rows and allowed[-1] == TILE:
+        if tile.stop <= rows and not more_n:
             cpu_products.mm(a_MK[tile], b_KN, out_MN[tile], added_N)
         else:
             whole = aligned(_padded(a_MK[tile], tile.stop - tile.start))
-            out_MN[tile] = _mm(whole, b_KN, added_N)[: rows - tile.start]
+            out_MN[tile] = _mm(whole, b_KN, added_N)[: rows - tile.start, :columns]
 
 
 def _mm(left_MK: Tensor, right_KN: Tensor, added_N: Tensor | None = None) -> Tensor:
-    """Into memory that is given: where `aten::mm` is replaced by these products, it is what they are made of."""
+    """The product, in memory that is given: where `aten::mm` is replaced by these products, they are made of it."""
     return cpu_products.mm(left_MK, right_KN, left_MK.new_empty(left_MK.shape[0], right_KN.shape[1]), added_N)
 
 
@@ -170,82 +185,55 @@ def _tiles(rows: int, heights: tuple[int, ...]) -> Iterator[slice]:
         at += height
 
 
-def _heights_of(a_MK: Tensor, b_KN: Tensor) -> tuple[int, ...]:
-    if not has_values(a_MK):
+def products_fault(like: Tensor) -> ValueError | None:
+    """Return the fault if, on a CPU, a row of a product of such matrices depends on its place."""
+    if _heights_of(like):
+        return None
+    return _not_here(f"a row of a {like.dtype} product with {torch.get_num_threads()} threads depends on its place")
+
+
+def _heights_of(like: Tensor) -> tuple[int, ...]:
+    if like.is_cuda or not has_values(like):
         return (*_TALLER, TILE)
-    transposed = b_KN.stride(0) == 1 and b_KN.shape[1] != 1
-    by_torch = a_MK.dtype not in cpu_products.QUESTIONS or cpu_products.has_sixteen_bit_products(a_MK.dtype)
-    return heights(*b_KN.shape, a_MK.dtype, transposed, torch.get_num_threads(), by_torch)
+    by_torch = like.dtype not in cpu_products.QUESTIONS or cpu_products.has_sixteen_bit_products(like.dtype)
+    return heights(like.dtype, torch.get_num_threads(), by_torch)
 
 
 @functools.cache
-def heights(k: int, n: int, dtype: torch.dtype, transposed: bool, threads: int, by_torch: bool) -> tuple[int, ...]:
-    """The numbers of rows, falling, that products with `[k, n]` may have: a row has the same bits in all.
+def heights(dtype: torch.dtype, threads: int, by_torch: bool) -> tuple[int, ...]:
+    """The numbers of rows, falling, that products may have: a row has the same bits in all, at any place. None: such
+    are not to be had here. 16-bit products of widened operands are tried before they are rounded."""
+    own = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
+    sums = dtype if by_torch else torch.float32
 
-    The last of them, 64, is what rows are padded to; 1 where a row of 64 does not keep its bits at other places.
-    """
-    with torch.no_grad():
-        tried = _Tried(k, n, dtype, transposed, by_torch)
-        least = TILE
-        if not all(tried.keeps(TILE, tile_MK, tried.product(tile_MK)) for tile_MK in tried.tiles()):
-            least = 1
-            if k * n >= _LARGE:
-                warnings.warn(
-                    f"a {dtype} product of {TILE} rows by a matrix [{k}, {n}] gives a row other bits at another place, "
-                    f"on this processor with torch {torch.__version__} and {threads} threads: rows are multiplied one "
-                    f"at a time, for the same bits in any batch",
-                    stacklevel=2,
-                )
-        found = [height for height in (*_TALLER, TILE) if height > least]
-        for tile_MK in tried.tiles():
-            rows = [tile_MK] if least == TILE else tile_MK.split(1)
-            wanted_MN = torch.cat([tried.product(row_MK) for row_MK in rows])
-            found = [height for height in found if tried.keeps(height, tile_MK, wanted_MN)]
-        return (*found, least)
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=own, dtype=torch.float64).to(dtype)
 
+    def product(left_MK: Tensor, right_KN: Tensor, gaps: bool = False) -> Tensor:
+        shape = left_MK.shape[0], right_KN.shape[1]
+        if not gaps:
+            return cpu_products.mm(left_MK, right_KN, left_MK.new_empty(shape, dtype=sums))
+        apart_MK = matrices.new_matrix(left_MK, left_MK.shape[0], left_MK.shape[1]).copy_(left_MK)
+        return cpu_products.mm(apart_MK, right_KN, matrices.new_matrix(left_MK, shape[0], shape[1], sums))
 
-class _Tried:
-    """Products with a matrix `[k, n]` of all the dtype's digits, of tiles of as many such rows.
-
-    Some differences show in one number of several hundred: small matrices have several tiles. 16-bit products of
-    widened operands are tried before they are rounded.
-    """
-
-    def __init__(self, k: int, n: int, dtype: torch.dtype, transposed: bool, by_torch: bool):
-        self._own = torch.Generator()  # the caller's random numbers stay as they are
-        self._columns, self._dtype = k, dtype
-        self._sums = dtype if by_torch else torch.float32
-        self._own.manual_seed(0)
-        self._b_KN = self._numbers(n, k).t() if transposed else self._numbers(k, n)
-
-    def _numbers(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._own, dtype=torch.float64).to(self._dtype)
-
-    def tiles(self) -> Iterator[Tensor]:
-        """The same ones each time."""
-        for seed in range(1, 1 + min(-(-_OUTPUTS // max(self._b_KN.shape[1], 1)), TILE)):
-            self._own.manual_seed(seed)
-            yield self._numbers(TILE, self._columns)
-
-    def product(self, left_MK: Tensor, gaps: bool = False) -> Tensor:
-        """In the dtype of its sums; `gaps`: operand and result have rows further apart than they need."""
-        given_MK, out_MN = (
-            matrices.new_matrix(like, len(left_MK), columns) if gaps else like.new_empty(len(left_MK), columns)
-            for like, columns in ((left_MK, self._columns), (left_MK.to(self._sums), self._b_KN.shape[1]))
-        )
-        return cpu_products.mm(given_MK.copy_(left_MK), self._b_KN, out_MN)
-
-    def keeps(self, height: int, tile_MK: Tensor, wanted_MN: Tensor) -> bool:
-        """Return whether a tile's rows have the `wanted` bits in products of so many rows, at any place."""
-
+    def keeps(height: int, tile_MK: Tensor, right_KN: Tensor, wanted_MN: Tensor) -> bool:
         def moved(x: Tensor, shift: int) -> Tensor:
             return x.roll(shift, 0).repeat(height // TILE, 1)
 
         return all(
-            self.product(moved(tile_MK, shift), gaps).equal(moved(wanted_MN, shift))
+            product(moved(tile_MK, shift), right_KN, gaps).equal(moved(wanted_MN, shift))
             for shift in (_SHIFTS if height == TILE else (0,))
             for gaps in (False, True)
         )
+
+    found = [*_TALLER, TILE]
+    with torch.no_grad():
+        for k, n in _SHAPES:
+            for right_KN in (drawn(k, n), drawn(n, k).t()):
+                tile_MK = drawn(TILE, k)
+                wanted_MN = product(tile_MK, right_KN)
+                found = [height for height in found if keeps(height, tile_MK, right_KN, wanted_MN)]
+    return tuple(found) if TILE in found else ()
 
 
 @functools.cache
@@ -267,5 +255,6 @@ def functions_fault(threads: int) -> ValueError | None:
 
 def _not_here(what: str) -> ValueError:
     return ValueError(
-        f'bits: {what}, on this processor with torch {torch.__version__}: only bits="fast" can be had here'
+        f'bits: {what}, on this processor with torch {torch.__version__}: only bits="fast" can be had here, and no '
+        f"batch_invariant_mode"
     )

@@ -49,3 +49,14 @@ def widens(x_TD: Tensor, rounds: bool = False) -> bool:
 def logit_dtype(x_TD: Tensor, rounds: bool) -> torch.dtype:
     """Return the dtype of logits of such hidden states."""
     return torch.float32 if widens(x_TD, rounds) else x_TD.dtype
+
+
+def part_of(x: Tensor, rows: slice, columns: int | None = None) -> Tensor:
+    """`x[rows, :columns]`, and `x` itself where that is all of it: small calls spend their time on the call."""
+    x = x if rows.stop - rows.start == x.shape[0] else x[rows]
+    return x if columns is None or columns >= x.shape[1] else x[:, :columns]
+
+
+def parts_of(rows: slice, *given: Tensor | None) -> list[Tensor | None]:
+    """`part_of` of each that there is."""
+    return [None if x is None else part_of(x, rows) for x in given]

@@ -10,10 +10,9 @@ from megatron_ext.proof.basis import Basis, config_values, module_parts
 from megatron_ext.proof.comparison import compare
 from megatron_ext.proof.ledger import Proofs, cannot_prove_now
 from megatron_ext.proof.result import Proof
-from megatron_ext.proof.settings import FUSION_VARIABLE, SAMPLE_TOKENS, ProofMode, fusion_is_on, proof_mode
+from megatron_ext.proof.settings import SAMPLE_TOKENS, ProofMode, fusion_is_on, proof_mode, why_fusion_is_off
 
 __all__ = [
-    "FUSION_VARIABLE",
     "SAMPLE_TOKENS",
     "Basis",
     "Proof",
@@ -26,4 +25,5 @@ __all__ = [
     "fusion_is_on",
     "module_parts",
     "proof_mode",
+    "why_fusion_is_off",
 ]

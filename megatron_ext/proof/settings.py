@@ -30,12 +30,17 @@ def proof_mode(option: str | None = None) -> ProofMode:
 
 
 def fusion_is_on() -> bool:
-    """Whether MEGATRON_EXT_FUSION leaves fusion on; with "off" every model computes its loss as if there were none.
+    """The value of MEGATRON_EXT_FUSION; with "off" every model computes its loss as if this package were not there.
 
     Raises:
         ValueError: the variable is neither "on" nor "off".
     """
+    return why_fusion_is_off() is None
+
+
+def why_fusion_is_off() -> str | None:
+    """The reason for reports and refusals; None where fusion is on. Raises as `fusion_is_on`."""
     value = os.environ.get(FUSION_VARIABLE) or "on"
     if value not in ("on", "off"):
         raise ValueError(f'{FUSION_VARIABLE} is {value!r}: it must be "on" or "off"; set one of them, or unset it')
-    return value == "on"
+    return None if value == "on" else f"{FUSION_VARIABLE}=off is set in the environment"

@@ -106,7 +106,7 @@ def told_parts(x: Tensor, group: Group, dim: int, fault: ValueError | None, held
     if ranks == 1:
         return x.unsqueeze(dim)
     told = x.unflatten(dim, (ranks, positions + 1))
-    more = told.detach().select(dim + 1, positions)
+    more = told.select(dim + 1, positions)
     demand(~(more < 0).any(), lambda _: REFUSED, more)
     same = (more == held - positions).all()
     if held > positions:

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_steps, nvml, record, wheels
-from benchmarks.gpu import NOT_MEASURED
+from benchmarks import gpu, gpu_run, gpu_steps, nvml, record, wheels
+from benchmarks.gpu_run import NOT_MEASURED
 from benchmarks.gpu_steps import Step
 from tests.pages import ROOT
 from tests.passed import Passed
@@ -99,8 +99,8 @@ def rows(file: Path) -> dict:
 
 def test_a_lost_device_ends_the_run(tmp_path):
     """What was measured then has a row with the reason; the rest is left to the next run."""
-    machine = gpu.Machine("cpu", None, failing("illegal memory access"), None, None, None, lambda: None)
-    run = gpu.Run(machine, record.Origin("a", "b", "c", "d"), tmp_path / "rows.csv", 0.0)
+    machine = gpu_run.Machine("cpu", None, failing("illegal memory access"), None, None, None, lambda: None)
+    run = gpu_run.Run(machine, record.Origin("a", "b", "c", "d"), tmp_path / "rows.csv", 0.0)
     with pytest.raises(SystemExit, match="illegal memory access"):
         run.attempt(gpu.REHEARSAL[0], "a head", failing("launch failed"))
     (row,) = record.read(run.out)
@@ -119,7 +119,8 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from benchmarks import gpu, record
-run = gpu.Run(gpu.Machine(*["cpu", *6 * [lambda: None]]), record.Origin("a", "b", "c", "d"), Path(sys.argv[1]), 0.0)
+from benchmarks.gpu_run import Machine, Run
+run = Run(Machine(*["cpu", *6 * [lambda: None]]), record.Origin("a", "b", "c", "d"), Path(sys.argv[1]), 0.0)
 case = gpu.REHEARSAL[0]
 for name, seconds in ("quick", 0), ("slow", float(sys.argv[2])):
     if not run.measured(case, name):
@@ -149,10 +150,10 @@ def test_the_next_call_measures_what_the_deadline_killed(tmp_path):
 
 def test_what_ends_the_program_twice_is_left_out(tmp_path):
     """As a crash does, or whoever kills all of it: once it is measured again, then a row says so."""
-    machine = gpu.Machine("cpu", *6 * [lambda: None])
-    run = gpu.Run(machine, record.Origin("a", "b", "c", "d"), tmp_path / "rows.csv", 0.0)
+    machine = gpu_run.Machine("cpu", *6 * [lambda: None])
+    run = gpu_run.Run(machine, record.Origin("a", "b", "c", "d"), tmp_path / "rows.csv", 0.0)
     case = gpu.REHEARSAL[0]
-    for measured, said in ((False, gpu.ENDED), (True, gpu.ENDED_TWICE)):
+    for measured, said in ((False, gpu_run.ENDED), (True, gpu_run.ENDED_TWICE)):
         with pytest.raises(KeyboardInterrupt):
             run.attempt(case, "a head", interrupted)
         assert run.measured(case, "a head") == measured
@@ -222,8 +223,8 @@ def test_wheels_travel_in_parts(tmp_path, monkeypatch):
 
 
 def test_what_was_not_installed_is_measured_later(tmp_path):
-    run = gpu.Run(
-        gpu.Machine(*["cpu", *6 * [lambda: None]]), record.Origin("a", "b", "c", "d"), tmp_path / "r.csv", 0.0
+    run = gpu_run.Run(
+        gpu_run.Machine(*["cpu", *6 * [lambda: None]]), record.Origin("a", "b", "c", "d"), tmp_path / "r.csv", 0.0
     )
     case = gpu.REHEARSAL[0]
     run.write(case, "quack", [(NOT_MEASURED, "not installed: quack", [1.0])])

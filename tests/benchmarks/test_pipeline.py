@@ -15,6 +15,7 @@ from benchmarks.pipeline.costs import LINKS, Model, Setup, head_seconds
 from benchmarks.pipeline.launched import launched_seconds
 from benchmarks.pipeline.launched import table as launched_table
 from benchmarks.pipeline.schedules import SCHEDULES, Timeline, even, ours, paper, redistributed, stock
+from benchmarks.pipeline.setups import LLAMA_8B, LLAMA_70B, setups
 from benchmarks.plan import plan
 from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import (
     Kind,
@@ -24,7 +25,7 @@ from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import (
     pass_order,
     simulate,
 )
-from megatron_ext.head.row_passes.gpu_properties import DEVICES
+from megatron_ext.head.call.gpu_properties import DEVICES
 from tests.marks import quick_if
 from tests.pages import DOCS
 
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.skipif(
     reason="the head's launch plan wants compiled kernels; the ordinary run has them",
 )
 NOTE = DOCS / "pipeline.md"
-SETUPS = list(program.setups(batches_per_stage=2))
+SETUPS = list(setups(batches_per_stage=2))
 
 
 def committed():
@@ -51,7 +52,7 @@ def tiny(**given):
 
 def harder(setup):
     """Slow links are, for ours; with NVLink, and of 80 layers, only the long run compares."""
-    return setup.link is LINKS["400 Gb/s"] and setup.model is not program.LLAMA_70B
+    return setup.link is LINKS["400 Gb/s"] and setup.model is not LLAMA_70B
 
 
 @pytest.mark.parametrize("setup", quick_if(harder, SETUPS), ids=lambda setup: setup.name)
@@ -75,7 +76,7 @@ def test_the_committed_rows_keep_the_promises():
 
 
 def test_the_committed_rows_are_what_is_simulated_now():
-    rows, setup = committed(), next(program.setups())
+    rows, setup = committed(), next(setups())
     for name, schedule in SCHEDULES.items():
         for impl, metric, _, (value,) in program.rows(setup, {"1F1B": SCHEDULES["1F1B"](setup), name: schedule(setup)}):
             if impl == name:
@@ -96,7 +97,7 @@ def test_the_heads_time_is_the_launch_plans():
 
 def test_layers_by_their_flops():
     """Llama-3 8B has 6.98e9 weights in its layers; attention adds what its causal half multiplies."""
-    model = program.LLAMA_8B
+    model = LLAMA_8B
     assert model.layers * model.layer_weights == 6979321856
     assert model.layer_flops(8192) == 2 * 8192 * model.layer_weights + 2 * 8192 * 8192 * 4096
     setup = Setup(model, 4, 1, 1, 8, LINKS["NVLink"])
@@ -187,10 +188,10 @@ def test_estimates_of_the_training_loop_find_as_good_an_order():
 
 def gains_most(setup):
     """The 70B on eight stages does, from a second micro-batch in flight."""
-    return setup.link is LINKS["400 Gb/s"] and (setup.model, setup.stages) == (program.LLAMA_70B, 8)
+    return setup.link is LINKS["400 Gb/s"] and (setup.model, setup.stages) == (LLAMA_70B, 8)
 
 
-@pytest.mark.parametrize("setup", quick_if(gains_most, program.setups()), ids=lambda setup: setup.name)
+@pytest.mark.parametrize("setup", quick_if(gains_most, setups()), ids=lambda setup: setup.name)
 def test_launching_messages_in_one_order_costs_no_time(setup):
     """Beside messages that go as soon as they can. One hardware queue costs less than 2 %."""
     for chunks in (1, setup.chunks):
@@ -201,8 +202,8 @@ def test_launching_messages_in_one_order_costs_no_time(setup):
 
 @pytest.mark.slow
 def test_the_note_says_what_one_queue_costs():
-    setups = [setup for setup in program.setups() if setup.link is LINKS["400 Gb/s"]]
-    assert launched_table(setups) in NOTE.read_text()
+    chosen = [setup for setup in setups() if setup.link is LINKS["400 Gb/s"]]
+    assert launched_table(chosen) in NOTE.read_text()
 
 
 def test_the_papers_algorithms():

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from benchmarks import head_memory, plan, power, record
-from benchmarks.fake_cuda import cuda_rank_of
 from benchmarks.launches import LEAST_SECONDS, Launch, Plan, planned
 from megatron_ext import linear_log_probs
-from megatron_ext.head.row_passes.gpu_properties import DEVICES, epilogue_seconds, product_seconds, waves
+from megatron_ext.head.call.gpu_properties import DEVICES, epilogue_seconds, product_seconds, waves
+from megatron_ext.memory.fake_cuda import cuda_rank_of
 from tests.pages import DOCS, ROOT
 
 pytestmark = pytest.mark.skipif(

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from megatron_ext import linear_cross_entropy
 from megatron_ext.dtensor import causal_lm_loss, parallelize, use_fused_loss
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
+from megatron_ext.dtensor.output.stand_ins import bring_back, with_head
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
 from tests.batch_invariant_mode import fixed_calls
@@ -341,3 +342,13 @@ def test_bits_of_a_loss_in_the_models_forward():
     targets = next_tokens(batch()["labels"])
     losses = linear_cross_entropy(hidden, model.lm_head.weight, targets, bits="batch")
     assert torch.equal(found[0][0], losses.sum() / (targets != -100).sum())
+
+
+def test_what_a_forward_sets_comes_back_to_the_model():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 4))
+    model.kept = kept = object()
+    stub = with_head(model, "1", torch.nn.Identity())
+    stub.seen = 5
+    bring_back(model, stub)
+    assert (model.seen, model.kept) == (5, kept)
+    assert isinstance(model[1], torch.nn.Linear)

@@ -16,7 +16,7 @@ from tests.waits import NoWait
 
 def cuda_branches(passes=None):
     """Every tensor says that it is on a GPU. `passes`: what tensors there take, a function as
-    `benchmarks.fake_cuda.kernels` or `plain`; None: the head's own choice."""
+    `megatron_ext.memory.fake_cuda.kernels` or `plain`; None: the head's own choice."""
     chosen = [(dispatch, "_interpreted", lambda: False), (dispatch, "triton_passes", passes)]
     return replaced(*ON_CUDA, *([] if passes is None else chosen))
 

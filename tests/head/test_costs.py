@@ -53,7 +53,6 @@ def allowed_bytes(layout, tokens):
     "tokens, cache, layout, flops, logits_bytes",
     [
         # Many small operations, counted one by one: a quarter of the tokens shows as much.
-        (T // 4, 0, "replicated", 8, 0.35),
         (T // 4, 0, "sequence", 8, 0.35),
         (T // 4, 0.5, "sequence", 7, 1.35),
         (T // 4, 1, "replicated", 6, 2.25),

@@ -1,7 +1,6 @@
 """`bits="batch"`, "tensor_parallel": a token's bits do not depend on other tokens, chunks, cache, layout, ranks."""
 
 import itertools
-import warnings
 from unittest import mock
 
 import pytest
@@ -18,6 +17,7 @@ from tests.ranks import ranks
 
 TOKENS, WIDTH, VOCAB = 330, 40, 203  # 203: the last eighth, of 26 columns, ends 5 columns before the others
 MODES = ["batch", "tensor_parallel"]
+MULTIPLY = torch.mm
 
 
 def problem(dtype, seed=0):
@@ -60,7 +60,7 @@ def assert_as_near(found, fast, truth, times, floor):
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    yield
+    yield request.param
     torch.set_num_threads(before)
 
 
@@ -70,13 +70,16 @@ def test_the_same_bits_for_other_tokens_chunks_and_caches(bits, dtype, threads):
     hidden, weight, bias, labels = problem(dtype)
     slopes = slopes_of(dtype)
     draws = torch.Generator().manual_seed(2)
+    cuts, counts = [*itertools.product((0, 0.9, "bounded"), (None, 100))], (1, 2, 3, 64, 65, 301)
+    if threads > 1:  # a product takes many times as long where other processes hold a core
+        cuts, counts = [(0.9, 100)], (1, 65)
     for options in ({}, {"bias": bias, "softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}):
         given = (hidden, weight, labels, slopes)
         results, grads = computed(bits, *given, cache=1, **options)
-        for cache, chunk in itertools.product((0, 0.9, "bounded"), (None, 100)):
+        for cache, chunk in cuts:
             again = computed(bits, *given, cache=cache, chunk_tokens=chunk, **options)
             same(results + grads, again[0] + again[1])
-        for count in (1, 2, 3, 64, 65, 301):
+        for count in counts:
             some = torch.randperm(TOKENS, generator=draws)[:count]
             others, (dx, *_) = computed(bits, hidden[some], weight, labels[some], slopes[some], **options)
             same([x[some] for x in (*results, grads[0])], [*others, dx])
@@ -244,78 +247,82 @@ def test_what_cannot_be_had_is_refused():
         linear_cross_entropy(hidden, weight[:100], labels, vocab=uneven, bits="tensor_parallel")
 
 
-def test_a_processor_that_does_not_keep_bits_multiplies_rows_apart(monkeypatch):
-    """One that adds the rows of a tile in different orders, and one that does so in taller products alone."""
-    multiply = torch.mm
+def differs(a, b, **options):
+    """A product whose last row has other bits."""
+    found = MULTIPLY(a, b, **options)
+    found[-1] *= 1 + 1e-6
+    return found
 
-    def differs(a, b, **options):
-        found = multiply(a, b, **options)
-        found[-1] *= 1 + 1e-6
-        return found
 
+def test_heights_drop_products_that_do_not_keep_bits(monkeypatch):
+    """A processor that adds the rows of a tile in different orders, and one that does so in taller products alone."""
+    heights = fixed_order.heights.__wrapped__
+    assert heights(torch.float32, 1, True) == (512, 128, 64)
+    monkeypatch.setattr(torch, "mm", lambda a, b, **of: (differs if len(a) > 64 else MULTIPLY)(a, b, **of))
+    assert heights(torch.float32, 1, True) == (64,)
     monkeypatch.setattr(torch, "mm", differs)
-    with pytest.warns(UserWarning, match="product of 64 rows .* gives a row other bits at another place"):
-        assert fixed_order.heights.__wrapped__(160, 240, torch.float32, False, 1, True) == (1,)
-    with warnings.catch_warnings():  # not of a matrix so small that it takes no time
-        warnings.simplefilter("error")
-        assert fixed_order.heights.__wrapped__(16, 24, torch.float32, False, 1, True) == (1,)
-    monkeypatch.setattr(torch, "mm", lambda a, b, **of: (differs if len(a) > 64 else multiply)(a, b, **of))
-    assert fixed_order.heights.__wrapped__(16, 24, torch.float32, False, 1, True) == (64,)
+    assert heights(torch.float32, 1, True) == ()
+
+
+def test_layers_refuse_products_that_do_not_keep_bits(monkeypatch):
+    monkeypatch.setattr(torch, "mm", differs)
+    monkeypatch.setattr(fixed_order, "heights", fixed_order.heights.__wrapped__)
+    with pytest.raises(ValueError, match="a row of a torch.float64 product with .* depends on its place"):
+        fixed_order.mm(torch.ones(3, 4).double(), torch.ones(4, 5).double())
 
 
 @ranks(2, 4)
 @pytest.mark.parametrize("bits", MODES)
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
-def test_a_processor_whose_functions_do_not_keep_bits_is_told_of_on_every_rank(layout, bits):
-    """One of them: before anything is exchanged it knows, and the exchange tells the others."""
+def test_every_rank_learns_of_a_processor_without_fixed_bits(layout, bits):
+    """One rank knows before anything is exchanged, and the exchange tells the others: of functions, of products."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     hidden, labels, weight = torch.randn(8, 6), torch.arange(8), torch.randn(24, 6).chunk(size)[rank]
     exp = torch.exp
 
-    def differs(x):
+    def other_exp(x):
         found = exp(x)
         return found if x.dim() == 0 else torch.cat([found[:-1], found[-1:] * (1 + 1e-6)])
 
     part = hidden if layout == "replicated" else hidden.chunk(size)[rank]
-    said = "bits: exp depends on an element's place" if rank == 0 else "another rank of tp_group refused"
-    fixed_order.functions_fault.cache_clear()
-    try:
-        with mock.patch.object(torch, "exp", differs if rank == 0 else exp), pytest.raises(ValueError, match=said):
-            linear_log_probs(part, weight, labels, group, layout, bits=bits)
-    finally:
-        fixed_order.functions_fault.cache_clear()
+    for name, other, own in (("exp", other_exp, "exp depends"), ("mm", differs, "a row of a torch.float32 product")):
+        said = f"bits: {own}" if rank == 0 else "another rank of tp_group refused"
+        cached = fixed_order.functions_fault, fixed_order.heights
+        for each in cached:
+            each.cache_clear()
+        try:
+            with (
+                mock.patch.object(torch, name, other if rank == 0 else getattr(torch, name)),
+                pytest.raises(ValueError, match=said),
+            ):
+                linear_log_probs(part, weight, labels, group, layout, bits=bits)
+        finally:
+            for each in cached:
+                each.cache_clear()
     linear_log_probs(part, weight, labels, group, layout, bits=bits)
 
 
-@ranks(2)
 @pytest.mark.parametrize("bits", MODES)
-def test_a_rank_whose_products_do_not_keep_bits_goes_on_by_rows(bits):
-    """The others need not know: nothing is sent for it, and nobody waits."""
-    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    hidden, _, _, labels = problem(torch.float32)
-    whole = torch.randn(208, WIDTH, generator=torch.Generator().manual_seed(5))
-    multiply = torch.mm
+@pytest.mark.parametrize("logits", [False, True], ids=["softmax", "logits"])
+def test_gradients_ignore_tokens_behind_that_do_not_count(bits, logits):
+    """dW, the bias's gradient and dx, with terms of all columns: label smoothing, a mean logit, a softcap."""
+    hidden, weight, bias, given = problem(torch.float32)
+    slopes, more = slopes_of(torch.float32), [head.SumOfSquares()] if logits else []
 
-    def differs(a, b, **options):
-        found = multiply(a, b, **options)
-        if len(found) > 1:
-            found[-1] *= 1 + 1e-4
-        return found
+    def gradients(counted, count, softcap):
+        labels = given.where(torch.arange(TOKENS) < counted, -100)
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden[:count], weight, bias)]
+        of = LmHead(leaves[1], bias=leaves[2], softcap=softcap, bits=bits)
+        loss = head.CrossEntropy(labels[:count], label_smoothing=0.1, z_loss=0.01)
+        each = of.read(leaves[0], loss, head.MeanLogit(), *more)
+        counts = labels[:count] != -100
+        (sum(x.where(counts, 0.0) for x in each) * slopes[:count]).sum().backward()
+        return [leaves[0].grad[:counted], leaves[1].grad, leaves[2].grad]
 
-    def both(tokens):
-        x, w = hidden[tokens].requires_grad_(), whole.chunk(size)[rank].clone().requires_grad_()
-        log_probs = linear_log_probs(x, w, labels[tokens], group, bits=bits)
-        return [log_probs.detach(), *torch.autograd.grad(log_probs.sum(), x)]
-
-    fixed_order.heights.cache_clear()
-    try:
-        with mock.patch.object(torch, "mm", differs if rank == 0 else multiply), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*gives a row other bits at another place")
-            together, some = both(slice(0, 80)), both(slice(3, 20))
-    finally:
-        fixed_order.heights.cache_clear()
-    same([x[3:20] for x in together], some)
-    torch.testing.assert_close(together, both(slice(0, 80)), rtol=1e-4, atol=1e-4)
+    for softcap, counted in itertools.product((None, 3.0), (5, 180)):
+        wanted = gradients(counted, counted, softcap)
+        for count in (counted + 7, 256, TOKENS):
+            same(wanted, gradients(counted, count, softcap))
 
 
 @ranks(2)

@@ -15,7 +15,7 @@ import torch
 
 from megatron_ext import linear_cross_entropy, linear_log_probs, vocab_parallel_cross_entropy
 from megatron_ext.head import LmHead, Logits, Sampled, TopK
-from megatron_ext.head.engine import chunk_sizes
+from megatron_ext.head.call import chunk_sizes
 from megatron_ext.head.row_passes import label_terms, logit_passes
 from tests.devices import GPU
 from tests.head.problems import OPTIONS, Problem, error

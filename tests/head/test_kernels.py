@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.fake_cuda import kernels
 from megatron_ext import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.kernels import blocks
+from megatron_ext.memory.fake_cuda import kernels
 from tests.head.as_on_cuda import cuda_branches
 from tests.head.hopper import OLDER_TRITON, recorded
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.head import LmHead, Logits, ReadOut
-from megatron_ext.head.engine.logit_gradient import Basis
+from megatron_ext.head.call.logit_gradient import Basis
 from tests.fuzz import drawn_read_outs, heads
 from tests.fuzz.case import check, whole
 from tests.fuzz.draw import Draw

@@ -8,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.fake_cuda import kernels
 from megatron_ext import head
 from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums, sums_of_equals
+from megatron_ext.memory.fake_cuda import kernels
 from tests.head.as_on_cuda import cuda_branches, plain
 
 aten = torch.ops.aten

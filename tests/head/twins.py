@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.logit_gradient import Basis
-from megatron_ext.head.engine.resolved_head import ResolvedHead
+from megatron_ext.head.call import statistics
+from megatron_ext.head.call.logit_gradient import Basis
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.kernels import label_terms as twin_terms
 from megatron_ext.head.kernels import nucleus as twin_nucleus
 from megatron_ext.head.kernels import selection as twin_selection
@@ -22,7 +22,7 @@ from megatron_ext.head.row_passes import label_terms as plain_terms
 from megatron_ext.head.row_passes import logit_passes as plain
 from megatron_ext.head.row_passes import nucleus as plain_nucleus
 from megatron_ext.head.row_passes import selection as plain_selection
-from megatron_ext.head.row_passes import token_terms as plain_tokens
+from megatron_ext.head.row_passes.dispatch import PYTORCH
 from megatron_ext.numerics.matrices import accumulation_dtype
 
 WIDTHS = [(37, 37), (37, 30), (37, 0), (1, 1), (2500, 2500), (17000, 16999)]
@@ -266,7 +266,7 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
         upstream[0] = z.new_tensor(0.5).expand(tokens)
     for rank in range(ranks):
         found = []
-        for side in (plain_tokens, twin_tokens):
+        for side in (PYTORCH, twin_tokens):
             stats = side.combined(torch.stack(made), made[rank], shifts[rank] - 3.0, settings)
             gradient = side.token_gradient(stats, labels != -100, targets[rank], Basis(*upstream), settings)
             found.append([*stats, *(gradient.inside or ()), *gradient[1:]])

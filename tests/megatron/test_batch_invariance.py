@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_ext import batch_invariant_mode, linear_cross_entropy, linear_log_probs, model_utils
-from megatron_ext.head import LmHead, options_by_mode
+from megatron_ext.head import LmHead
+from megatron_ext.head.validation import option_checks
 from megatron_ext.integrations import trl, verl
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.layer_specs import gpt_layer_spec
@@ -93,7 +94,7 @@ def test_bits_are_refused_where_megatron_makes_the_logits():
 @contextmanager
 def vllm_asked():
     """What verl sets in every process where `rollout.full_determinism` is True, and who runs TRL's vLLM by hand."""
-    with mock.patch.dict(os.environ, {options_by_mode.VLLMS: "1"}), warnings.catch_warnings():
+    with mock.patch.dict(os.environ, {option_checks.VLLMS: "1"}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "VLLM_BATCH_INVARIANT is set")
         yield
 

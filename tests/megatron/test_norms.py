@@ -76,3 +76,14 @@ def test_a_wider_residual_comes_out_in_the_weights_dtype(kind):
     torch.testing.assert_close(ours.grad, theirs.grad)
     for parameter, same in zip(norm.parameters(), wide.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, same.grad.bfloat16(), rtol=1e-2, atol=1e-3)
+
+
+def test_final_norm_of_megatron_has_its_default_epsilon():
+    """Also where the class stands in for Megatron's, which passes `eps` itself."""
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_ext.megatron.layer_specs import _FinalNorm
+
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    x = torch.randn(3, 8) * 1e-3  # so small that eps shows
+    torch.testing.assert_close(_FinalNorm(config, 8)(x), F.layer_norm(x, (8,), eps=1e-5))

@@ -261,6 +261,7 @@ def test_agree_tells_every_rank_what_failed_on_one():
             raise FileNotFoundError("no such thing")
         return 5
 
-    with pytest.raises(OSError, match="no such thing"):
+    with pytest.raises(OSError, match="no such thing") as told:
         agree(act)
+    assert (told.type is FileNotFoundError) == (dist.get_rank() == 1)  # elsewhere: an error that says where
     assert agree(dist.get_rank) == [0, 1]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_ext import reference
-from megatron_ext.head.engine import chunk_sizes
+from megatron_ext.head.call import chunk_sizes
 from megatron_ext.policy import (
     ClippedPGLoss,
     DistillationLossFn,

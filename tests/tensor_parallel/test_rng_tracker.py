@@ -231,6 +231,9 @@ def test_states_are_converted_both_ways():
     assert random.convert_cuda_rng_state(state) is state
     assert random.convert_cuda_rng_state(generator, to_graphable=True) is generator
     assert torch.equal(random.convert_cuda_rng_state(generator), state)
+    made = random.convert_cuda_rng_state(state, to_graphable=True)
+    assert isinstance(made, torch.Generator)
+    assert torch.equal(made.get_state(), state)
     with pytest.raises(ValueError, match="state is a int"):
         random.convert_cuda_rng_state(5)
 

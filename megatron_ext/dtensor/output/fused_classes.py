@@ -31,6 +31,16 @@ def use_fused_class(model: nn.Module, dispatch: Dispatch) -> None:
         model.__dict__.pop("_original_forward", None)  # from which accelerate would make another
 
 
+def leave_fused_class(model: nn.Module) -> None:
+    """Put `model` into its own class again, but one that FSDP2 has wrapped, or that has a forward of its own.
+
+    Both classes compute the same for a model without settings of a fused loss.
+    """
+    own = vars(type(model)).get("_megatron_ext_base")
+    if own is not None and _INSTANCE not in vars(model):
+        model.__class__ = own
+
+
 _INSTANCE = "_megatron_ext_own_forward"
 
 

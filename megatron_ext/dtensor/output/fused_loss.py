@@ -22,6 +22,7 @@ from megatron_ext.dtensor.output.fused_classes import FUSED, use_fused_class
 from megatron_ext.dtensor.output.head_calls import head_call
 from megatron_ext.dtensor.output.head_rule import is_hooked
 from megatron_ext.dtensor.output.hidden_states_or_logits import (
+    KEEPS_LOGITS,
     Read,
     is_registered,
     say_that_logits_are_made,
@@ -110,9 +111,7 @@ def use_fused_loss(
             "model is what torch.compile made, which would make the logits inside of its graph: call "
             "use_fused_loss(model) on the model itself, and compile its decoder: model.model.compile()"
         )
-    inside: Any = model
-    if hasattr(model, "get_base_model"):  # PEFT's wrapper calls the model inside
-        inside = model.get_base_model()  # type: ignore[operator]
+    inside = model_inside(model)
     output_head_path(inside)
     losses = functools.partial(
         linear_cross_entropy,
@@ -126,17 +125,27 @@ def use_fused_loss(
         proof_mode(proof)
     _check_options(losses, bits, logit_dtype)
     read = Read(1.0, losses, vocab_parallel_cross_entropy, bits=bits, logit_dtype=logit_dtype)
+    inside.__dict__.pop(KEEPS_LOGITS, None)
     use_fused_class(inside, _forward)
     inside.__dict__[FUSED] = FusedLoss(read, in_eval, proof)
     return model
 
 
+def model_inside(model: Any) -> Any:
+    """The model that PEFT's wrapper calls; `model` itself where there is none."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def proofs_of(model: nn.Module) -> tuple[Proof, ...]:
+    """The proofs of `model`'s loss, of each kind of call that was proved, in order."""
+    fused: FusedLoss | None = vars(model_inside(model)).get(FUSED)
+    found = [] if fused is None else [_PROOFS.made(owner) for owner in fused.owners]
+    return tuple(proof for proof in found if proof is not None)
+
+
 def proof_of(model: nn.Module) -> Proof | None:
     """The last proof of `model`'s loss, for reports; None before its first call with labels."""
-    inside: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    fused: FusedLoss | None = vars(inside).get(FUSED)
-    found = [] if fused is None else [_PROOFS.made(owner) for owner in fused.owners]
-    return next((proof for proof in reversed(found) if proof is not None), None)
+    return next(reversed(proofs_of(model)), None)
 
 
 def _check_options(losses: Callable[..., Tensor], bits: Bits | None, logit_dtype: torch.dtype | None) -> None:
@@ -148,9 +157,9 @@ def _check_options(losses: Callable[..., Tensor], bits: Bits | None, logit_dtype
 
 def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """`own`, the forward of a model, with our loss where that is proved."""
-    fused: FusedLoss = self.__dict__[FUSED]
+    fused: FusedLoss | None = self.__dict__.get(FUSED)  # None after `restore_own_loss`
     given = _named(type(self).forward, args, kwargs)
-    if given is None or not fusion_is_on():
+    if fused is None or given is None or not fusion_is_on():
         return own(self, *args, **kwargs)
     wanted = any(isinstance(given.get(name), Tensor) for name in ("labels", "shift_labels"))
     if not wanted or not (self.training or fused.in_eval):

@@ -19,12 +19,13 @@ from megatron_ext.dtensor.decoder import output_head_path, text_model
 from megatron_ext.dtensor.output.head_rule import HeadRule, head_rule, is_hooked, why_unknown
 from megatron_ext.head.adapters.peft_layers import unwrapped
 from megatron_ext.head.layer_facts import head_facts, local_shard
-from megatron_ext.head.options_by_mode import bits_or_mode
 from megatron_ext.head.validation.argument_checks import or_refuse
-from megatron_ext.head.validation.option_checks import Bits, rounds
+from megatron_ext.head.validation.option_checks import Bits, bits_or_mode, rounds
+from megatron_ext.proof import why_fusion_is_off
 
 _HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
 _RULE = "_megatron_ext_head_rule"
+KEEPS_LOGITS = "_megatron_ext_keeps_logits"  # where a model says why its logits are made, if a user wants them
 
 
 class Read(NamedTuple):
@@ -62,6 +63,9 @@ def is_registered(model: nn.Module) -> bool:
 
 def rule_or_reason(model: nn.Module) -> tuple[HeadRule | None, str]:
     """Return what `model` makes of hidden states at its head; or None, and why its logits are made."""
+    off = why_fusion_is_off() or model.__dict__.get(KEEPS_LOGITS)
+    if off is not None:
+        return None, off
     name = type(model).__name__.removeprefix("FSDP")
     rule = model.__dict__[_RULE] if is_registered(model) else head_rule(model)
     if rule is None:

@@ -19,8 +19,8 @@ from megatron_ext.experimental.pipeline_vocabulary.order.passes import Exchange,
 from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers import Sharing
 from megatron_ext.experimental.pipeline_vocabulary.side_stream import Aside, SideWork
 from megatron_ext.experimental.pipeline_vocabulary.stage_messages import StageMessages
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.engine import linear_steps
-from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.megatron.fused_loss.acceptance_counts import counts_acceptance

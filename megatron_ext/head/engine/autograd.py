@@ -15,8 +15,8 @@ from megatron_ext import main_grad
 from megatron_ext.autograd import differentiable_once, without_autocast
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
+from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.numerics.tree_sums import sum_of_ranks
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from megatron_ext.head.row_passes.logit_passes import part_of
+from megatron_ext.numerics.matrices import part_of
 
 # Elements of rows that are copied after all, because their runs are too short to be worked on one by one.
 _FEW = 1 << 20

@@ -20,14 +20,14 @@ from megatron_ext import main_grad
 from megatron_ext.autograd import differentiable_once, without_autocast
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
+from megatron_ext.head.call import matmul
+from megatron_ext.head.call.chunk_sizes import keeps_all, tiles
+from megatron_ext.head.call.matmul import operand
+from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.engine import linear_passes
-from megatron_ext.head.engine.chunk_sizes import keeps_all, tiles
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.engine.weight_gradient import WeightGradient, weight_gradients
-from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.row_passes.side_by_side import operand
 from megatron_ext.numerics import cpu_products
 
 

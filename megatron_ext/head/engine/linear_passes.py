@@ -10,15 +10,13 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank
-from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.chunk_sizes import block_room, cached_columns, pieces, product_chunks
+from megatron_ext.head.call import matmul, statistics
+from megatron_ext.head.call.chunk_sizes import block_room, cached_columns, pieces, product_chunks
+from megatron_ext.head.call.matmul import Operand, SideBySide
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.row_passes.logit_passes import part_of, parts_of
-from megatron_ext.head.row_passes.side_by_side import Operand, SideBySide
 from megatron_ext.numerics import matrices
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.matrices import accumulation_dtype, part_of, parts_of
 
 
 class FirstPass(NamedTuple):

@@ -23,15 +23,14 @@ from torch import Tensor
 from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
-from megatron_ext.head.engine import statistics
+from megatron_ext.head.call import matmul, statistics
+from megatron_ext.head.call.matmul import is_quantised
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.engine.linear_passes import FirstPass, finished_dx, statistics_pass
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.engine.weight_gradient import WeightGradient
-from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.row_passes.side_by_side import is_quantised
 from megatron_ext.head.validation.argument_checks import check_exchange, check_floating, linear_fault
 
 

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine import logit_gradient, statistics
-from megatron_ext.head.engine.logit_gradient import Basis
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.engine.statistics import Statistics
-from megatron_ext.head.fixed_bits.leaves import leaf_count
-from megatron_ext.head.validation import agreement
+from megatron_ext.head.call import agreement, logit_gradient, statistics
+from megatron_ext.head.call.leaves import leaf_count
+from megatron_ext.head.call.logit_gradient import Basis
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.validation.argument_checks import check_exchange
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.readable_values import has_values

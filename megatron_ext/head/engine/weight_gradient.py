@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_ext import main_grad
-from megatron_ext.head.engine.chunk_sizes import pieces
+from megatron_ext.head.call.chunk_sizes import pieces
+from megatron_ext.head.call.logit_gradient import GradientParts
+from megatron_ext.head.call.matmul import Operand, column_spans, tensors_of
 from megatron_ext.head.engine.linear_passes import counted, weighed_sum
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.row_passes.side_by_side import Operand, column_spans, tensors_of
-from megatron_ext.head.row_passes.token_terms import Gradient
 from megatron_ext.numerics import cpu_products
 from megatron_ext.numerics.matrices import on_tensor_cores
 
@@ -37,7 +37,7 @@ class WeightGradient:
     """Fills `out_VD` (`accumulate`: adds to it, a main_grad) block by block of rows; `finish` once all are there."""
 
     def __init__(
-        self, out_VD: Tensor, x_TD: Tensor, bias_V: Tensor | None, grad: Gradient, plan: Plan, accumulate: bool
+        self, out_VD: Tensor, x_TD: Tensor, bias_V: Tensor | None, grad: GradientParts, plan: Plan, accumulate: bool
     ):
         self._out_VD, self._x_TD, self._grad, self._target_T = out_VD, x_TD, grad, plan.target_T
         self._labelled = plan.labelled
@@ -120,7 +120,7 @@ def weight_gradients(
     outs: Sequence[Tensor | None],
     x_TD: Tensor,
     bias_V: Tensor | None,
-    grad: Gradient,
+    grad: GradientParts,
     plan: Plan,
     accumulate: bool,
 ) -> list[WeightGradient]:

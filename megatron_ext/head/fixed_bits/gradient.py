@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine import chunk_sizes, linear_passes
+from megatron_ext.head.call import chunk_sizes
+from megatron_ext.head.call.leaves import total_of
+from megatron_ext.head.call.statistics import Statistics
+from megatron_ext.head.engine import linear_passes
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.engine.statistics import Statistics
-from megatron_ext.head.fixed_bits.leaves import total_of
 from megatron_ext.head.fixed_bits.source import Source, part_kept
 from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
-from megatron_ext.head.row_passes.logit_passes import part_of, parts_of
 from megatron_ext.numerics import fixed_order
-from megatron_ext.numerics.fixed_order import TOKENS
+from megatron_ext.numerics.matrices import part_of, parts_of
 
 
 class Gradient:
-    """Gradient of logits, by the parts of `token_terms.Gradient` for each leaf, whose exponentials have a shift of
+    """Gradient of logits, by the parts of `GradientParts` for each leaf, whose exponentials have a shift of
     their own."""
 
     def __init__(self, source: Source, plan: Plan, kept: list[Tensor], stats: Statistics, shift_LT: Tensor, basis: Any):
@@ -120,14 +120,14 @@ class Gradient:
         if self._source.on_gpu:
             fixed_order.transposed(out_V.unsqueeze(1), g_tV, scale_t.to(g_tV.dtype).unsqueeze(1))
             return
-        for g, scale in zip(g_tV.split(TOKENS), scale_t.split(TOKENS), strict=True):
-            out_V += (g.to(out_V.dtype) * scale.unsqueeze(1)).sum(0)
+        fixed_order.add_column_sums(out_V, g_tV, scale_t)
 
     def add_labels(self, total_VD: Tensor, x_TD: Tensor) -> None:
         """Add the exact terms: of the labels, and of every column that counts where the gradient has an offset."""
         common_D = counted_V = None
         if self._offset is not None:
-            common_D = linear_passes.weighed_sum(x_TD, self._offset)
+            common_D = self._offset.new_zeros(x_TD.shape[1])
+            fixed_order.add_column_sums(common_D, x_TD, self._offset)
             counted_V = torch.cat([self._counted(at) for at in range(len(self._grads))])
         value_T = self._grads[0].target
         for grad in self._grads[1:]:

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
-from megatron_ext.head.engine import statistics
+from megatron_ext.head.call import statistics
+from megatron_ext.head.call.leaves import of_shard
+from megatron_ext.head.call.matmul import in_one, operand
 from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
 from megatron_ext.head.engine.linear_passes import kept_columns
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.fixed_bits import engine_order
 from megatron_ext.head.fixed_bits.gradient import Gradient
-from megatron_ext.head.fixed_bits.leaves import of_shard
 from megatron_ext.head.fixed_bits.source import Source, part_kept
+from megatron_ext.head.row_passes import engine_order
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.row_passes.side_by_side import in_one, operand
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.tree_sums import TreeSum
 
@@ -57,7 +57,7 @@ class OfSoftmaxFixed(Way):
             joined_KT = statistics.joined(stats_LKT[..., :-1], call)
             own_KT[: len(joined_KT), :-1] = joined_KT
         stats_RKT = plan.exchange(own_KT)
-        stats = statistics.combine(stats_RKT, stats_LKT.amax(0), call, shift_LT[0])
+        stats = statistics.combine(stats_RKT, stats_LKT.amax(0), shift_LT[0], call)
         if engine_order.applies(call, source.x_TD):
             stats = engine_order.rounded(stats, stats_RKT)
         return Passed(stats, *plan.results(stats, stats_RKT, own_KT), (shift_LT, *kept))

@@ -10,9 +10,9 @@ Legend: T tokens, t of a chunk, D hidden size, V columns of a leaf or of a block
 
 from torch import Tensor
 
-from megatron_ext.head.engine import chunk_sizes
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.fixed_bits.leaves import leaves_of
+from megatron_ext.head.call import chunk_sizes
+from megatron_ext.head.call.leaves import leaves_of
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.numerics import fixed_order, matrices
 from megatron_ext.numerics.fixed_order import TOKENS
 from megatron_ext.numerics.matrices import accumulation_dtype
@@ -49,7 +49,7 @@ class Source:
         """Tokens at a time in forward. `room`: bytes that a chunk's logits may take on CUDA."""
         tokens, call = self.x_TD.shape[0], self.call
         if not self.on_gpu:
-            return chunks(call, tokens, kept[0].shape[0], self.columns)
+            return chunk_sizes.fixed_chunks(call, tokens, kept[0].shape[0], self.columns)
         width = self.leaves[0].width
         return chunk_sizes.product_chunks(slice(0, tokens), call.chunk_tokens, width, self.x_TD, room)
 
@@ -58,7 +58,7 @@ class Source:
         tokens, call = self.x_TD.shape[0], self.call
         if not self.on_gpu:
             whole = [[slice(0, leaf.width)] for leaf in self.leaves]
-            return [(rows, whole) for rows in chunks(call, tokens, kept[0].shape[0], self.columns)]
+            return [(rows, whole) for rows in chunk_sizes.fixed_chunks(call, tokens, kept[0].shape[0], self.columns)]
         blocks = []
         for leaf, kept_TV in zip(self.leaves, kept, strict=True):
             first, rest = kept_TV.shape[1], leaf.width - kept_TV.shape[1]
@@ -90,12 +90,3 @@ def part_kept(kept_TV: Tensor, rows: slice, block: slice) -> Tensor | None:
     if rows.stop > kept_TV.shape[0] or block.stop > kept_TV.shape[1]:
         return None
     return kept_TV[rows, block]
-
-
-def chunks(call: ResolvedHead, tokens: int, kept_tokens: int, columns: int, on_gpu: bool = False) -> list[slice]:
-    """Tokens in chunks of a multiple of `TOKENS`, none of which holds both kept ones and others."""
-    given = slice(0, call.chunk_tokens or tokens)
-    first = given if call.chunk_tokens else (chunk_sizes.chunks(given, None, columns, on_gpu) or [given])[0]
-    step = fixed_order.whole_blocks(first)
-    parts = [slice(0, kept_tokens), slice(kept_tokens, tokens)]
-    return [slice(at, min(at + step, part.stop)) for part in parts for at in range(part.start, part.stop, step)]

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.kernels.logits import logits, rowwise
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
 
 _BLOCK = tl.constexpr(1024)
 

@@ -1,15 +1,14 @@
 """`combined` and `token_gradient` in Triton, one launch each: arguments and results as in
-`megatron_ext.head.row_passes.token_terms`. All arithmetic is fp64, rounded where it is written."""
+`statistics.combine` and `logit_gradient.token_gradient`. All arithmetic is fp64, rounded where it is written."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_ext.head.engine.logit_gradient import Basis, PassCoefficients
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.engine.statistics import START, Statistics, own_rows
-from megatron_ext.head.row_passes.token_terms import Gradient
+from megatron_ext.head.call.logit_gradient import Basis, GradientParts, PassCoefficients
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import START, Statistics, own_rows
 
 _TOKENS, _WARPS = 128, 4  # of a program: 8192 tokens fill 64 of a GPU's multiprocessors
 _START = tl.constexpr(START)
@@ -195,7 +194,7 @@ def _token_gradient_kernel(
 
 
 def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead) -> Statistics:
-    """See `megatron_ext.head.row_passes.token_terms.combined`."""
+    """See `megatron_ext.head.call.statistics.combine`."""
     tokens = shift_T.shape[0]
     facts_FT = shift_T.new_empty(3 + 2 * call.mean + call.expected, tokens, dtype=torch.float64)
     hits_T = torch.empty(tokens, dtype=torch.bool, device=shift_T.device) if call.hits else None
@@ -223,8 +222,8 @@ def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedH
 
 def token_gradient(
     stats: Statistics, kept_T: Tensor | None, target_T: Tensor, basis: Basis, call: ResolvedHead, labelled: bool = False
-) -> Gradient:
-    """See `megatron_ext.head.row_passes.token_terms.token_gradient`."""
+) -> GradientParts:
+    """See `megatron_ext.head.call.logit_gradient.token_gradient`."""
     tokens, shift_T = target_T.shape[0], stats.shift
     kept_T = torch.ones_like(target_T, dtype=torch.bool) if kept_T is None else kept_T
     smoothed, capped, inner = basis.mean is not None, call.softcap is not None, basis.entropy is not None
@@ -266,4 +265,4 @@ def token_gradient(
     if bent:
         inside_scale, slope = rest.pop(0), rest.pop(0) if inner else None
         inside = PassCoefficients(inside_scale, slope, rest.pop() if smoothed and capped else None)
-    return Gradient(inside, scale, shift_T, target, offset)
+    return GradientParts(inside, scale, shift_T, target, offset)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.logit_gradient import Basis
-from megatron_ext.head.engine.statistics import Statistics
+from megatron_ext.head.call.logit_gradient import Basis
+from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found, ReadOut
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.resolved_head import ResolvedHead
+from megatron_ext.head.call import agreement
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import AtPlaces, Chunk, Flatten, Found, counted
 from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.sampling_checks import check_kept_rows, check_kept_shapes
 
 _MAX, _SUM, _OWN = 0, 1, 2  # rows: the largest logit, the sum of exponentials below it, and the read-out's own number

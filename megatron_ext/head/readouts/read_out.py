@@ -25,12 +25,11 @@ from torch.torch_version import TorchVersion
 
 from megatron_ext.distributed.groups import Group, group_rank
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.logit_gradient import Basis
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.engine.statistics import REFUSED, Statistics
-from megatron_ext.head.fixed_bits import leaves
+from megatron_ext.head.call import agreement, leaves
+from megatron_ext.head.call.logit_gradient import Basis
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import REFUSED, Statistics
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.argument_checks import REFUSAL, check_agreement
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.readable_values import has_values, raise_if

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank
-from megatron_ext.head.engine import chunk_sizes
-from megatron_ext.head.engine.statistics import fingerprint
+from megatron_ext.head.call import chunk_sizes
+from megatron_ext.head.call.statistics import fingerprint
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import Chunk, Found, counted, put
 from megatron_ext.head.row_passes.dispatch import passes_of

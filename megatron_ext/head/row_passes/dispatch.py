@@ -22,16 +22,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.logit_gradient import Basis
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.engine.statistics import Statistics
-from megatron_ext.head.row_passes import fixed_order_sums, label_terms, logit_passes, nucleus, selection, token_terms
+from megatron_ext.head.call import logit_gradient, statistics
+from megatron_ext.head.call.logit_gradient import Basis, GradientParts
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import Statistics
+from megatron_ext.head.row_passes import fixed_order_sums, label_terms, logit_passes, nucleus, selection
 from megatron_ext.numerics.readable_values import has_values
 
 
 class RowPasses(Protocol):
-    """The passes. `logit_passes`, `label_terms`, `token_terms`, `nucleus`, `selection` and `fixed_order_sums` say more
-    of each argument."""
+    """The passes. `logit_passes`, `label_terms`, `statistics`, `logit_gradient`, `nucleus`, `selection` and
+    `fixed_order_sums` say more of each argument."""
 
     def row_statistics(
         self,
@@ -113,7 +114,7 @@ class RowPasses(Protocol):
         basis: Basis,
         call: ResolvedHead,
         labelled: bool = False,
-    ) -> token_terms.Gradient:
+    ) -> GradientParts:
         """The gradient of logits by its parts."""
 
     def nucleus(
@@ -148,8 +149,8 @@ class _PyTorchPasses:
     add_label_rows = staticmethod(label_terms.add_label_rows)
     finish_dx = staticmethod(label_terms.finish_dx)
     scale_rows = staticmethod(label_terms.scale_rows)
-    combined = staticmethod(token_terms.combined)
-    token_gradient = staticmethod(token_terms.token_gradient)
+    combined = staticmethod(statistics.combine)
+    token_gradient = staticmethod(logit_gradient.token_gradient)
     nucleus = staticmethod(nucleus.nucleus)
     group_maxima = staticmethod(selection.group_maxima)
     first_columns = staticmethod(selection.first_columns)

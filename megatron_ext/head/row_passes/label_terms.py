@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.chunk_sizes import column_blocks, pieces
+from megatron_ext.head.call.chunk_sizes import column_blocks, pieces
 from megatron_ext.numerics.readable_values import has_values
 
 

@@ -13,10 +13,9 @@ What a logit goes through before anything else, in the accumulation dtype (fp32;
 import torch
 from torch import Tensor
 
+from megatron_ext.head.call.statistics import MAX, SUM_EXP, TARGET, statistics_rows
+from megatron_ext.numerics.matrices import part_of
 from megatron_ext.numerics.readable_values import has_values
-
-# Rows of the statistics tensor. The first three are always there; the others follow in this order where asked for.
-MAX, SUM_EXP, TARGET = 0, 1, 2
 
 # exp(-1e4) is 0 in every dtype, and 0 * -1e4 is 0 where 0 * -inf would be NaN.
 _FAR = -1e4
@@ -28,11 +27,6 @@ _CPU_BLOCK = 1 << 19
 _CUDA_BLOCK = 1 << 27
 # So few that cutting them takes longer than it saves memory.
 _FEW = 1 << 12
-
-
-def statistics_rows(with_mean: bool, with_entropy: bool, with_hits: bool, with_bend: bool) -> int:
-    """Number of rows K that `row_statistics` writes; `with_bend`: there is a softcap."""
-    return 3 + 2 * with_mean + with_entropy + with_hits + with_bend
 
 
 def row_statistics(
@@ -230,17 +224,6 @@ def sums_of_rows(x_TV: Tensor) -> Tensor:
     whole_TV = x_TV if end == x_TV.shape[1] else x_TV[:, :end]
     sums_T = whole_TV.view(x_TV.shape[0], 16, end // 16).sum(-1).sum(1, dtype=torch.float64)
     return sums_T if whole_TV is x_TV else sums_T + x_TV[:, end:].sum(1)
-
-
-def part_of(x: Tensor, rows: slice, columns: int | None = None) -> Tensor:
-    """`x[rows, :columns]`, and `x` itself where that is all of it: small calls spend their time on the call."""
-    x = x if rows.stop - rows.start == x.shape[0] else x[rows]
-    return x if columns is None or columns >= x.shape[1] else x[:, :columns]
-
-
-def parts_of(rows: slice, *given: Tensor | None) -> list[Tensor | None]:
-    """`part_of` of each that there is."""
-    return [None if x is None else part_of(x, rows) for x in given]
 
 
 def _at_owned(x_T1: Tensor, elsewhere_T: Tensor | None, other: float) -> Tensor:

@@ -16,10 +16,9 @@ from torch import Tensor
 from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.engine.statistics import COUNTED, LABELS, OPTIONS, REFUSED, SIZE, START
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
-from megatron_ext.head.row_passes.side_by_side import is_quantised
+from megatron_ext.head.call.matmul import is_quantised
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import COUNTED, LABELS, MAX, OPTIONS, REFUSED, SIZE, START, SUM_EXP
 from megatron_ext.numerics.matrices import accumulation_dtype
 from megatron_ext.numerics.readable_values import (
     OutsideVocabulary,

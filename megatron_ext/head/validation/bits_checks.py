@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import group_rank
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.fixed_bits.leaves import LEAVES, leaves_fault
+from megatron_ext.head.call.leaves import LEAVES, leaves_fault
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.numerics.fixed_order import functions_fault
 from megatron_ext.numerics.readable_values import has_values
 

@@ -1,16 +1,21 @@
-"""Checks of the head's options: numbers and names that every rank gives alike, a ValueError before it computes."""
+"""Checks of the head's options: numbers and names that every rank gives alike, a ValueError before it computes; and
+options that follow from the batch-invariant mode, and from Megatron's deterministic one."""
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
+from megatron_ext.head.call.resolved_head import Bits as Bits
+from megatron_ext.head.call.resolved_head import Cache as Cache
+from megatron_ext.numerics.batch_invariance import is_on, say_once
+
 HiddenLayout = Literal["replicated", "sequence"]
 Reduction = Literal["none", "sum", "mean"]
-Bits = Literal["fast", "batch", "tensor_parallel"]
-Cache = float | Literal["bounded", "auto"]
 
+VLLMS = "VLLM_BATCH_INVARIANT"
 LOGIT_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 LEAST_BYTES = 1024  # as `cache`: what is between 1 and this is meant as a percentage or a factor, and is neither
@@ -139,3 +144,30 @@ def check_no_bound(at_most: Any) -> None:
 def token_bound(skip_ignored: bool | int) -> int | None:
     """The `at_most` that an int says, where it is not a bool."""
     return None if isinstance(skip_ignored, bool) else skip_ignored
+
+
+def bits_or_mode(asked: Bits | None, config: Any = None) -> Bits:
+    """The bits that were asked for; where none were, "batch" if the mode is on or vLLM is asked for it in this process,
+    which is said once, else "fast".
+
+    Megatron's own kernels do not reach the head's products. Where the head has no such bits it refuses to run rather
+    than give others.
+    """
+    if asked is not None:
+        return asked
+    if is_on(config):
+        say_once('batch_invariant_mode is on: the fused head takes bits="batch"')
+        return "batch"
+    if os.environ.get(VLLMS, "") not in ("", "0"):
+        say_once(f'{VLLMS} is set in the environment: the fused head takes bits="batch"')
+        return "batch"
+    return "fast"
+
+
+def repeatable(cache: Cache, config: Any) -> Cache:
+    """`cache`, but for "auto" under Megatron's `deterministic_mode` "bounded", which is said once: what is kept by free
+    memory changes the gradients' last bits."""
+    if cache != "auto" or not getattr(config, "deterministic_mode", False):
+        return cache
+    say_once('Megatron\'s deterministic_mode is on: the fused head takes cache="bounded" for "auto"')
+    return "bounded"

@@ -18,11 +18,11 @@ import torch
 
 from megatron_ext.distributed.collectives import all_gather_object
 from megatron_ext.distributed.groups import group_size
-from megatron_ext.head.validation import agreement
+from megatron_ext.head.call import agreement
 from megatron_ext.megatron.fused_loss import known_code, patch_points
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.promised_logits import tp_group
-from megatron_ext.proof import FUSION_VARIABLE, Basis, Proof, ProofMode, cannot_prove_now, fusion_is_on, proof_mode
+from megatron_ext.proof import Basis, Proof, ProofMode, cannot_prove_now, proof_mode
 
 # What of a configuration decides about an output layer and a loss.
 _CONFIG = (
@@ -139,13 +139,10 @@ def _why(model: Any) -> str:
 
 def _seen(model: Any, loss: bool) -> tuple[str | None, str | None]:
     """Why a model's logits cannot be promised, as this rank sees it, and what of it is not known."""
-    layer = patch_points.output_layer(model)
-    if (left := patch_points.why_not_promised(layer)) is not None:
+    if (left := patch_points.why_not_fused(model)) is not None:
         return left, None
-    if not fusion_is_on():
-        return f"{FUSION_VARIABLE} is off", None
     if not loss:
-        return known_code.why_not_known(layer), None
+        return known_code.why_not_known(patch_points.output_layer(model)), None
     return None, known_code.what_is_not_known(model)
 
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.lm_head import LmHead, Logits
-from megatron_ext.head.options_by_mode import bits_or_mode, repeatable
 from megatron_ext.head.validation import option_checks
-from megatron_ext.head.validation.option_checks import Bits, Cache
+from megatron_ext.head.validation.option_checks import Bits, Cache, bits_or_mode, repeatable
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, tp_group
 from megatron_ext.proof import ProofMode, proof_mode
 

@@ -17,6 +17,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer import multi_token_prediction
 
 from megatron_ext.megatron.fused_loss.module_calls import has_backward_hooks, standing
+from megatron_ext.proof import why_fusion_is_off
 
 FORWARD = "forward"
 POSTPROCESS = "_postprocess"
@@ -124,7 +125,7 @@ def why_not_fused(model: Any) -> str | None:
 
     Whether they are a product, and its loss a cross entropy, is for `known_code` and the proof to say.
     """
-    return why_not_promised(output_layer(model))
+    return why_fusion_is_off() or why_not_promised(output_layer(model))
 
 
 def why_not_promised(layer: Any) -> str | None:

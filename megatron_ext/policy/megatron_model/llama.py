@@ -17,8 +17,8 @@ _MODEL_TYPES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 Whole = Callable[[str], Tensor]
 
 
-class Sizes(NamedTuple):
-    """Sizes of attention and MLP."""
+class ModelSizes(NamedTuple):
+    """ModelSizes of attention and MLP."""
 
     heads: int
     groups: int
@@ -26,9 +26,9 @@ class Sizes(NamedTuple):
     experts: int = 0
 
 
-def sizes(config: Any) -> Sizes:
+def sizes(config: Any) -> ModelSizes:
     channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Sizes(config.num_attention_heads, config.num_key_value_heads, channels, experts(config))
+    return ModelSizes(config.num_attention_heads, config.num_key_value_heads, channels, experts(config))
 
 
 def experts(config: Any) -> int:
@@ -174,7 +174,7 @@ def _names(name: str) -> tuple[str, list[str]]:
     return "gated", [f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up")]
 
 
-def from_transformers(name: str, state: Mapping[str, Tensor], size: Sizes) -> Tensor:
+def from_transformers(name: str, state: Mapping[str, Tensor], size: ModelSizes) -> Tensor:
     """GPTModel's whole weight of this name, from transformers' state dict; a gated one is `[2, F, D]`."""
     kind, parts = _names(name)
     weights = [_of_state(part, state) for part in parts]
@@ -205,7 +205,7 @@ def experts_together(state: Iterable[str]) -> bool:
 
 
 def to_transformers(
-    shapes: Mapping[str, torch.Size], whole: Whole, size: Sizes, together: bool = False
+    shapes: Mapping[str, torch.Size], whole: Whole, size: ModelSizes, together: bool = False
 ) -> Iterator[tuple[str, torch.Size, Callable[[], Tensor]]]:
     """transformers' names of all weights, their shapes, and functions that make them from GPTModel's whole ones.
 

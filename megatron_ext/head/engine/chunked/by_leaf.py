@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.head.call.leaves import leaves_of
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.fixed_bits.leaves import leaves_of
 from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut
 
 

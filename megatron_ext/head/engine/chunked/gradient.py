@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine import logit_gradient
+from megatron_ext.head.call import logit_gradient
 from megatron_ext.head.engine.autograd import Asked
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
-from megatron_ext.head.row_passes.logit_passes import part_of, parts_of, transformed
+from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
+from megatron_ext.numerics.matrices import part_of, parts_of
 
 
 def logits_of_chunk(made: Sequence[Any], rows: slice, keep_raw: bool) -> tuple[Tensor | None, list[Tensor]]:

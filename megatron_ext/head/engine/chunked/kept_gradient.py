@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine import chunk_sizes
+from megatron_ext.head.call import chunk_sizes, matmul
+from megatron_ext.head.call.matmul import WeightSums
 from megatron_ext.head.engine.chunked.sources import Product
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.row_passes import matmul
-from megatron_ext.head.row_passes.side_by_side import WeightSums
 from megatron_ext.numerics import cpu_products, matrices
 from megatron_ext.numerics.matrices import accumulation_dtype
 from megatron_ext.numerics.readable_values import has_values

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
+from megatron_ext.head.call import matmul
+from megatron_ext.head.call.leaves import leaves_of
+from megatron_ext.head.call.matmul import in_one, operand
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.engine.flatten import rows_of
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.fixed_bits.leaves import leaves_of
-from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.logit_passes import bend, transformed
-from megatron_ext.head.row_passes.side_by_side import in_one, operand
 from megatron_ext.numerics import fixed_order
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.matrices import accumulation_dtype, new_matrix
 
 
 class LogitTransform(NamedTuple):
@@ -44,10 +44,15 @@ class Rule(NamedTuple):
         return self.bias_V is not None or self.softcap is not None or self.scale != 1.0
 
     def applied(self, z_tV: Tensor) -> Tensor:
-        """`softcap * tanh(scale * (z + bias) / softcap)`, in the dtype of the passes; `z` itself if nothing changes."""
+        """`softcap * tanh(scale * (z + bias) / softcap)`, in the dtype of the passes; `z` itself if nothing changes.
+
+        Rows are as far apart for one token as for many: kernels add in an order that goes by it.
+        """
         if not self.changes:
             return z_tV
-        return transformed(z_tV, self.bias_V, self._own_cap, 1.0 / self.scale, accumulation_dtype(z_tV.dtype))
+        dtype = accumulation_dtype(z_tV.dtype)
+        out_tV = new_matrix(z_tV, z_tV.shape[0], z_tV.shape[1], dtype)
+        return transformed(z_tV, self.bias_V, self._own_cap, 1.0 / self.scale, dtype, out_tV)
 
     def pull(self, z_tV: Tensor, out_tV: Tensor) -> None:
         """Turns the gradient of what `applied` gives of `z`, in `out`, into that of `z`."""

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_ext import main_grad
-from megatron_ext.head.engine import chunk_sizes, statistics
+from megatron_ext.head.call import chunk_sizes, matmul, statistics
+from megatron_ext.head.call.leaves import of_shard, total_of
+from megatron_ext.head.call.matmul import WeightSums, column_spans
+from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
 from megatron_ext.head.engine.chunked import kept_gradient, sources
 from megatron_ext.head.engine.chunked.by_leaf import Leaves
@@ -21,16 +24,11 @@ from megatron_ext.head.engine.chunked.gradient import ChunkGradient, logits_of_c
 from megatron_ext.head.engine.chunked.sources import LogitTransform, Product, Rule
 from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.fixed_bits import engine_order
-from megatron_ext.head.fixed_bits.leaves import of_shard, total_of
-from megatron_ext.head.fixed_bits.source import chunks as fixed_chunks
 from megatron_ext.head.readouts.read_out import Chunk
-from megatron_ext.head.row_passes import matmul
+from megatron_ext.head.row_passes import engine_order
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, part_of
-from megatron_ext.head.row_passes.side_by_side import WeightSums, column_spans
 from megatron_ext.numerics import fixed_order, matrices
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.matrices import accumulation_dtype, part_of
 from megatron_ext.numerics.tree_sums import TreeSum
 
 
@@ -181,7 +179,7 @@ def _row_chunks(plan: Plan, columns: int, tokens: int | None = None) -> list[sli
     if alike := plan.chunks():
         return alike
     if call.fixed:
-        return fixed_chunks(call, plan.tokens, 0, columns, on_gpu)
+        return chunk_sizes.fixed_chunks(call, plan.tokens, 0, columns, on_gpu)
     if on_gpu and not plan.needs_logits and not call.chunk_tokens:
         return [whole]  # each pass is one launch, and nothing is made of a chunk
     return chunk_sizes.chunks(whole, call.chunk_tokens or tokens, columns, on_gpu)
@@ -231,7 +229,7 @@ def _read(
     stats_RKT = plan.exchange(stats_KT)
     stats = None
     if plan.softmax and call.fixed:
-        stats = statistics.combine(stats_RKT, stats_KT, call, shifts[0])
+        stats = statistics.combine(stats_RKT, stats_KT, shifts[0], call)
         if engine_order.applies(call, like):
             stats = engine_order.rounded(stats, stats_RKT)
     elif plan.softmax:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
-from megatron_ext.head.engine import chunk_sizes
-from megatron_ext.head.engine.resolved_head import ResolvedHead
+from megatron_ext.head.call import chunk_sizes
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.readouts.divergences.teacher import SIDE, OfTwoSides, normaliser, side_statistics
 from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut, put
 from megatron_ext.head.row_passes.logit_passes import transformed

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.fixed_bits.leaves import added
+from megatron_ext.head.call.leaves import added
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
 
 SIDE = 3  # rows of each side, those of `row_statistics`
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron_ext.autograd import differentiable_once
 from megatron_ext.distributed import collectives
-from megatron_ext.head.engine import statistics
+from megatron_ext.head.call import statistics
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.engine.flatten import Flat
-from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
@@ -48,7 +48,7 @@ class DenseSoftmax(torch.autograd.Function):
         statistics.sign(stats_KT, call, lambda: f"logarithm {logarithm}", [], places_T)
         stats_RKT = statistics.exchange(stats_KT, call, places_T)
         argument_checks.check_exchange(stats_RKT, nowhere_T, call)
-        stats = statistics.combine(stats_RKT, stats_KT, call)
+        stats = statistics.combine(stats_RKT, stats_KT, None, call)
         log_sum_T = stats.log_sum.to(stats.shift.dtype)
         largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0).to(stats.shift.dtype)
         out_TV = torch.full_like(z_TV, -torch.inf if logarithm else 0, dtype=largest_T.dtype)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.row_passes.gpu_properties import TILE_M, TILE_N, Device, device_of, product_seconds
-from megatron_ext.head.row_passes.side_by_side import Operand
+from megatron_ext.head.call.gpu_properties import TILE_M, TILE_N, Device, device_of, product_seconds
+from megatron_ext.head.call.matmul import Operand
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.matrices import on_tensor_cores
 from megatron_ext.numerics.readable_values import has_values
 
@@ -267,3 +268,12 @@ def _stepped(span: slice, step: int) -> list[slice]:
 
 def _rounded(n: int, multiple: int) -> int:
     return max(multiple, n // multiple * multiple)
+
+
+def fixed_chunks(call: ResolvedHead, tokens: int, kept_tokens: int, columns: int, on_gpu: bool = False) -> list[slice]:
+    """Tokens in chunks of a multiple of `TOKENS`, none of which holds both kept ones and others."""
+    given = slice(0, call.chunk_tokens or tokens)
+    first = given if call.chunk_tokens else (chunks(given, None, columns, on_gpu) or [given])[0]
+    step = fixed_order.whole_blocks(first)
+    parts = [slice(0, kept_tokens), slice(kept_tokens, tokens)]
+    return [slice(at, min(at + step, part.stop)) for part in parts for at in range(part.start, part.stop, step)]

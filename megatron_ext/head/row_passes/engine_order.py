@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.engine.statistics import Statistics
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import MAX, SUM_EXP, Statistics
 
 
 def applies(call: ResolvedHead, x_TD: Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.resolved_head import ResolvedHead
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.numerics.fixed_order import aligned
 from megatron_ext.numerics.tree_sums import in_tree
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.statistics import Statistics, log_prob
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import Statistics, log_prob
 
 
 class Basis(NamedTuple):
@@ -124,3 +125,54 @@ def pass_coefficients(stats: Statistics, coef: Coefficients, unit_T: Tensor | No
     assert stats.expected is not None
     below_expected = (stats.shift - stats.largest - stats.expected).where(alpha > 0, 0.0)  # 0 without probability here
     return PassCoefficients(alpha * (a + c * below_expected), alpha * c, d)
+
+
+class GradientParts(NamedTuple):
+    """The logits' gradient `[T, V]` by its parts: `scale * G`, plus `target` at the label, plus `offset` everywhere.
+
+    G is E (`inside` is None), or where entropy or softcap bend it what `row_gradient` makes of `inside`. Scales stay
+    outside of G: it is rounded to 16 bits once, the scaled operand of dW once, and dx is scaled in fp32.
+    """
+
+    inside: PassCoefficients | None
+    scale: Tensor
+    shift: Tensor  # of E
+    target: Tensor  # 0 where another rank owns the label
+    offset: Tensor | None
+
+
+def token_gradient(
+    stats: Statistics, kept_T: Tensor | None, target_T: Tensor, basis: Basis, call: ResolvedHead, labelled: bool = False
+) -> GradientParts:
+    """The parts of the gradient, in the dtype of the passes.
+
+    Args:
+        kept_T: bool, the tokens that have a gradient; None: all.
+        target_T: the label's column, -1 if not this rank's.
+        basis: the gradients of what was read out.
+        labelled: the caller knows that every label is this rank's.
+    """
+    coef = coefficients(stats, kept_T, basis, call.temperature)
+
+    def own(x_T: Tensor) -> Tensor:
+        return x_T if labelled else x_T.masked_fill(target_T < 0, 0.0)
+
+    if coef.c is None and call.softcap is None:
+        return _rounded(None, coef.a * coef.alpha, stats.shift, own(coef.target), coef.d)
+    target, through = coef.target, None
+    if call.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
+        target, through = (target if coef.d is None else target + coef.d), coef.d
+        target = bent_at_target(target, stats)
+    # G's entries stay near probabilities, which 16 bits hold whatever the loss scale; where a rules, a certain token's
+    # is 1, which no rounding touches.
+    others = [x.abs() / 256 for x in (coef.c, through) if x is not None]
+    unit = torch.stack([coef.a.abs(), *others]).amax(0)
+    inside = pass_coefficients(stats, coef._replace(d=through), unit.where(unit > 0, 1.0))
+    inside = inside.to(stats.shift.dtype)
+    return _rounded(inside, unit, stats.shift, own(target), coef.d if through is None else None)
+
+
+def _rounded(inside, scale, shift, target, offset) -> GradientParts:
+    """Make the gradient's terms, known in fp64, in the dtype of the passes."""
+    offset = None if offset is None else offset.to(shift.dtype)
+    return GradientParts(inside, scale.to(shift.dtype), shift, target.to(shift.dtype), offset)

@@ -1,14 +1,16 @@
 """`ResolvedHead`: a head in one call, with its group and shard found, and which sums over rows are wanted."""
 
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.validation.option_checks import Bits, Cache
+
+Bits = Literal["fast", "batch", "tensor_parallel"]
+Cache = float | Literal["bounded", "auto"]
 
 
 class RowOptions(TypedDict):

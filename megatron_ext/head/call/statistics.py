@@ -17,19 +17,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
-from megatron_ext.head.engine.resolved_head import ResolvedHead
-from megatron_ext.head.fixed_bits.leaves import added
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, TARGET, part_of, statistics_rows
-from megatron_ext.head.validation import agreement
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.head.call import agreement
+from megatron_ext.head.call.leaves import added
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.numerics.matrices import accumulation_dtype, part_of
 from megatron_ext.numerics.readable_values import has_values, on_host
 from megatron_ext.numerics.tree_sums import in_tree
+
+# Rows of the statistics tensor. The first three are always there; the others follow in this order where asked for.
+MAX, SUM_EXP, TARGET = 0, 1, 2
 
 # Rows of one more column that a rank sends beside its statistics: how large it takes the vocabulary to be (REFUSED if
 # it refused its arguments), how many columns of it are its own, the first of them, and what `agreement` says of options
 # and labels.
 SIZE, COUNTED, START, OPTIONS, LABELS = range(5)
 REFUSED = -1.0
+
+
+def statistics_rows(with_mean: bool, with_entropy: bool, with_hits: bool, with_bend: bool) -> int:
+    """Number of rows K that `row_statistics` writes; `with_bend`: there is a softcap."""
+    return 3 + 2 * with_mean + with_entropy + with_hits + with_bend
+
 
 # Shared rows that every call sends, whichever of them it has: a rank with other options is told so then.
 SENT = statistics_rows(True, True, True, False)
@@ -126,7 +134,7 @@ def refuse(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.de
     exchange(new_statistics(tokens, call, dtype, device, more).fill_(REFUSED), call)
 
 
-def combine(stats_RKT: Tensor, own_KT: Tensor, call: ResolvedHead, shift_T: Tensor | None = None) -> Statistics:
+def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor | None, call: ResolvedHead) -> Statistics:
     """The statistics of all shards together; `own_KT` are this rank's. The last column of both is left out.
 
     `shift_T`: what the kept exponentials are relative to; None: the shard's maximum, as nothing is kept of them.

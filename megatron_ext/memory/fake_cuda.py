@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from benchmarks.meter import one_rank_of
-from megatron_ext.head.engine import statistics
+from megatron_ext.head.call import statistics
 from megatron_ext.head.row_passes import dispatch
 from megatron_ext.head.validation import argument_checks
+from megatron_ext.memory.byte_counter import one_rank_of
 from megatron_ext.numerics import readable_values
 
 Launched = Callable[[Any, tuple[int, ...], dict[str, Any]], None]
@@ -25,7 +25,7 @@ Launched = Callable[[Any, tuple[int, ...], dict[str, Any]], None]
 
 @contextmanager
 def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup | None]:
-    """As `meter.one_rank_of`. Where a Triton kernel would start, `launched(kernel, grid, arguments)` is called."""
+    """The same as `one_rank_of`; where a Triton kernel would start, `launched(kernel, grid, arguments)` is called."""
     from triton.runtime.jit import JITFunction
 
     def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool = False, **more: Any) -> None:

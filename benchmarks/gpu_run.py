@@ -1,0 +1,225 @@
+"""One run of measurements on a GPU: what it asks of the machine, steps by turns, and rows that are written at once."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import record
+from benchmarks.cases import Case
+from benchmarks.implementations import Implementation, ours
+from benchmarks.measure import (
+    MIB,
+    Inputs,
+    Results,
+    baselines,
+    counts,
+    drawn,
+    measured_once,
+    parity,
+    refusal,
+    run_once,
+    truth,
+)
+from megatron_ext.head.call.gpu_properties import device_of, product_seconds
+
+NOT_MEASURED, NOT_INSTALLED = "not measured", "not installed"
+ENDED, ENDED_TWICE = "the program ended while this was measured", "the program ended twice while this was measured"
+_WARM_UPS, _ROUNDS, _STEPS = 2, 20, 3
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a measurement asks of a device beside running on it."""
+
+    device: str
+    event: Callable[[], Any]  # has `record()` and `elapsed_time(later)`, in ms
+    synchronize: Callable[[], None]
+    reset_peak: Callable[[], None]
+    allocated: Callable[[], int]
+    peak: Callable[[], int]
+    free_unused: Callable[[], None]
+
+
+def cuda() -> Machine:
+    return Machine(
+        "cuda",
+        lambda: torch.cuda.Event(enable_timing=True),
+        torch.cuda.synchronize,
+        torch.cuda.reset_peak_memory_stats,
+        torch.cuda.memory_allocated,
+        torch.cuda.max_memory_allocated,
+        torch.cuda.empty_cache,
+    )
+
+
+@contextmanager
+def one_rank(backend: str) -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone: Megatron's head takes no other."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def by_turns(machine: Machine, steps: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of a step, a value for each round: the steps take turns, each several times between two events."""
+    for step in steps.values():
+        for _ in range(_WARM_UPS):
+            step()
+    machine.synchronize()
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    began = time.perf_counter()
+    while not found[next(iter(found))] or (
+        time.perf_counter() - began < seconds and len(found[next(iter(found))]) < _ROUNDS
+    ):
+        marks = {}
+        for name, step in steps.items():
+            start, stop = machine.event(), machine.event()
+            start.record()
+            for _ in range(_STEPS):
+                step()
+            stop.record()
+            marks[name] = start, stop
+        machine.synchronize()
+        for name, (start, stop) in marks.items():
+            found[name].append(start.elapsed_time(stop) / _STEPS)
+    return found
+
+
+def products(inputs: Inputs) -> dict[str, tuple[Callable[[], object], tuple[int, int, int, int]]]:
+    """The matrix products that the head is made of, each alone, with M, N, K and the bytes of its result's elements."""
+    x_TD, w_VD = inputs.x_TD.detach(), inputs.w_VD.detach()
+    (tokens, width), columns = x_TD.shape, w_VD.shape[0]
+    g_TV = torch.rand(tokens, columns, device=x_TD.device).to(x_TD.dtype)
+    part, block = min(tokens, 1024), min(columns, 4096)
+    sum_TD = torch.zeros(tokens, width, dtype=torch.float32, device=x_TD.device)
+
+    def forward() -> object:
+        return torch.mm(x_TD[:part], w_VD.t(), out_dtype=torch.float32)
+
+    def recomputed() -> object:
+        return torch.mm(x_TD[:part], w_VD[:block].t(), out_dtype=torch.float32)
+
+    def dx() -> object:
+        return torch.mm(g_TV, w_VD, out_dtype=torch.float32)
+
+    def dx_of_a_block() -> object:
+        terms = g_TV[:, :block], w_VD[:block]
+        return torch.addmm(sum_TD, *terms, out_dtype=torch.float32, out=sum_TD)
+
+    def dw() -> object:
+        return torch.mm(g_TV.t(), x_TD)
+
+    return {
+        "logits of a chunk": (forward, (part, columns, width, 4)),
+        "logits of a block": (recomputed, (part, block, width, 4)),
+        "dx": (dx, (tokens, width, columns, 4)),
+        "dx of a block": (dx_of_a_block, (tokens, width, block, 8)),
+        "dW": (dw, (columns, width, tokens, 2)),
+    }
+
+
+Row = tuple[str, str, list[float]]  # metric, unit, values
+
+
+class Run:
+    """One run over `cases`, whose rows go to `out` at once. `measured` heads are not measured again."""
+
+    def __init__(self, machine: Machine, origin: record.Origin, out: Path, seconds: float):
+        self.machine, self.origin, self.out, self.seconds = machine, origin, out, seconds
+        self.began = time.perf_counter()
+
+    def measured(self, case: Case, name: str) -> bool:
+        """Whether `out` has rows of this commit and device, be it that the head is not to be measured.
+
+        What the program ended in once is measured again: whoever stops it at a deadline says nothing of the head. So is
+        what was not installed.
+        """
+        return any(row.unit != ENDED and not row.unit.startswith(NOT_INSTALLED) for row in self._rows(case, name))
+
+    def _rows(self, case: Case, name: str) -> list[record.Row]:
+        here = (case.name, name, self.origin.device, self.origin.versions, self.origin.commit)
+        found = record.read(self.out) if self.out.exists() else []
+        return [row for row in found if (row.case, row.impl, row.device, row.versions, row.commit) == here]
+
+    def write(self, case: Case, name: str, rows: list[Row]) -> None:
+        record.add(self.out, [self.origin.row(case.name, name, *row) for row in rows])
+        print(f"{time.perf_counter() - self.began:4.0f} s  {case.name}: {name}", flush=True)
+
+    def attempt(self, case: Case, name: str, measure: Callable[[], list[Row]]) -> None:
+        """The rows of `measure`, or one that says why there are none. One is there even if this process ends in it.
+
+        After an error that a CUDA device does not get over in this process, the program ends: all else would fail.
+        """
+        self.write(case, name, [(NOT_MEASURED, ENDED_TWICE if self._rows(case, name) else ENDED, [1.0])])
+        try:
+            rows = measure()
+        except Exception as failure:
+            rows = [(NOT_MEASURED, f"{type(failure).__name__}: {failure}"[:300].replace("\n", " "), [1.0])]
+        try:
+            self.machine.synchronize()
+            self.machine.free_unused()
+        except RuntimeError as lost:
+            self.write(case, name, rows)
+            raise SystemExit(f"the device is lost to this process ({lost}): run this again, it goes on") from None
+        self.write(case, name, rows)
+
+    def case(self, case: Case, group: dist.ProcessGroup, impls: list[Implementation], absent: list[str]) -> None:
+        """The products of a case, then the heads, in order."""
+        inputs = drawn(case)
+        for name, (step, sizes) in products(inputs).items():
+            if not self.measured(case, f"product: {name}"):
+                self.attempt(case, f"product: {name}", lambda step=step, sizes=sizes: self.product(inputs, step, sizes))
+        for line in absent:
+            name, _, reason = line.partition(": ")
+            self.write(case, name, [(NOT_MEASURED, reason, [1.0])])
+        impls = [impl for impl in impls if not self.measured(case, impl.name)]
+        if not impls:
+            return
+        true = truth(Inputs(*(x.detach() for x in inputs)))
+        known = baselines(case, true, {impl.through for impl in impls}, inputs)
+        for impl in impls:
+            self.attempt(case, impl.name, lambda impl=impl: self.head(case, group, impl, inputs, true, known))
+
+    def product(self, inputs: Inputs, step: Callable[[], object], sizes: tuple[int, int, int, int]) -> list[Row]:
+        m, n, k, element = sizes
+        found = by_turns(self.machine, {"it": step}, self.seconds / 10)["it"]
+        rows: list[Row] = [("time", "ms", found), ("rate", "TFLOP/s", [2 * m * n * k / ms / 1e9 for ms in found])]
+        device = device_of(inputs.x_TD)
+        if device.rated:
+            rows.insert(1, ("planned time", "ms", [product_seconds(device, m, n, k, element * m * n) * 1e3]))
+        return rows
+
+    def head(
+        self, case: Case, group: dist.ProcessGroup, impl: Implementation, inputs: Inputs, true: Results, known: Any
+    ) -> list[Row]:
+        """Costs, errors and, where these are right, the times of a head in turns with ours."""
+        head = impl.build(case, group)
+        results, costs = measured_once(head, inputs)
+        found = parity(results, true, known[impl.through])
+        del results
+        self.machine.synchronize()
+        inputs.x_TD.grad = inputs.w_VD.grad = None
+        self.machine.reset_peak()
+        before = self.machine.allocated()
+        run_once(head, inputs)
+        self.machine.synchronize()
+        costs.peak_bytes = self.machine.peak() - before  # the meter does not see inside kernels, the allocator does
+        rows: list[Row] = [(metric, unit, [value]) for metric, unit, value in counts(case, costs)]
+        rows.append(("peak of the allocator", "MiB", [costs.peak_bytes / MIB]))
+        rows.append(("error / plain", "1", [found.worst]))
+        reason = refusal(impl, found)
+        if reason is not None:
+            return [*rows, (NOT_MEASURED, reason[:300], [1.0])]
+        first = ours(1).build(case, group)
+        steps = {"ours": lambda: run_once(first, inputs), "it": lambda: run_once(head, inputs)}
+        times = by_turns(self.machine, steps, self.seconds)
+        ratios = [it / our for it, our in zip(times["it"], times["ours"], strict=True)]
+        return [*rows, ("time", "ms", times["it"]), ("time / ours, cache 1, by turns", "1", ratios)]

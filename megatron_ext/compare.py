@@ -1,0 +1,27 @@
+"""Run the first steps of a script stock and with ours, and show how they differ.
+
+    torchrun --nproc-per-node 2 -m megatron_ext.compare --cpu pretrain_gpt.py --num-layers 2 ...
+
+Takes the launcher's options; without one that changes the script, `--linear-ce`. Exit code 1 if the losses or gradient
+norms differ by more than `--tolerance`.
+"""
+
+import sys
+
+from megatron_ext import run
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compare as the arguments say; None: those of the process."""
+    given = sys.argv[1:] if argv is None else argv
+    parser = run.command_line("python -m megatron_ext.compare", "Compare a script's first steps, stock and ours.")
+    options = parser.parse_args(given)
+    if not (options.linear_ce or options.tensor_parallel or options.pipeline_vocab):
+        options.linear_ce, given = True, ["--linear-ce", *given]
+    if options.verify is None:
+        options.verify = 5
+    run.verify(parser, options, given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Back from losses without logits to a model's own, and a report of which of them a model takes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron_ext.dtensor.output.fused_classes import FUSED, leave_fused_class
+from megatron_ext.dtensor.output.fused_loss import model_inside, proofs_of
+from megatron_ext.dtensor.output.hidden_states_or_logits import KEEPS_LOGITS, is_registered, rule_or_reason
+from megatron_ext.proof import Proof, why_fusion_is_off
+
+
+def restore_own_loss(model: nn.Module) -> nn.Module:
+    """Undo `use_fused_loss`: `model(input_ids, labels=labels)` gives its own loss, and logits; in place, and returned.
+
+    Of such a model, and of one that `parallelize` made, `causal_lm_loss` and log-probabilities come through the logits
+    as well. Parameters, hooks and wrappers stay as they are; `use_fused_loss(model)` takes it back. Harmless where
+    nothing is fused. Communicates nothing.
+    """
+    inside = model_inside(model)
+    inside.__dict__.pop(FUSED, None)
+    leave_fused_class(inside)
+    inside.__dict__[KEEPS_LOGITS] = "restore_own_loss was called"
+    return model
+
+
+@dataclass(frozen=True)
+class FusedLossReport:
+    """How a model of transformers takes its losses. As a string, a sentence.
+
+    Attributes:
+        model: its class name.
+        uses_fused_loss: whether `use_fused_loss` was called, and not undone.
+        proofs: the outcome of comparing its own loss with the fused one, of each kind of call in order.
+        makes_logits: why its logits are made, where that is known without a call.
+    """
+
+    model: str
+    uses_fused_loss: bool
+    proofs: tuple[Proof, ...]
+    makes_logits: str | None
+
+    def __str__(self) -> str:
+        if self.makes_logits is not None:
+            return f"{self.model}: its logits are made, {self.makes_logits}"
+        if not self.uses_fused_loss:
+            return f"{self.model}: causal_lm_loss reads its head from hidden states; use_fused_loss was not called"
+        if not self.proofs:
+            return f"{self.model}: use_fused_loss was called, and no loss was taken yet"
+        ways = [f"{'fused' if proof.fused else 'its own loss'} ({proof})" for proof in self.proofs]
+        return f"{self.model}: " + "; ".join(ways)
+
+
+def fused_loss_report(model: nn.Module) -> FusedLossReport:
+    """Report whether a model's losses are fused, and if not, why not. Nothing is computed or communicated."""
+    inside: Any = model_inside(model)
+    uses = FUSED in inside.__dict__
+    reason = why_fusion_is_off() or (None if uses else rule_or_reason(inside)[1] or None)
+    if not uses and not is_registered(inside) and KEEPS_LOGITS not in inside.__dict__:
+        reason = reason or "as neither use_fused_loss nor parallelize was called"
+    return FusedLossReport(type(inside).__name__.removeprefix("FSDP"), uses, proofs_of(inside), reason)

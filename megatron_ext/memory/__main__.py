@@ -1,0 +1,111 @@
+"""`python -m megatron_ext.memory`: bytes that the lm head takes in a training step, before and after.
+
+Give the sizes, or a model of transformers (`--model NAME`), or a Megatron script's arguments (`--megatron ARGS...`).
+"""
+
+import argparse
+import importlib.util
+import sys
+import warnings
+from functools import partial
+from typing import Any
+
+from megatron_ext.memory.heads import ours, peak_bytes, stock
+from megatron_ext.memory.sizes import DTYPES, Sizes, of_config, of_megatron_arguments
+
+MIB = 2**20
+CACHES = ("bounded", 1.0, 0.5, 0.0)
+# Name in `Sizes`: the option that gives it.
+_GIVEN = {"tokens": "--tokens", "width": "--hidden", "vocab": "--vocab"}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the table for the sizes that `argv` gives; None: the process's arguments."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        sizes, ignored = _sizes(options)
+    except ValueError as fault:
+        parser.error(str(fault))
+    if ignored:
+        print(f"says nothing of the head's sizes, ignored: {' '.join(ignored)}")
+    print(table(sizes, CACHES if options.cache is None else [options.cache], on_cuda=_as_on_cuda(options.device)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_ext.memory",
+        description="Count the bytes that the lm head takes on one rank in a training step, without running it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--tokens", type=int, metavar="N", help="of a micro-batch: its sequences times their length")
+    parser.add_argument("--hidden", dest="width", type=int, metavar="N", help="hidden size")
+    parser.add_argument("--vocab", type=int, metavar="N", help="the whole vocabulary, padded")
+    parser.add_argument("--tp", dest="ranks", type=int, metavar="N", help="tensor-parallel ranks (default: 1)")
+    parser.add_argument("--sequence-parallel", action="store_const", const=True, help="each rank has its slice")
+    parser.add_argument("--dtype", choices=DTYPES, help="of hidden states and weight (default: bf16)")
+    parser.add_argument("--cache", type=_cache, metavar="X", help="this one alone; default: bounded, 1, 0.5 and 0")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="whose code is counted (%(default)s)")
+    parser.add_argument("--model", metavar="NAME", help="a folder or a name that transformers finds a config for")
+    parser.add_argument("--megatron", nargs=argparse.REMAINDER, metavar="ARGS", help="all that follows is Megatron's")
+    return parser
+
+
+def _cache(text: str) -> Any:
+    """A value of `cache`; "auto" depends on the memory that is free, which nobody knows here."""
+    try:
+        if text == "bounded" or 0 <= float(text) < float("inf"):
+            return text if text == "bounded" else float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} must be a fraction from 0 to 1, a number of bytes, or bounded")
+
+
+def _sizes(options: argparse.Namespace) -> tuple[Sizes, list[str]]:
+    """The sizes, and flags of Megatron's that say nothing of them; what is given directly wins."""
+    found: dict[str, Any] = {}
+    ignored: list[str] = []
+    if options.model is not None:
+        found |= of_config(options.model)
+    if options.megatron is not None:
+        read, ignored = of_megatron_arguments(options.megatron)
+        found |= read
+    found |= {
+        name: value for name in (*_GIVEN, "ranks", "sequence_parallel") if (value := getattr(options, name)) is not None
+    }
+    if options.dtype is not None:
+        found["dtype"] = DTYPES[options.dtype]
+    missing = [option for name, option in _GIVEN.items() if name not in found]
+    if missing:
+        raise ValueError(f"the sizes are not whole: give {', '.join(missing)}")
+    return Sizes(**found), ignored
+
+
+def _as_on_cuda(device: str) -> bool:
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        print("Triton, whose kernels run on CUDA, is not installed: counted as on a CPU", file=sys.stderr)
+        return False
+    return device == "cuda"
+
+
+def table(sizes: Sizes, caches: Any = CACHES, *, on_cuda: bool = True) -> str:
+    """A row for each head: MiB, and what that is of the first row's."""
+    heads = stock(sizes) | {f"megatron_ext, cache={_word(cache)}": partial(ours, cache) for cache in caches}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that Megatron-Core does not find
+        found = {name: peak_bytes(sizes, build, on_cuda=on_cuda) for name, build in heads.items()}
+    first = next(iter(found.values()))
+    width = max(map(len, found))
+    lines = [f"{sizes}: the head's peak on one rank, forward and backward"]
+    lines += [f"{name:<{width}}{nbytes / MIB:>12.1f} MiB{nbytes / first:>8.0%}" for name, nbytes in found.items()]
+    where = "CUDA" if on_cuda else "a CPU"
+    lines.append(f"Counted as on {where}, beyond hidden states and weight; both gradients are in it.")
+    return "\n".join(lines)
+
+
+def _word(cache: Any) -> str:
+    return cache if isinstance(cache, str) else f"{cache:g}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Count the bytes of all tensors that a piece of code makes, real ones or fake ones, and run it as one rank of many."""
+
+import importlib
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass
+class Bytes:
+    """Bytes beyond what was alive when counting began."""
+
+    peak_bytes: int = 0
+    alive_bytes: int = 0  # when counting ended
+
+
+class ByteCounter(TorchDispatchMode):
+    """Bytes of all storages that appear while it is active, until they are freed, in `found`."""
+
+    def __init__(self, found: Bytes):
+        super().__init__()
+        self.found = found
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # half of all calls ask for that
+        kwargs = kwargs or {}
+        for x in _tensors((*args, *kwargs.values())):
+            self._known.add(x.untyped_storage())  # older than the count
+        out = func(*args, **kwargs)
+        self.ran(func, args, kwargs, out)
+        for x in _tensors((out,)):
+            if (storage := x.untyped_storage()) not in self._known:
+                self._known.add(storage)
+                self.found.alive_bytes += storage.nbytes()
+                self.found.peak_bytes = max(self.found.peak_bytes, self.found.alive_bytes)
+                self.made(x)
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        return out
+
+    def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Called after each operator, for counters of more than bytes."""
+
+    def made(self, x: torch.Tensor) -> None:
+        """Called for each tensor with a storage of its own."""
+
+    def _freed(self, nbytes: int) -> None:
+        self.found.alive_bytes -= nbytes
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors(x)
+
+
+@contextmanager
+def count_bytes() -> Iterator[Bytes]:
+    """`with count_bytes() as found:` fills `found` as the block runs."""
+    found = Bytes()
+    with ByteCounter(found):
+        yield found
+
+
+@contextmanager
+def one_rank_of(ranks: int) -> Iterator[dist.ProcessGroup | None]:
+    """Fake tensors, and this process as rank 0 of a fake group of `ranks`. Yields the group (None for one rank)."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):  # torch before 2.11
+        importlib.import_module("torch.distributed._tools.fake_collectives")
+    if ranks == 1:
+        with FakeTensorMode():
+            yield None
+        return
+    with fake_world(ranks), FakeTensorMode():
+        yield dist.group.WORLD
+
+
+@contextmanager
+def fake_world(ranks: int) -> Iterator[None]:
+    """A default group of `ranks` in which this process is rank 0 and nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

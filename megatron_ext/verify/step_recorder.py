@@ -1,0 +1,127 @@
+"""Write down loss, gradient norm, memory and time of a script's first steps, of which the script knows nothing.
+
+A step's loss is the sum of the scalars that backward starts from: with Megatron's schedules those of its micro-batches,
+on the last stage of a pipeline. The gradient norm is that which Megatron's optimizer returns, over all ranks and before
+clipping; of another optimizer, the norm of the gradients that this rank hands to it.
+"""
+
+import json
+import os
+import resource
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+@dataclass
+class RecordedStep:
+    """One step of one rank; None for what the rank does not know, seconds of the first step among it."""
+
+    loss: float | None
+    gradient_norm: float | None
+    peak_mib: float
+    seconds: float | None
+
+
+def file_of_rank(folder: str | os.PathLike, name: str, rank: int | None = None) -> Path:
+    """The file that `rank` writes the run `name` into; None: this process's."""
+    return Path(folder) / f"{name}-{os.environ.get('RANK', '0') if rank is None else rank}.jsonl"
+
+
+def read_steps(file: Path) -> list[RecordedStep]:
+    """The steps that were written; none if there is no file."""
+    return [RecordedStep(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+class StepRecorder:
+    """Writes each step into `file`, and ends the script with SystemExit after `steps` of them."""
+
+    def __init__(self, file: Path, steps: int, on_gpu: bool):
+        self.file, self.steps, self.on_gpu = file, steps, on_gpu
+        self._losses: list[Tensor] = []
+        self._norm: Tensor | float | None = None
+        self._backwards = self._done = self._depth = 0
+        self._before: float | None = None
+
+    def start(self) -> None:
+        """From now on in this process, whichever optimizers and backward passes there are."""
+        torch.autograd.backward = self._seen(torch.autograd.backward)
+        register_optimizer_step_pre_hook(self._norm_of)
+        register_optimizer_step_post_hook(self._after_torch)
+        try:
+            from megatron.core.optimizer import optimizer as megatron_optimizers
+            from megatron.core.pipeline_parallel import schedules
+        except ImportError:
+            return
+        schedules.custom_backward = self._seen(schedules.custom_backward)
+        kinds = [megatron_optimizers.MegatronOptimizer]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+            if "step" in vars(kind):
+                kind.step = self._stepping(kind.step)
+
+    def _seen(self, backward: Any) -> Any:
+        def run(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._backwards += 1
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if grad_tensors is None and len(roots) == 1 and roots[0].numel() == 1:
+                self._losses.append(roots[0].detach().clone())
+            return backward(tensors, grad_tensors, *args, **kwargs)
+
+        return run
+
+    def _stepping(self, step: Any) -> Any:
+        def run(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            try:
+                found = step(optimizer, *args, **kwargs)
+            finally:
+                self._depth -= 1
+            if not self._depth:
+                self._norm = found[1] if isinstance(found, tuple) and len(found) > 1 else None
+                self._ended()
+            return found
+
+        return run
+
+    def _norm_of(self, optimizer: Any, *_: Any) -> None:
+        if self._depth:
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        local = [x.to_local() if isinstance(x, DTensor) else x for x in gradients]
+        norms = [x.detach().float().norm() for x in local]
+        self._norm = torch.stack([x.cpu() for x in norms]).norm() if norms else None
+
+    def _after_torch(self, *_: Any) -> None:
+        if not self._depth:
+            self._ended()
+
+    def _ended(self) -> None:
+        if not self._backwards:  # another optimizer of the same step
+            return
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        loss = sum(float(x) for x in self._losses) if self._losses else None
+        norm = None if self._norm is None else float(self._norm)
+        seconds = None if self._before is None else now - self._before
+        with self.file.open("a") as file:
+            file.write(json.dumps(asdict(RecordedStep(loss, norm, self._peak_mib(), seconds))) + "\n")
+        self._losses, self._norm, self._backwards = [], None, 0
+        self._done, self._before = self._done + 1, time.perf_counter()
+        if self._done == self.steps:
+            raise SystemExit(0)
+
+    def _peak_mib(self) -> float:
+        """The allocator's peak since the last step on a GPU; on a CPU that of the process until now."""
+        if not self.on_gpu:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        peak: float = torch.cuda.max_memory_allocated() / 2**20
+        torch.cuda.reset_peak_memory_stats()
+        return peak

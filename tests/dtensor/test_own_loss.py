@@ -1,0 +1,77 @@
+"""Back from `use_fused_loss`, and what a model says of its losses."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from megatron_ext import fused_loss_report, restore_own_loss, use_fused_loss
+from megatron_ext.dtensor import causal_lm_loss
+from tests.dtensor.models import VOCAB, batch, check_gradients, drawn, loss_and_gradients, make, meshes, parallelize
+from tests.operators import Largest
+from tests.ranks import ranks
+
+
+def test_own_loss_and_class_are_back():
+    model = make("llama")
+    kind, given = type(model), batch()
+    expected, true = loss_and_gradients(model, **given)
+    use_fused_loss(model)
+    assert model(**given).logits is None
+    assert restore_own_loss(model) is model
+    assert type(model) is kind
+    found = model(**given)
+    assert torch.equal(found.loss, expected)
+    assert found.logits is not None
+    found.loss.backward()
+    check_gradients(model, true)
+    assert use_fused_loss(model)(**given).logits is None  # again
+    restore_own_loss(restore_own_loss(model))
+
+
+def test_forward_of_the_instance_is_kept():
+    """As accelerate puts one on a model."""
+    model = make("llama")
+    own, calls = model.forward, []
+    model.forward = lambda *args, **kwargs: calls.append(1) or own(*args, **kwargs)
+    restore_own_loss(use_fused_loss(model))
+    assert model(**batch()).logits is not None
+    assert calls
+
+
+@ranks(2)
+def test_models_of_fsdp_and_of_parallelize_are_restored():
+    model = use_fused_loss(make("llama"))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    assert model(**batch()).logits is None
+    assert restore_own_loss(model)(**batch()).logits is not None
+
+    tokens, model = drawn(2, 8), parallelize(make("llama"), *meshes(tp=2))
+    fused = causal_lm_loss(model, tokens)
+    assert str(fused_loss_report(model)) == (
+        "LlamaForCausalLM: causal_lm_loss reads its head from hidden states; use_fused_loss was not called"
+    )
+    with Largest(lambda x: x.numel()) as largest, pytest.warns(UserWarning, match="restore_own_loss was called"):
+        own = causal_lm_loss(restore_own_loss(model), tokens)
+    assert largest.size >= tokens.numel() * VOCAB // 2
+    torch.testing.assert_close(own, fused, rtol=1e-6, atol=1e-6)
+
+
+def test_report_says_what_a_model_does():
+    model = make("llama")
+    asked = str(fused_loss_report(model))
+    assert asked == "LlamaForCausalLM: its logits are made, as neither use_fused_loss nor parallelize was called"
+    use_fused_loss(model)
+    assert str(fused_loss_report(model)) == "LlamaForCausalLM: use_fused_loss was called, and no loss was taken yet"
+    model(**batch())
+    found = fused_loss_report(model)
+    assert str(found).startswith("LlamaForCausalLM: fused (proved on ")
+    assert found.proofs[0].fused
+    with mock.patch.dict(os.environ, MEGATRON_EXT_FUSION="off"):
+        assert "its logits are made, MEGATRON_EXT_FUSION=off is set" in str(fused_loss_report(model))
+    restore_own_loss(model)
+    assert str(fused_loss_report(model)) == "LlamaForCausalLM: its logits are made, restore_own_loss was called"

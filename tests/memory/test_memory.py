@@ -1,0 +1,108 @@
+"""`python -m megatron_ext.memory`: bytes as the benchmarks measure them, and sizes as jobs give them."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks.cases import Case
+from benchmarks.implementations import UNFUSED
+from benchmarks.implementations import ours as measured
+from benchmarks.meter import measure
+from benchmarks.plan import plan
+from megatron_ext import __main__ as programs
+from megatron_ext import linear_cross_entropy
+from megatron_ext.memory.__main__ import main, table
+from megatron_ext.memory.heads import megatron, ours, peak_bytes, transformers
+from megatron_ext.memory.sizes import Sizes
+from tests.pages import DOCS
+
+SMALL = Sizes(512, 64, 4096)
+
+
+def test_bytes_are_those_of_real_tensors_on_a_cpu():
+    """On a machine without CUDA, where the meter of the benchmarks sees each tensor."""
+    x, w = torch.randn(512, 64).requires_grad_(), torch.randn(4096, 64).requires_grad_()
+    labels = torch.randint(4096, (512,))
+    for cache in ("bounded", 1.0, 0.0):
+        with measure() as costs:
+            loss = linear_cross_entropy(x, w, labels, cache=cache)
+            torch.autograd.grad(loss, [x, w], torch.ones(512))
+        counted = peak_bytes(Sizes(512, 64, 4096, dtype=torch.float32), partial(ours, cache), on_cuda=False)
+        assert counted == pytest.approx(costs.peak_bytes, rel=1e-3)  # checks of labels' values aside
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_bytes_as_on_cuda_are_those_of_the_plan(ranks):
+    case = Case("small", 512, 64, 4096, ranks, torch.bfloat16)
+    sizes = Sizes(512, 64, 4096, ranks)
+    assert plan(case, 0)[1] == pytest.approx(peak_bytes(sizes, partial(ours, 0)), abs=4 * 512)
+    assert plan(case, measured(1))[1] == pytest.approx(peak_bytes(sizes, partial(ours, 1)), abs=4 * 512)
+    if ranks == 1:
+        assert plan(case, UNFUSED)[1] == pytest.approx(peak_bytes(sizes, megatron), abs=4 * 512)
+
+
+def test_stock_of_transformers_holds_logits_in_fp32():
+    assert peak_bytes(SMALL, transformers) >= 512 * 4096 * (2 + 4 + 4)
+
+
+def test_sequence_parallel_heads_are_counted():
+    sizes = Sizes(4096, 64, 32768, 4, sequence_parallel=True)
+    assert peak_bytes(sizes, partial(ours, 0)) < peak_bytes(sizes, megatron)
+
+
+def test_table_has_a_row_for_each_cache():
+    found = table(SMALL, ["bounded", 0.5])
+    rows = re.findall(r"^(\S+(?:, cache=\S+)?) +([\d.]+) MiB +(\d+)%$", found, re.M)
+    assert [name for name, *_ in rows] == [
+        "Megatron-Core",
+        "transformers",
+        "megatron_ext, cache=bounded",
+        "megatron_ext, cache=0.5",
+    ]
+    assert rows[0][2] == "100"
+
+
+def test_megatron_arguments_give_the_sizes(capsys):
+    """As Megatron pads them: 4000 words to a multiple of 128 times the ranks."""
+    given = "--cache 0 --megatron pretrain_gpt.py --num-layers 2 --hidden-size 64 --seq-length 128 --micro-batch-size 4"
+    given += " --vocab-size=4000 --tensor-model-parallel-size 4 --sequence-parallel --bf16 --lr 1e-4"
+    programs.main(["memory", *given.split()])
+    said = capsys.readouterr().out
+    assert said.startswith("says nothing of the head's sizes, ignored: --num-layers --lr\n")
+    assert "512 tokens, hidden size 64, vocabulary 4096 over 4 ranks, sequence parallel, bf16:" in said
+
+
+def test_config_of_transformers_gives_the_sizes(tmp_path, capsys):
+    from transformers import LlamaConfig
+
+    LlamaConfig(vocab_size=4096, hidden_size=64, dtype="float16").save_pretrained(tmp_path)
+    main(["--model", str(tmp_path), "--tokens", "512", "--cache", "0"])
+    assert "512 tokens, hidden size 64, vocabulary 4096 over 1 rank, fp16:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("--tokens 8", "the sizes are not whole: give --hidden, --vocab"),
+        ("--tokens 8 --hidden 8 --vocab 0", "--vocab is 0: it must be at least 1"),
+        ("--tokens 8 --hidden 8 --vocab 9 --tp 2", "--vocab is 9: it must be a multiple of --tp, 2"),
+        ("--tokens 9 --hidden 8 --vocab 8 --tp 2 --sequence-parallel", "--tokens is 9: with sequence parallelism"),
+        ("--cache auto", "'auto' must be a fraction from 0 to 1, a number of bytes, or bounded"),
+        ("--model /nowhere", "--model is '/nowhere', whose config cannot be read"),
+        ("--megatron --hidden-size wide", "--megatron: argument --hidden-size: invalid int value: 'wide'"),
+        ("--megatron --hidden-size 64 --seq-length 8", "the sizes are not whole: give --vocab"),
+    ],
+)
+def test_wrong_arguments_are_told(given, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(given.split())
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_page_shows_the_table_that_is_printed():
+    section = (DOCS / "faq.md").read_text().partition("## What do I gain")[2].partition("\n## ")[0]
+    shown = section.partition("```text\n")[2].partition("```")[0]
+    assert shown == table(Sizes(8192, 4096, 128256)) + "\n"

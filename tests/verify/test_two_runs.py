@@ -1,0 +1,127 @@
+"""`--verify` and `megatron_ext.compare`: steps of a script, stock and changed, side by side."""
+
+import re
+import textwrap
+
+import pytest
+
+from megatron_ext import compare
+from megatron_ext.verify import two_runs
+from megatron_ext.verify.step_recorder import RecordedStep, read_steps
+from megatron_ext.verify.two_runs import TwoRuns, check_ranks, relative_difference
+from tests.programs import python
+from tests.test_run import STANDIN, launch
+
+TRAINS = """
+    import torch
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    for _ in range(5):
+        optimizer.zero_grad()
+        for _ in range(2):  # micro-batches
+            layer(torch.ones(3, 4)).square().mean().backward()
+        print(float(layer.weight.grad.norm()), float(layer.bias.grad.norm()))
+        optimizer.step()
+"""
+
+
+def test_recorder_writes_losses_and_norms_of_steps(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS))
+    file = tmp_path / "steps.jsonl"
+    done = python("-m", "megatron_ext.run", "--cpu", "--record", 3, file, tmp_path / "script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = read_steps(file)
+    assert len(steps) == len(done.stdout.splitlines()) == 3  # and the script has ended there
+    printed = [[float(x) for x in line.split()] for line in done.stdout.splitlines()]
+    assert [s.gradient_norm for s in steps] == pytest.approx([(w * w + b * b) ** 0.5 for w, b in printed])
+    assert steps[0].loss > steps[1].loss > steps[2].loss
+    assert steps[0].loss == pytest.approx(2 * (steps[0].gradient_norm / 4) ** 2 / 5, rel=1e-5)
+    assert steps[0].seconds is None
+    assert steps[1].seconds > 0
+    assert steps[0].peak_mib > 1
+
+
+def forked(command, environment, log):
+    """The run in a process that has torch and Megatron already."""
+    done = python(*command[1:], ranks=1, ignore_warnings=True)
+    log.write_text(done.stdout + done.stderr)
+    return done.returncode
+
+
+@pytest.fixture
+def standin(monkeypatch, tmp_path):
+    monkeypatch.setattr(two_runs, "_exit_code", forked)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    options = ("--tensor-model-parallel-size", "1", "--transformer-impl", "local", "--report")
+    return [str(STANDIN), *options, str(tmp_path / "report.json")]
+
+
+def test_compare_shows_equal_runs_of_a_megatron_script(standin, capsys):
+    compare.main(["--cpu", "--verify", "2", *standin])
+    said = capsys.readouterr().err
+    assert re.search(r"^ +1  4\.\d{6}  4\.\d{6} ", said, re.M)
+    assert "verify: the same, within 0.001\n" in said
+
+
+def test_compare_tells_another_loss(standin, capsys):
+    with pytest.raises(SystemExit) as ended:
+        compare.main(["--cpu", "--linear-ce", "--temperature", "0.5", "--verify", "1", *standin])
+    assert re.search(r"verify: the loss of a step differs by \d\.\de-0\d, and at most 1\.0e-03 is", ended.value.code)
+
+
+def test_compare_shows_why_a_run_failed(standin):
+    with pytest.raises(SystemExit) as ended:
+        compare.main(["--cpu", *standin[:1], "--tensor-model-parallel-size", "many"])
+    assert "verify: the stock run of" in ended.value.code
+    assert "invalid int value: 'many'" in ended.value.code
+
+
+@pytest.mark.slow
+def test_verify_on_two_ranks_trains_afterwards(tmp_path):
+    """By torchrun, in whose store the ranks of three runs would meet under the same keys."""
+    report = tmp_path / "report.json"
+    script = [STANDIN, "--tensor-model-parallel-size", 2, "--transformer-impl", "local", "--report", report]
+    done = launch(tmp_path, "--cpu", "--linear-ce", "--verify", 2, *script, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("verify: the same, within 0.001") == 1
+    assert report.exists()
+
+
+def runs(stock, ours, tolerance=1e-3):
+    steps = ([RecordedStep(*pair, 1.0, None) for pair in pairs] for pairs in (stock, ours))
+    return TwoRuns(*steps, tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+    "stock, ours, fault",
+    [
+        ([(2.0, 1.0)], [(2.001, 1.0)], None),
+        ([(2.0, 1.0)], [(2.01, 1.0)], "the loss of a step differs by 5.0e-03, and at most 1.0e-03 is allowed"),
+        ([(2.0, 1.0)], [(2.0, 1.009)], None),
+        ([(2.0, 1.0)], [(2.0, 1.02)], "the gradient norm of a step differs by 2.0e-02, and at most 1.0e-02"),
+        ([(None, 1.0)], [(None, 1.0)], None),  # a stage of a pipeline without the loss
+        ([(float("nan"), 1.0)], [(float("nan"), 1.0)], None),
+        ([(2.0, 1.0)], [(float("nan"), 1.0)], "the loss of a step differs by inf"),
+        ([(2.0, 1.0)], [(None, 1.0)], "the loss of a step differs by inf"),
+        ([], [], "the stock run took 0 steps of an optimizer, the other one 0"),
+        ([(2.0, 1.0)] * 2, [(2.0, 1.0)], "the stock run took 2 steps of an optimizer, the other one 1"),
+    ],
+)
+def test_faults_are_those_beyond_the_tolerance(stock, ours, fault):
+    found = runs(stock, ours).fault
+    assert found == fault if fault is None else fault in found
+
+
+def test_difference_is_relative_to_stock():
+    assert relative_difference(2.0, 1.0) == 0.5
+    assert relative_difference(0.0, 0.0) == 0.0
+    assert relative_difference(0.0, 1.0) == float("inf")
+
+
+def test_several_ranks_need_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(ValueError, match="start the job with torchrun"):
+        check_ranks()
