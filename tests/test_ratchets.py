@@ -13,27 +13,29 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("megatron_ext", "megatron_on_cpu")
 
 # Pairs of folders inside these that import each other.
-MUTUAL_FOLDERS = {"head": 4, "policy": 0}
-CLASS_NAMES_TWICE = 8
+MUTUAL_FOLDERS = {"head": 0, "policy": 0}
+CLASS_NAMES_TWICE = 7
 # Docstrings that begin with a pronoun or a question word: the noun is left out.
-PRONOUN_DOCSTRINGS = 39
-LONG_TEST_NAMES = 27
+PRONOUN_DOCSTRINGS = 37
+LONG_TEST_NAMES = 25
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1182,
+    "megatron_ext/*.py": 1300,
     "megatron_ext/distributed": 862,
-    "megatron_ext/dtensor": 4286,
+    "megatron_ext/dtensor": 4374,
     "megatron_ext/experimental": 2380,
-    "megatron_ext/head": 10961,
-    "megatron_ext/integrations": 712,
+    "megatron_ext/head": 10922,
+    "megatron_ext/integrations": 719,
     "megatron_ext/losses": 1687,
-    "megatron_ext/megatron": 4223,
+    "megatron_ext/megatron": 4227,
+    "megatron_ext/memory": 549,
     "megatron_ext/model_utils": 1510,
     "megatron_ext/numerics": 1007,
     "megatron_ext/policy": 6874,
-    "megatron_ext/proof": 531,
+    "megatron_ext/proof": 536,
     "megatron_ext/sequence": 1504,
     "megatron_ext/tensor_parallel": 4585,
+    "megatron_ext/verify": 263,
     "megatron_on_cpu/*.py": 1315,
     "megatron_on_cpu/nccl_rules": 2119,
     "megatron_on_cpu/transformer_engine": 2929,
