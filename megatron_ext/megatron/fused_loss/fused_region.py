@@ -72,7 +72,7 @@ def is_promising(model: Any) -> bool:
 
 def call_of(layer: Any) -> str:
     """The name under which a module runs its forward with its hooks, compiled or not."""
-    return "_call_impl" if getattr(layer, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+    return patch_points.CALL if getattr(layer, "_compiled_call_impl", None) is None else "_compiled_call_impl"
 
 
 class Region:

@@ -67,6 +67,12 @@ def _proof(terms: Terms, weight: Tensor, labels_BS: Tensor, own_loss: Loss, sett
 
     with _state_put_back(terms.layer):
         proof = compare(own, fused, hidden_N1H, {"the output layer's weight": weight})
+    inside = [] if hasattr(terms.layer, "_orig_mod") else sorted({type(one).__name__ for one in terms.layer.children()})
+    if proof.fused and inside and hidden_N1H.itemsize == 2:
+        return Proof.not_comparable(
+            f"its output layer has modules inside ({', '.join(inside)}), as quantizers are, whose work may be as small "
+            f"as the rounding of {hidden_N1H.dtype}"
+        )
     if strangers:
         shapes = ", ".join(str(list(x.shape)) for x in strangers)
         return Proof.not_comparable(

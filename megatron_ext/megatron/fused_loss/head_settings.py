@@ -52,9 +52,9 @@ class HeadSettings:
             layer: Megatron rolls labels of 0 in. False: all tokens are computed.
         bits: which bits are the same, as in `LmHead`; None: "batch" where Megatron's `batch_invariant_mode` is on, by
             the model's config or by the global switch, else "fast".
-        proof: when the head is compared with the model's own output layer and loss, on a few tokens: at its first call
-            and when what that rests on has changed ("first"), "always", or "off"; None: as MEGATRON_EXT_PROOF says,
-            else "first". Where they differ the model keeps its own loss. With "off" only Megatron's own are fused.
+        proof: when the head is compared with the model's own output layer and loss, on a few tokens: where they are not
+            Megatron's own, at the first call and when they have changed ("first"), at every call ("always"), or never
+            ("off"), so that they keep their own loss; None: as MEGATRON_EXT_PROOF says, else "first".
         nemo_rl_chunk_size: what NeMo-RL's patch calls `chunk_size`: as `chunk_tokens`, in sequence positions.
 
     `z_loss` to `temperature` change the loss alone: without labels a model returns the logits that Megatron makes.

@@ -25,6 +25,8 @@ LOSS = "compute_language_model_loss"
 OUTPUT_PROCESSOR = "output_processor"
 MXFP8_HEAD = "TELMHeadColumnParallelLinear"  # Megatron's output layer for `fp8_output_proj`, since 0.20
 LABELS = ("labels", "lm_labels")
+CALL = "_call_impl"  # the method of a module that runs its forward with its hooks
+_ATTRIBUTES = ("weight", "bias", "sequence_parallel", "gather_output", "skip_bias_add", "gradient_accumulation_fusion")
 
 
 def language_models() -> Iterator[type]:
@@ -130,6 +132,10 @@ def why_not_promised(layer: Any) -> str | None:
     """Why an output layer's logits cannot be promised, or None if they can."""
     if not isinstance(layer, torch.nn.Module):
         return f"its output layer is a {type(layer).__name__} and no torch.nn.Module"
+    if lacking := [name for name in _ATTRIBUTES if not hasattr(layer, name)]:
+        return f"its output layer is a {type(layer).__name__}, which lacks {', '.join(lacking)} of Megatron's"
+    if getattr(standing(layer, CALL), "__func__", None) is not torch.nn.Module._call_impl:
+        return f"its output layer has a {CALL} of its own, which would not run"
     mxfp8_head = getattr(transformer_engine, MXFP8_HEAD, None)
     if isinstance(mxfp8_head, type) and isinstance(layer, mxfp8_head):
         return (

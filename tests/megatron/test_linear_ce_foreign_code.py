@@ -1,0 +1,163 @@
+"""Output layers and losses that tools and users have changed: the patch leaves their numbers as they are."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import cross_entropy
+from torch.nn.utils import parametrize
+
+from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+from tests.gpt import model_parallel
+from tests.megatron.patching import assert_same, batch, grads_of, one_gpt, patched, run
+from tests.ranks import ranks
+
+
+def partial_with_a_factor(model):
+    def loss(self, labels, logits, factor):
+        return factor * type(self).compute_language_model_loss(self, labels, logits)
+
+    model.compute_language_model_loss = functools.partial(loss, model, factor=3)
+
+
+def subclass_that_calls_super(model):
+    class Weighted(type(model)):
+        def compute_language_model_loss(self, labels, logits):
+            return 0.5 * super().compute_language_model_loss(labels, logits)
+
+    model.__class__ = Weighted
+
+
+def function_of_the_cross_entropy(model):
+    """As MindSpeed replaces it, here with another result."""
+    owner = cross_entropy.VocabParallelCrossEntropy
+    own = owner.calculate_cross_entropy_loss
+
+    def other(exp_logits, predicted, sums):
+        exp_logits, loss = own(exp_logits, predicted, sums)
+        return exp_logits, 2 * loss
+
+    return mock.patch.object(owner, "calculate_cross_entropy_loss", staticmethod(other))
+
+
+def quantizer_inside(model):
+    """As Model-Optimizer changes a layer's class and gives it quantizers."""
+
+    class Quantizer(torch.nn.Module):
+        def forward(self, x):
+            return x + (torch.round(x * 8) / 8 - x).detach()
+
+    class Quantized(type(model.output_layer)):
+        def forward(self, input_, weight=None, **others):
+            return super().forward(self.input_quantizer(input_), weight=weight, **others)
+
+    model.output_layer.__class__ = Quantized
+    model.output_layer.input_quantizer = Quantizer()
+
+
+def forward_as_a_partial(model):
+    own = model.output_layer.forward
+    model.output_layer.forward = functools.partial(
+        lambda factor, *args, **kwargs: (factor * own(*args, **kwargs)[0], None), 2
+    )
+
+
+def call_impl(model):
+    own = model.output_layer._call_impl
+    model.output_layer._call_impl = lambda *args, **kwargs: ((own(*args, **kwargs)[0] * 2), None)
+
+
+def call_of_the_class(model):
+    class Called(type(model.output_layer)):
+        def __call__(self, *args, **kwargs):
+            logits, bias = super().__call__(*args, **kwargs)
+            return 2 * logits, bias
+
+    model.output_layer.__class__ = Called
+
+
+def hook_that_scales(model):
+    model.output_layer.register_forward_hook(lambda layer, inputs, outputs: (2 * outputs[0], outputs[1]))
+
+
+def hook_that_changes_hidden_states(model):
+    model.output_layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0].tanh(), *inputs[1:]))
+
+
+def layer_compiled_in_place(model):
+    model.output_layer.compile(backend="eager")
+
+
+def compiled_layer(model):
+    model.output_layer = torch.compile(model.output_layer, backend="eager")
+
+
+def foreign_layer(model):
+    """Without an attribute of Megatron's layers."""
+
+    class Foreign(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, input_, weight=None, runtime_gather_output=None):
+            return torch.nn.functional.linear(input_, self.weight if weight is None else weight).tanh() * 2, None
+
+    model.output_layer = Foreign(model.output_layer.weight)
+
+
+def parametrized_weight(model):
+    class Doubled(torch.nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    parametrize.register_parametrization(model.output_layer, "weight", Doubled())
+
+
+# By the number of losses of two calls that are fused.
+CHANGES = {
+    hook_that_scales: 2,
+    hook_that_changes_hidden_states: 2,
+    layer_compiled_in_place: 2,
+    compiled_layer: 2,
+    parametrized_weight: 2,
+    call_of_the_class: 2,
+    call_impl: 0,
+    partial_with_a_factor: 0,
+    subclass_that_calls_super: 0,
+    function_of_the_cross_entropy: 0,
+    quantizer_inside: 0,
+    forward_as_a_partial: 0,
+    foreign_layer: 0,
+}
+
+
+@ranks(1)
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_code_gives_its_own_loss(change):
+    reset_fusion_report()
+    with model_parallel():
+        model, labels = one_gpt(tied=False), batch()[1]
+        with change(model) or mock.patch.dict({}):
+            stock = run(model, labels)
+            wanted = grads_of(model, stock)
+            with patched():
+                for _ in range(2):
+                    loss = run(model, labels)
+                    torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+                    assert_same(grads_of(model, loss), wanted)
+        assert fusion_report().losses_fused == CHANGES[change]
+
+
+@ranks(1)
+def test_quantizers_in_bfloat16_keep_their_own_loss():
+    """Their work is as small as rounding, which the proof allows."""
+    reset_fusion_report()
+    with model_parallel():
+        model, labels = one_gpt(tied=False, params_dtype=torch.bfloat16, bf16=True).bfloat16(), batch()[1]
+        quantizer_inside(model)
+        stock = run(model, labels)
+        with patched():
+            assert torch.equal(run(model, labels), stock)
+        assert fusion_report().losses_fused == 0
