@@ -16,7 +16,7 @@ PACKAGES = ("megatron_ext", "megatron_on_cpu")
 MUTUAL_FOLDERS = {"head": 0, "policy": 0}
 CLASS_NAMES_TWICE = 7
 # Docstrings that begin with a pronoun or a question word: the noun is left out.
-PRONOUN_DOCSTRINGS = 37
+PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 25
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
@@ -27,12 +27,12 @@ LINES = {
     "megatron_ext/head": 10922,
     "megatron_ext/integrations": 719,
     "megatron_ext/losses": 1687,
-    "megatron_ext/megatron": 4230,
+    "megatron_ext/megatron": 4253,
     "megatron_ext/memory": 549,
     "megatron_ext/model_utils": 1514,
     "megatron_ext/numerics": 1007,
     "megatron_ext/policy": 6874,
-    "megatron_ext/proof": 536,
+    "megatron_ext/proof": 537,
     "megatron_ext/sequence": 1504,
     "megatron_ext/tensor_parallel": 4585,
     "megatron_ext/verify": 263,

@@ -1,4 +1,4 @@
-"""What the fused head would do with the models of a script, told once they are built and before they are trained.
+"""Check of a script's models, once they are built and before they are trained: which losses would be fused.
 
     check_models([model])           # language models, or models around them
     stop_when_built(say)            # in a script that builds and trains by itself
@@ -75,7 +75,7 @@ class BuildCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether there is a model, and the head is known to leave out none."""
+        """Return whether there is a model, and the head is known to leave out none."""
         return bool(self.models) and all(one.why_not is one.to_prove is None for one in self.models)
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class BuildCheck:
 
 
 def check_models(models: Iterable[Any]) -> BuildCheck:
-    """What the fused head would do with these models, wrapped or not.
+    """Report what the fused head would do with these models, wrapped or not.
 
     Nothing is computed, changed or communicated.
     """

@@ -1,4 +1,4 @@
-"""What the fused head did so far in this process: losses fused, logits made and who asked, models left to Megatron.
+"""Report of the fused head in this process: losses fused, logits made and who asked, models left to Megatron.
 
 Counters on the host; reading them communicates nothing and waits for no GPU.
 """
@@ -95,7 +95,8 @@ _by_model: "weakref.WeakKeyDictionary[Any, ModelFusion]" = weakref.WeakKeyDictio
 
 
 def fusion_report() -> FusionReport:
-    """What was fused so far on this rank; a copy, which later steps do not change. Models of no loss do not show."""
+    """Report what was fused so far on this rank: a copy, which later steps do not change. Models without a loss are not
+    shown."""
     return FusionReport([replace(one, logits_made=Counter(one.logits_made)) for one in _counters])
 
 

@@ -73,7 +73,7 @@ def unpatch_language_models(model: Any = None) -> None:
 
 
 def forward_with_fused_head(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """What the patched `forward` does, as a function of the model, which need not be patched.
+    """Run the patched `forward`, as a function of the model, which need not be patched.
 
     Arguments that are None are left to their defaults, so that those of one Megatron may be given to another.
     """

@@ -28,13 +28,13 @@ class OutputLayer(ColumnParallelLinear):
             self.bias.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
     def forward(self, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
-        """As `ColumnParallelLinear.forward`."""
+        """Run `ColumnParallelLinear.forward`, with the layer's transform of logits."""
         logits, bias = super().forward(*args, **kwargs)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap), bias
 
 
 def is_bent(layer: Any) -> bool:
-    """Whether an output layer's logits are more than a product: it has a bias or a softcap."""
+    """Return whether an output layer's logits are more than a product: it has a bias or a softcap."""
     return any(getattr(layer, name, None) is not None for name in ("bias", "softcap"))
 
 

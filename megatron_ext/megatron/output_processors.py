@@ -1,4 +1,4 @@
-"""What RL and distillation read out of a model's last hidden states inside its forward, without logits.
+"""Read-outs of a model's last hidden states inside its forward, without logits, for RL and distillation.
 
 Megatron's `forward(..., output_processor=, output_processor_context=)` (GPTModel of 0.18 and newer) hands hidden states
 and output layer to a function of the caller's, in place of making logits. `NextTokenLogProbs` and `ReadOuts` are such
@@ -33,7 +33,7 @@ from megatron_ext.megatron.fusion_report import counters_of
 
 @dataclass(frozen=True, kw_only=True)
 class _Processor:
-    """What the processors here share.
+    """Base of the output processors.
 
     Attributes:
         temperature: logits are divided by it, a teacher's too.
@@ -80,7 +80,7 @@ class _Processor:
         return self.read(scaled.terms, given)
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Any:
-        """What the model returns, from the hidden states of `terms`; `given` is that of the call."""
+        """Return the model's result, from the hidden states of `terms`; `given` is that of the call."""
         raise NotImplementedError
 
     def head(self, terms: Terms, weight: Tensor) -> LmHead:

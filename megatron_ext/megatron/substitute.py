@@ -39,7 +39,7 @@ _LAYERS = ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
 
 @dataclasses.dataclass(frozen=True)
 class Substitution:
-    """What was replaced.
+    """Record of the replaced names.
 
     Attributes:
         version: Megatron-Core's.
@@ -71,7 +71,7 @@ class _Swap:
         return [old for old, _ in self._new.values()]
 
     def new(self, value: Any) -> Any:
-        """What stands for `value`; itself where nothing does."""
+        """Return the replacement of `value`; `value` itself where there is none."""
         return self._new.get(id(value), (value, value))[1]
 
     def subclasses(self) -> list[type]:
@@ -257,7 +257,7 @@ def _has_its_group(layer: Any) -> bool:
 
 
 def why_not_substituted() -> str | None:
-    """What of Megatron's tensor-parallel package ours do not know, or None: names, and arguments of names."""
+    """Return what of Megatron's tensor-parallel package ours do not know, or None: names, and arguments of names."""
     missing = versions.missing_seams("substitution")
     if missing:
         return f"it has no {', '.join(missing)}"
@@ -323,7 +323,7 @@ def _carry_streams(source: Any, target: Any) -> None:
 
 
 class _Active(NamedTuple):
-    """What `restore_tensor_parallel` needs to know."""
+    """State of an active substitution, for `restore_tensor_parallel`."""
 
     report: Substitution
     swap: _Swap

@@ -11,7 +11,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 class Basis:
-    """What a proof rests on. Two are the same if each part is: plain values by what they are, all else by identity.
+    """Basis of a proof. Two are the same if each part is: plain values by what they are, all else by identity.
 
     A bound method counts as its function and its object, a list or a tuple as what is in it, and a dict too. Parts are
     held, so that no other object can come to have the identity of one that is gone. Reads no tensor.
@@ -23,13 +23,14 @@ class Basis:
         self._parts = [part for given in parts for part in _flat(given)]
 
     def same_as(self, other: "Basis") -> bool:
-        """Whether nothing has changed between the two."""
+        """Return whether nothing has changed between the two."""
         mine, others = self._parts, other._parts
         return len(mine) == len(others) and all(map(_same, mine, others))
 
 
 def module_parts(module: nn.Module) -> tuple[Any, ...]:
-    """What a call of `module` goes through: its class, the forward there and one put on the instance, its hooks."""
+    """Return the parts that a call of `module` goes through: its class, the forward there and on the instance, its
+    hooks."""
     own = vars(module)
     hooks = tuple(hook for kind in _HOOKS for hook in own.get(kind, {}).values())
     return type(module), type(module).forward, own.get("forward"), type(module).__call__, hooks

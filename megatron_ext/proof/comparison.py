@@ -20,7 +20,7 @@ _ROWS = 4096  # of a gradient that are in fp32 at a time
 
 
 class _Tolerance(NamedTuple):
-    """Of relative differences of losses and of gradients, and of a token's loss however small."""
+    """Tolerance of relative differences of losses and of gradients, and of a token's loss however small."""
 
     losses: float
     gradients: float
@@ -139,7 +139,7 @@ def _projected(gradient: Tensor | None, of: Tensor) -> Tensor:
 
 
 def _tolerance(tensors: list[Tensor]) -> _Tolerance:
-    """Of the coarsest dtype in which something is computed."""
+    """Return the tolerance of the coarsest dtype in which something is computed."""
     dtypes = [x.dtype for x in tensors]
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device):

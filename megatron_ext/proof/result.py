@@ -35,7 +35,7 @@ class Proof:
 
     @property
     def fused(self) -> bool:
-        """Whether the fused way may be used."""
+        """Return whether the fused way may be used."""
         return self.verdict in ("proved", "trusted")
 
     def __str__(self) -> str:

@@ -27,7 +27,7 @@ def restore_own_loss(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class FusedLossReport:
-    """How a model of transformers takes its losses. As a string, a sentence.
+    """Report of how a model of transformers takes its losses. As a string, a sentence.
 
     Attributes:
         model: its class name.

@@ -61,7 +61,7 @@ def is_registered(model: nn.Module) -> bool:
 
 
 def why_logits_are_made(model: nn.Module) -> str | None:
-    """The reason that is known without a call of `model`: a user's choice, or the environment's; None if there is none."""
+    """The reason that is known without a call, by a user's choice or the environment; None if there is none."""
     return why_fusion_is_off() or model.__dict__.get(KEEPS_LOGITS)
 
 

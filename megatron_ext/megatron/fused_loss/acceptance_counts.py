@@ -17,12 +17,12 @@ COUNTS = "_compute_mtp_acceptance_counts"
 
 
 def counts_acceptance() -> bool:
-    """Whether this Megatron counts."""
+    """Return whether this Megatron counts."""
     return hasattr(multi_token_prediction, COUNTS)
 
 
 def wants_hits(model: Any) -> bool:
-    """Whether acceptance will be counted in this call of the model."""
+    """Return whether acceptance will be counted in this call of the model."""
     return bool(counts_acceptance() and model.training and patch_points.multi_token_layers(model))
 
 

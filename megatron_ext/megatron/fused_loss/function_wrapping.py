@@ -45,7 +45,7 @@ _of_models: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Patch]]]" = weakref
 
 
 def settings_of(model: Any, name: str) -> HeadSettings:
-    """Those of the model's own patch, of its spec, of its class's patch; the usual ones if there is none."""
+    """Return the settings of the model's own patch, its spec or its class's patch; the default ones otherwise."""
     own = next((patch.settings for patch in _patches_of(model) if patch.name == name), None)
     kinds = (_of_classes.get((kind, name)) for kind in type(model).__mro__)
     of_class = next((patch.settings for patch in kinds if patch is not None), None)
@@ -53,7 +53,7 @@ def settings_of(model: Any, name: str) -> HeadSettings:
 
 
 def settings_of_spec(model: Any) -> HeadSettings | None:
-    """Those that the layer spec names which the model was built from; None if it names none."""
+    """Return the settings that the model's layer spec names; None if it names none."""
     return next((vars(spec)[HEAD] for spec in vars(model).values() if HEAD in getattr(spec, "__dict__", ())), None)
 
 
@@ -131,7 +131,7 @@ def unwrap_model(model: Any) -> None:
 
 
 def models_of_their_own() -> bool:
-    """Whether a model has a patch of its own."""
+    """Return whether a model has a patch of its own."""
     return bool(_of_models)
 
 

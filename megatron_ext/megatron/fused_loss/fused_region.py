@@ -183,7 +183,7 @@ class Region:
 
     def why_not(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> str | None:
         """Why this loss is the model's own, on all ranks; None where the head computes it."""
-        decision = fusion_decision.decision_of(self.model, self.settings)
+        decision = fusion_decision.taken(self.model, self.settings) or fusion_decision.decide(self.model, self.settings)
         if not self.looked and fusion_decision.has_changed(self.model, decision):
             with torch.no_grad(), fusion_decision.telling_of_change(self.model):
                 self.fused(terms, hidden, weight, labels)

@@ -69,11 +69,17 @@ def decision_of(model: Any, settings: HeadSettings, loss: bool = True) -> Decisi
     All tensor-parallel ranks call it together; a group of one rank decides anew when the model has changed. `loss`:
     whether its loss is asked for, or what is read out of hidden states alone, for which its output layer must be known.
     """
-    found = _decisions[model.training, loss].get(model)
-    if found is None or found.settings != settings:
+    found = taken(model, settings, loss)
+    if found is None:
         return decide(model, settings, loss)
     alone = group_size(tp_group(patch_points.output_layer(model))) == 1
     return decide(model, settings, loss) if alone and has_changed(model, found, loss) else found
+
+
+def taken(model: Any, settings: HeadSettings, loss: bool = True) -> Decision | None:
+    """The decision as it was taken by an earlier call, or earlier in this one; None if there is none."""
+    found = _decisions[model.training, loss].get(model)
+    return None if found is None or found.settings != settings else found
 
 
 def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
@@ -157,7 +163,7 @@ def _basis(model: Any, layer: Any) -> Basis:
         [(type(one), type(one).forward, _values(one)) for one in layer.modules()],
         None if weight is None else weight.dtype,
         [getattr(config, name, None) for name in _CONFIG],
-        [value for _, value in known_code.standing()],
+        list(known_code.in_places().values()),
     )
 
 

@@ -77,7 +77,7 @@ class HeadSettings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Those that a user gave by name.
+        """Make the settings that a user gave by name.
 
         Raises:
             TypeError: a name is none of theirs; the message lists them.

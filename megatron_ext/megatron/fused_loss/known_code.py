@@ -4,8 +4,8 @@ A decorator with `functools.wraps` has every name of the function that it wraps,
 its globals: those are of the file that defines it.
 """
 
+import operator
 import sys
-from collections.abc import Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -35,17 +35,19 @@ _PLACES = {
 }
 
 
-def standing() -> Iterator[tuple[str, Any]]:
-    """Yield what stands in the places that Megatron's output layer and loss look up, by its full name."""
+def in_places() -> dict[str, Any]:
+    """Collect what stands in the places that Megatron's output layer and loss look up, by its full name."""
+    found: dict[str, Any] = {}
     for home, names in _PLACES.items():
         module = sys.modules.get(home)
         for name in names:
             if (value := getattr(module, name, None)) is not None:
-                yield f"{home}.{name}", value
+                found[f"{home}.{name}"] = value
                 if isinstance(value, type):
                     for method, inner in vars(value).items():
                         if isinstance(inner, staticmethod):
-                            yield f"{home}.{name}.{method}", inner.__func__
+                            found[f"{home}.{name}.{method}"] = inner.__func__
+    return found
 
 
 def function_of(value: Any) -> Any:
@@ -79,10 +81,10 @@ def what_is_not_known(model: Any) -> str | None:
     if loss not in _LOSSES:
         return f"it has a {patch_points.LOSS} of its own{_where(loss)}"
     global _seen_as_own
-    found = [*standing()]
-    values = [value for _, value in found]
-    if len(values) != len(_seen_as_own) or any(a is not b for a, b in zip(values, _seen_as_own, strict=True)):
-        for name, value in found:
+    found = in_places()
+    values = list(found.values())
+    if len(values) != len(_seen_as_own) or not all(map(operator.is_, values, _seen_as_own)):
+        for name, value in found.items():
             if not is_own(value):
                 return f"{name} is not Megatron's own{_where(value)}"
         _seen_as_own = values

@@ -20,7 +20,7 @@ OPTION = "return_logprobs_for_linear_ce_fusion"
 
 
 class HeadRefusal(ValueError):
-    """What the head refused of one rank, when all that communicates over the context-parallel ranks is behind it."""
+    """Refusal by the head on one rank, raised when all exchanges over the context-parallel ranks are over."""
 
 
 def forward_with_log_probs(original: Any, settings: HeadSettings) -> Any:
@@ -57,8 +57,8 @@ def forward_with_log_probs(original: Any, settings: HeadSettings) -> Any:
 
 
 def next_labels(model: Any, given: dict[str, Any]) -> tuple[SequenceParts, Tensor, Tensor]:
-    """How a model's sequences are cut over its context-parallel ranks, or over those of this very batch; their whole
-    token ids `[B, S]`; this rank's labels. `given`: the arguments of the model's call."""
+    """Return the cut of a model's sequences over its context-parallel ranks, or over those of this very batch; their
+    whole token ids `[B, S]`; this rank's labels. `given`: the arguments of the model's call."""
     own = getattr(model, "cp_group", None) or getattr(getattr(model, "pg_collection", None), "cp", None)
     parts = SequenceParts.of(context_parallel_group(own), given.get("packed_seq_params"))
     tokens_BS = _whole_tokens(given, parts)

@@ -1,4 +1,4 @@
-"""Where the fused head enters a Megatron model: what the model must have, and the reasons why one is left alone.
+"""Places of a Megatron model at which the fused head enters, and the reasons why a model is left alone.
 
 Models differ in names and versions, and agree in this: an output layer makes logits, and
 `compute_language_model_loss` takes a loss from them, both within one method that is given labels. That method is
@@ -68,12 +68,13 @@ def output_layer(model: Any) -> Any:
 
 
 def multi_token_layers(model: Any) -> int:
-    """How many layers of multi-token prediction a model has."""
+    """Count a model's layers of multi-token prediction."""
     return getattr(getattr(model, "config", None), "mtp_num_layers", None) or 0
 
 
 def takes_losses_without_labels(model: Any) -> bool:
-    """Whether Megatron trains the model's layers of multi-token prediction without labels too, from the tokens."""
+    """Return whether Megatron trains the model's layers of multi-token prediction without labels too, from the
+    tokens."""
     function = getattr(multi_token_prediction, "process_mtp_loss", None)
     if function is None or not multi_token_layers(model):
         return False
@@ -102,7 +103,7 @@ def models_inside(model: Any) -> list[Any]:
 
 
 def missing(kind: type) -> list[str]:
-    """What the fused head needs of a class and does not find, in words."""
+    """List what the fused head needs of a class and does not find, in words."""
     lacking = []
     for name in (FORWARD, POSTPROCESS) if hasattr(kind, POSTPROCESS) else (FORWARD,):
         method = inspect.getattr_static(kind, name, None)

@@ -82,7 +82,8 @@ class Terms:
         return self.layer.weight if self.weight is None else self.weight
 
     def adds_to_main_grad(self, weight: Tensor) -> bool:
-        """Whether backward adds the gradient of `weight` to its `main_grad`; one that was gathered or cast has none."""
+        """Return whether backward adds the gradient of `weight` to its `main_grad`; one that was gathered or cast has
+        none."""
         return self.layer.gradient_accumulation_fusion and weight is self.own_weight
 
     @property
@@ -211,7 +212,7 @@ def promise_logits(
     make: Callable[[Terms, Tensor], Tensor],
     hooks: Hooks,
 ) -> PromisedLogits:
-    """What `layer(hidden, weight, runtime_gather_output=gathered)` would return, put off."""
+    """Promise the result of `layer(hidden, weight, runtime_gather_output=gathered)`."""
     # Megatron's loss of gathered logits is too high by the logarithm of the number of ranks.
     if (layer.gather_output if gathered is None else gathered) and group_size(tp_group(layer)) > 1:
         raise ValueError(
@@ -274,7 +275,7 @@ def _requires_grad(promise: PromisedLogits) -> bool:
 
 
 def _kept(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> PromisedLogits | None:
-    """What the call makes of a promise of logits that nobody has made yet, if that is a promise again."""
+    """Return what the call makes of a promise of logits that are not made yet, if that is a promise again."""
     terms, batch_first, detached = promise.terms, promise.batch_first, promise.detached
     factor, alone = _factor(promise, func, args, kwargs), promise is args[0] and not kwargs
     if factor is not None:
