@@ -18,6 +18,7 @@ from megatron_ext.dtensor import (
     tie_word_embeddings,
     translate_parallel_style,
 )
+from megatron_ext.dtensor.styles import FusedColwise
 from tests.dtensor.models import (
     FAMILIES,
     check_gradients,
@@ -350,3 +351,17 @@ def test_the_functions_of_one_family():
     policy = MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=torch.float32)
     assert _parallelize_llama(model, dp_cp, mesh["tp"], policy, OffloadPolicy(), True, True) is model
     _check_trains_as(reference("llama", False, tokens), model, tokens)
+
+
+@ranks(2)
+def test_layers_are_wrapped_where_they_recompute():
+    mesh, dp_cp = meshes(tp=2)
+    for recomputes in (False, True):
+        model = parallelize(make("llama"), mesh, dp_cp, activation_checkpointing=recomputes)
+        assert [hasattr(layer, "_checkpoint_wrapped_module") for layer in model.model.layers] == [recomputes] * 2
+
+
+@ranks(2)
+def test_fused_projection_that_ranks_cannot_share_is_refused():
+    with pytest.raises(ValueError, match=r"parts of sizes \[3, 5\]: they must be multiples of the 2 tensor-parallel"):
+        FusedColwise((3, 5))._apply(torch.nn.Linear(4, 8), meshes(tp=2)[0]["tp"])

@@ -4,6 +4,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.zigzag import (
     gather_zigzag,
     merge_zigzag,
@@ -114,3 +115,18 @@ def test_an_odd_part_is_refused_before_anything_is_sent():
         with pytest.raises(ValueError, match="multiple of 2 \\* 2"):
             gather_zigzag(torch.zeros(3), dist.group.WORLD)
     assert not counts
+
+
+@ranks(2)
+def test_positions_behind_a_known_number_follow_in_the_gathered_whole():
+    """Ranks that are known to have 4 positions have 6: the whole and its gradient are those of one gather."""
+    parts, group = SequenceParts(dist.group.WORLD), dist.group.WORLD
+    whole = torch.arange(24.0).view(2, 12)
+    mine = split_zigzag(whole, 2, dist.get_rank(), 1).requires_grad_()
+    found = parts.gather_or_refuse(mine, 1, None, 4)
+    assert torch.equal(found, whole)
+    weight = torch.linspace(1, 2, 24).view(2, 12)
+    (found * weight).sum().backward()
+    again = mine.detach().clone().requires_grad_()
+    (gather_zigzag(again, group, 1) * weight).sum().backward()
+    torch.testing.assert_close(mine.grad, again.grad)
