@@ -14,17 +14,17 @@ PACKAGES = ("megatron_ext", "megatron_on_cpu")
 
 # Pairs of folders inside these that import each other.
 MUTUAL_FOLDERS = {"head": 0, "policy": 0}
-CLASS_NAMES_TWICE = 7
+CLASS_NAMES_TWICE = 0
 # Docstrings that begin with a pronoun or a question word: the noun is left out.
 PRONOUN_DOCSTRINGS = 0
-LONG_TEST_NAMES = 25
+LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
     "megatron_ext/*.py": 1310,
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4427,
     "megatron_ext/experimental": 2380,
-    "megatron_ext/head": 10922,
+    "megatron_ext/head": 10924,
     "megatron_ext/integrations": 719,
     "megatron_ext/losses": 1687,
     "megatron_ext/megatron": 4253,

@@ -21,7 +21,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.adapters.lora import LoRA, low_rank, options_of, rows_fault, widened
 from megatron_ext.head.call.matmul import numbers
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.engine.autograd import Read
+from megatron_ext.head.engine.autograd import ReadFunction
 from megatron_ext.head.engine.chunked.sources import LogitTransform, Rule, gather_tokens, of_each
 from megatron_ext.head.engine.chunked.ways import OfChunks, OfLogits
 from megatron_ext.head.engine.flatten import Flat
@@ -175,7 +175,7 @@ def _run(
         asked = plan.head
         first = LogitTransform(asked.softcap, asked.logit_scale, asked.rounds)
         transforms = [first, *(t.head.transform for t in teachers)]
-        read = _apply_eagerly if head.fixed else Read.apply
+        read = _apply_eagerly if head.fixed else ReadFunction.apply
         return read(OfChunks(transforms, sizes, keep), plan, x_TD, weight, bias, low, *inputs)
     if weight.shape[0] == 0:  # one column that does not count is simpler than none
         nowhere = VocabShard(head.vocab.size, head.vocab.size + 1, head.vocab.size)
@@ -189,7 +189,7 @@ def _run(
 
 @_disable_dynamo  # what holds of this processor's products is found out by running some
 def _apply_eagerly(*arguments: Any) -> Sequence[Tensor]:
-    return Read.apply(*arguments)
+    return ReadFunction.apply(*arguments)
 
 
 def read_logits(head: ResolvedHead, given: GivenLogits, asked: Sequence[ReadOut], callers: ValueError | None) -> Any:
@@ -219,7 +219,7 @@ def read_logits(head: ResolvedHead, given: GivenLogits, asked: Sequence[ReadOut]
     into_logits = given.gradient_into_logits and own_memory and not plan.needs_logits
     others = [flat.rows(teacher.logits.detach()) for teacher in teachers]
     plan.places_T = flat.places(z.device, ranks)
-    found = Read.apply(OfLogits(rules, into_logits), plan, z, *others)
+    found = ReadFunction.apply(OfLogits(rules, into_logits), plan, z, *others)
     return _as_asked(plan, [flat.up(x) for x in found])
 
 

@@ -6,7 +6,7 @@ Imports torch and groups alone.
 """
 
 from megatron_ext.proof.agreement import agreed
-from megatron_ext.proof.basis import Basis, config_values, module_parts
+from megatron_ext.proof.basis import ProofBasis, config_values, module_parts
 from megatron_ext.proof.comparison import compare
 from megatron_ext.proof.ledger import Proofs, cannot_prove_now
 from megatron_ext.proof.result import Proof
@@ -14,8 +14,8 @@ from megatron_ext.proof.settings import SAMPLE_TOKENS, ProofMode, fusion_is_on, 
 
 __all__ = [
     "SAMPLE_TOKENS",
-    "Basis",
     "Proof",
+    "ProofBasis",
     "ProofMode",
     "Proofs",
     "agreed",

@@ -1,4 +1,4 @@
-"""`Basis`: the functions, objects and values that a proof rests on. Compared by identity, never by name."""
+"""`ProofBasis`: the functions, objects and values that a proof rests on. Compared by identity, never by name."""
 
 from collections.abc import Iterator, Mapping
 from types import MethodType
@@ -10,7 +10,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-class Basis:
+class ProofBasis:
     """Basis of a proof. Two are the same if each part is: plain values by what they are, all else by identity.
 
     A bound method counts as its function and its object, a list or a tuple as what is in it, and a dict too. Parts are
@@ -22,7 +22,7 @@ class Basis:
     def __init__(self, *parts: Any):
         self._parts = [part for given in parts for part in _flat(given)]
 
-    def same_as(self, other: "Basis") -> bool:
+    def same_as(self, other: "ProofBasis") -> bool:
         """Return whether nothing has changed between the two."""
         mine, others = self._parts, other._parts
         return len(mine) == len(others) and all(map(_same, mine, others))

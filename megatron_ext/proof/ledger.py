@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.proof.agreement import agreed
-from megatron_ext.proof.basis import Basis
+from megatron_ext.proof.basis import ProofBasis
 from megatron_ext.proof.result import Proof
 from megatron_ext.proof.settings import ProofMode
 
@@ -19,12 +19,12 @@ class Proofs:
     """The proofs of one way in, by model or another owner. Owners are not kept alive; a copy is proved again."""
 
     def __init__(self) -> None:
-        self._made: WeakKeyDictionary[Any, tuple[Basis, Proof]] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[Any, tuple[ProofBasis, Proof]] = WeakKeyDictionary()
 
     def of(
         self,
         owner: Any,
-        basis: Callable[[], Basis],
+        basis: Callable[[], ProofBasis],
         prove: Callable[[], Proof],
         mode: ProofMode = "first",
         groups: Sequence[Group] = (),

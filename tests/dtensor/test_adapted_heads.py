@@ -165,7 +165,7 @@ def test_hooks_inside_of_an_adapted_head_are_run(path):
 
 @pytest.mark.parametrize("options", [{"target_modules": ["lm_head"]}, {"target_modules": ["q_proj"]}], ids=str)
 @ranks(2)
-def test_tensor_parallelism_of_adapted_layers_is_refused_before_anything_is_changed(options):
+def test_tensor_parallel_adapters_are_refused_before_any_change(options):
     model = adapted(**options).get_base_model()
     modules, before = dict(model.named_modules()), model(**batch()).loss
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -295,7 +295,7 @@ def test_token_ids_out_of_range_are_refused_on_every_rank(tp):
 
 @pytest.mark.parametrize("tp, cp, sequence_parallel", [(2, 1, False), (2, 1, True), (1, 2, False)])
 @ranks(2)
-def test_token_ids_out_of_range_on_one_rank_alone_are_refused_on_both(tp, cp, sequence_parallel):
+def test_token_ids_out_of_range_on_one_rank_are_refused_on_both(tp, cp, sequence_parallel):
     """Also those that are no label, the first of a row; and with tokens that the head leaves out."""
     model = parallelize(make("llama"), *meshes(cp=cp, tp=tp), sequence_parallel=sequence_parallel)
     tokens, last = drawn(2, 8), torch.distributed.get_rank() == 1

@@ -295,13 +295,13 @@ BY_ROWS = {
     ],
 )
 @ranks(2)
-def test_token_ids_out_of_range_on_one_rank_alone_are_refused_on_both(kind, tp, cp, options):
+def test_token_ids_out_of_range_on_one_rank_are_refused_on_both(kind, tp, cp, options):
     check_ids_of_one_rank(kind, tp, cp, options)
 
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
 @ranks(4)
-def test_token_ids_out_of_range_on_one_rank_alone_are_refused_on_all(kind):
+def test_token_ids_out_of_range_on_one_rank_are_refused_on_all(kind):
     check_ids_of_one_rank(kind, 2, 2, {"sequence_parallel": True, "activation_checkpointing": True})
 
 

@@ -58,7 +58,7 @@ def test_patching_a_gpt_in_fsdp2_changes_no_loss():
     assert (found.losses_fused, found.logits_made) == (fsdp2_gpt.STEPS, 0)
 
 
-def test_the_launcher_fuses_the_loss_of_an_unmodified_hybrid_script():
+def test_launcher_fuses_the_loss_of_an_unmodified_hybrid_script():
     script = str(EXAMPLES / "pretrain_hybrid.py")
     launcher = ("-m", "megatron_ext.run", "--cpu")
     stock, ours = python(*launcher, script, ranks=2), python(*launcher, "--linear-ce", script, ranks=2)

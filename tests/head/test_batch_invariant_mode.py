@@ -150,7 +150,7 @@ def test_vllms_variable_reaches_heads(monkeypatch):
         assert not batch_invariance.is_on()
 
 
-def test_a_head_that_was_made_before_or_inside_is_as_the_mode_is_when_it_is_read():
+def test_head_reads_by_the_mode_at_the_time_of_its_reading():
     outside = LmHead(drawn(N, D))
     with batch_invariant_mode():
         inside = LmHead(drawn(N, D))

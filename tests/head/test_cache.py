@@ -70,7 +70,7 @@ def test_a_fraction_or_a_number_of_bytes_bounds_what_is_kept(cache, kept):
     ],
     ids=str,
 )
-def test_by_default_no_more_is_kept_than_weight_and_fp32_gradient_take(dtype, width, tokens, eighths):
+def test_default_cache_is_bounded_by_weight_and_fp32_gradient(dtype, width, tokens, eighths):
     """As many eighths of the columns as that allows, whatever memory is free; one more would be too many."""
     like, columns = torch.empty(0, width, dtype=dtype), 1003
     found = cached_columns(options(), tokens, columns, like)

@@ -100,7 +100,7 @@ THREE = {
 
 @pytest.mark.parametrize("layout", ["sequence", *slow("replicated")])
 @pytest.mark.parametrize("kind", THREE)
-def test_three_read_outs_together_cost_the_products_and_messages_of_one(kind, layout):
+def test_three_read_outs_cost_products_and_messages_of_one(kind, layout):
     tokens, width, vocabulary, ranks = SMALL
     make, products = THREE[kind]
 

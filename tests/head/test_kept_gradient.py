@@ -39,7 +39,7 @@ def test_products_of_a_forward_and_backward(cache, products):
     assert costs.flops == 4 * 2 * T * D * V
 
 
-def test_nothing_is_kept_where_no_gradient_is_wanted_or_another_read_out_reads_the_logits():
+def test_gradient_is_kept_only_for_a_lone_read_out_that_trains():
     (hidden, weight, _), teacher = sides()
     head = LmHead(weight, cache=1)
     with measure() as kept:
@@ -117,7 +117,7 @@ def test_a_token_without_a_finite_gradient_shows_where_it_counts():
     assert dw.isnan().all()
 
 
-def test_an_infinite_divergence_keeps_the_finite_gradient_that_it_has():
+def test_infinite_divergence_keeps_its_finite_gradient():
     """The student rules out what the teacher allows: the value is infinite, and its gradient q - p."""
     (hidden, weight, bias), teacher = sides()
     with torch.no_grad():

@@ -249,7 +249,7 @@ def test_sums_of_one_order_on_hopper(dtype):
 
 @compiled
 @pytest.mark.parametrize("columns", [128256, 50257])
-def test_an_engines_softmax_is_summed_by_the_same_threads_on_hopper(columns):
+def test_softmax_of_an_engine_is_summed_by_the_same_threads(columns):
     """Each reduction has the layout of Megatron's kernel, which decides the order within a block.
 
     Theirs names no axis: Triton calls the threads' numbers another layout then, and moves none.

@@ -32,7 +32,7 @@ def losses(hidden, weight, a, b, labels, scaling=0.5):
 
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
 @pytest.mark.parametrize("cache, own", [(0, 6), (1, 4)])
-def test_a_frozen_weight_costs_no_gradient_and_nothing_of_its_size(layout, cache, own):
+def test_frozen_weight_costs_no_gradient_and_no_memory(layout, cache, own):
     """Products of D and of r alike: the low rank has those of a weight that trains, and those with A are small."""
     tokens, width, columns, count, ranks_ = 1024, 512, 2048, 16, 4
     with one_rank_of(ranks_) as group:
@@ -95,7 +95,7 @@ def test_sixteen_bits_err_no_more_than_a_merged_weight(dtype):
         assert error(got.grad, exact.grad) <= 1.1 * error(merged.grad, exact.grad)
 
 
-def test_dropout_leaves_out_entries_and_gradients_of_the_low_rank_alone():
+def test_dropout_leaves_out_low_rank_entries_and_gradients_alone():
     hidden, weight, a, b, labels = drawn()
     leaves = [x.clone().requires_grad_() for x in (hidden, a, b)]
     torch.manual_seed(1)
@@ -198,7 +198,7 @@ def test_ranks_with_other_adapters_are_all_told(other):
 
 
 @ranks(2)
-def test_a_teachers_adapter_with_other_rows_on_one_rank_is_refused_on_both():
+def test_teacher_adapter_of_other_rows_on_one_rank_is_refused():
     hidden, weight, a, b, _ = drawn()
     own = VocabShard.split(V, dist.group.WORLD)
     weight, rows = weight[own.start : own.stop], own.stop - dist.get_rank()
@@ -210,7 +210,7 @@ def test_a_teachers_adapter_with_other_rows_on_one_rank_is_refused_on_both():
 
 @pytest.mark.parametrize("cache", [0, 1])
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_a_nan_token_without_a_gradient_leaves_all_gradients_of_a_divergence_whole(dropout, cache):
+def test_nan_token_without_gradient_leaves_divergence_gradients(dropout, cache):
     hidden, weight, a, b, _ = drawn()
     teacher = Teacher(LmHead(weight.flip(0)), hidden)
     found = []

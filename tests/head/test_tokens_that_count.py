@@ -77,7 +77,7 @@ def test_a_bound_that_is_broken_is_refused_on_every_rank():
 
 @ranks(2, 4)
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
-def test_a_bound_that_one_ranks_labels_break_is_refused_on_every_rank(layout):
+def test_bound_that_labels_of_one_rank_break_is_refused_on_all(layout):
     size, rank = dist.get_world_size(), dist.get_rank()
     hidden, weight = torch.randn(4 if layout == "sequence" else 4 * size, 3), torch.randn(8, 3)
     labels = torch.full((4 * size,), -100)

@@ -45,7 +45,7 @@ def test_the_fused_head_takes_batch_and_says_so(by):
 
 
 @ranks(1)
-def test_bits_are_an_option_of_the_patch_and_of_output_processors():
+def test_bits_are_an_option_of_patch_and_output_processors():
     """What is asked for goes before the mode."""
     with model_parallel(1), fixed_calls() as calls:
         model, (tokens, labels, _) = one_gpt(), batch()

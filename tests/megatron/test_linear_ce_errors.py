@@ -191,7 +191,7 @@ def mxfp8_layer(model):
         *slow(custom_layer, layer_with_hooks, instance_forward, rounded_logits, weight_in_pieces, mxfp8_layer),
     ],
 )
-def test_what_is_not_known_to_be_a_linear_cross_entropy_stays_with_megatron(change):
+def test_unknown_linear_cross_entropy_stays_with_megatron(change):
     reset_fusion_report()
     with model_parallel(tp=2), mock.patch.dict(vars(transformer_engine)):
         model, labels = one_gpt(), batch()[1]

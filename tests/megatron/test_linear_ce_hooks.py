@@ -50,7 +50,7 @@ def test_logits_that_are_read_without_gradients_still_train():
 
 
 @ranks(1)
-def test_processors_refuse_an_output_layer_that_does_more_than_multiply():
+def test_processors_refuse_output_layers_beyond_a_product():
     with model_parallel():
         model, tokens = one_gpt(), batch()[0]
         layer = model.output_layer
@@ -125,7 +125,7 @@ def assert_as_stock(model, change):
 
 @ranks(1)
 @pytest.mark.parametrize("function", [HalvedGradient, Squashed])
-def test_an_autograd_function_is_refused_and_served_as_the_message_says(function):
+def test_autograd_function_is_refused_and_served_as_advised(function):
     with model_parallel():
         model = one_gpt(tied=False)
         with patched(), pytest.raises(ValueError, match=r"an autograd.Function .* apply it to logits.clone\(\)"):

@@ -46,7 +46,7 @@ def test_fresh_norm_is_the_identity_on_normalised_rows():
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_parameters_carry_the_mark_that_sums_their_gradients_over_tensor_parallel_ranks(sequence_parallel):
+def test_parameters_are_marked_for_gradient_sums_over_tp_ranks(sequence_parallel):
     for kind in ("LayerNorm", "RMSNorm"):
         norm = Norm(config(normalization=kind, sequence_parallel=sequence_parallel), 4)
         assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel] * len(list(norm.parameters()))

@@ -135,7 +135,7 @@ def test_read_outs(build, case, sequence_parallel):
 
 
 @ranks(2)
-def test_log_probs_of_the_whole_sequence_under_context_parallelism():
+def test_log_probs_of_whole_sequences_under_context_parallelism():
     ids = batch()[0]
     with model_parallel():
         logits = one_gpt(spec=gpt_block_spec)(ids, batch()[2], causal_mask(SEQ))

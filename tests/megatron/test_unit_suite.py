@@ -65,7 +65,7 @@ def test_that_passes_by_what_others_left():
 
 
 @pytest.mark.slow
-def test_each_test_runs_on_as_many_ranks_as_it_asks_for_and_both_ways(tmp_path):
+def test_each_test_runs_on_the_ranks_it_asks_for_and_both_ways(tmp_path):
     folder = tmp_path / "tests" / "unit_tests" / "toys"
     folder.mkdir(parents=True)
     for package in (tmp_path / "tests", folder.parent, folder):

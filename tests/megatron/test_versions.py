@@ -53,7 +53,7 @@ def train(spec):
 
 
 @pytest.mark.slow
-def test_a_new_function_refuses_the_substitution_and_the_advised_spec_works():
+def test_new_function_refuses_substitution_and_advises_a_spec():
     run(
         """
 import megatron.core.tensor_parallel.layers as layers, megatron_ext, pytest
@@ -106,7 +106,7 @@ assert fusion_report().losses_fused
 
 @pytest.mark.slow
 @pytest.mark.skipif(versions.HYBRID_MODEL.is_there(), reason="this Megatron-Core has HybridModel")
-def test_no_hybrid_model_refuses_its_spec_and_the_advised_one_works():
+def test_missing_hybrid_model_refuses_its_spec_with_advice():
     run(
         BUILD
         + """

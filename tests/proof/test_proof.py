@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from megatron_ext.head import LmHead, LogProbs, linear_cross_entropy
 from megatron_ext.proof import (
-    Basis,
     Proof,
+    ProofBasis,
     Proofs,
     agreed,
     compare,
@@ -154,20 +154,23 @@ def test_the_basis_compares_functions_by_identity():
         pass
 
     model = Model()
-    before = Basis(make, model, 1.0, ("a", [2]), {"x": 3})
-    assert before.same_as(Basis(make, model, 1.0, ("a", [2]), {"x": 3}))
-    for other in (Basis(make, Model(), 1.0, ("a", [2]), {"x": 3}), Basis(make, model, 1, ("a", [2]), {"x": 3})):
+    before = ProofBasis(make, model, 1.0, ("a", [2]), {"x": 3})
+    assert before.same_as(ProofBasis(make, model, 1.0, ("a", [2]), {"x": 3}))
+    for other in (
+        ProofBasis(make, Model(), 1.0, ("a", [2]), {"x": 3}),
+        ProofBasis(make, model, 1, ("a", [2]), {"x": 3}),
+    ):
         assert not before.same_as(other)
-    assert not Basis(make()).same_as(Basis(make()))  # the same name and qualified name
-    assert Basis(before.same_as).same_as(Basis(before.same_as))  # a bound method is a new object each time
+    assert not ProofBasis(make()).same_as(ProofBasis(make()))  # the same name and qualified name
+    assert ProofBasis(before.same_as).same_as(ProofBasis(before.same_as))  # a bound method is a new object each time
     layer = torch.nn.Linear(2, 2)
-    rests = Basis(module_parts(layer))
-    assert rests.same_as(Basis(module_parts(layer)))
+    rests = ProofBasis(module_parts(layer))
+    assert rests.same_as(ProofBasis(module_parts(layer)))
     handle = layer.register_forward_hook(lambda *_: None)
-    assert not rests.same_as(Basis(module_parts(layer)))
+    assert not rests.same_as(ProofBasis(module_parts(layer)))
     handle.remove()
     layer.forward = lambda x: x
-    assert not rests.same_as(Basis(module_parts(layer)))
+    assert not rests.same_as(ProofBasis(module_parts(layer)))
 
 
 class InnerConfig:
@@ -181,9 +184,9 @@ class OuterConfig:
 
 
 def test_the_basis_holds_values_of_a_config():
-    before = Basis(config_values(OuterConfig(1.0)))
-    assert before.same_as(Basis(config_values(OuterConfig(1.0))))
-    assert not before.same_as(Basis(config_values(OuterConfig(2.0))))
+    before = ProofBasis(config_values(OuterConfig(1.0)))
+    assert before.same_as(ProofBasis(config_values(OuterConfig(1.0))))
+    assert not before.same_as(ProofBasis(config_values(OuterConfig(2.0))))
 
 
 class Owner:
@@ -198,14 +201,14 @@ def test_a_proof_is_made_once_and_again_after_a_change():
         return Proof("proved", tokens=64, largest_difference=1e-6)
 
     for expected in (1, 1):
-        assert proofs.of(owner, lambda: Basis(rests), prove).fused
+        assert proofs.of(owner, lambda: ProofBasis(rests), prove).fused
         assert len(calls) == expected
     rests.append(2)
-    proofs.of(owner, lambda: Basis(rests), prove)
+    proofs.of(owner, lambda: ProofBasis(rests), prove)
     assert len(calls) == 2
-    proofs.of(owner, lambda: Basis(rests), prove, mode="always")
+    proofs.of(owner, lambda: ProofBasis(rests), prove, mode="always")
     assert len(calls) == 3
-    assert str(proofs.of(owner, lambda: Basis(rests), prove, mode="off")).startswith("not compared")
+    assert str(proofs.of(owner, lambda: ProofBasis(rests), prove, mode="off")).startswith("not compared")
     assert len(calls) == 3
     assert str(proofs.made(owner)) == "proved on 64 tokens, largest difference 1e-06"
     assert proofs.made(Owner()) is None
@@ -219,14 +222,14 @@ def test_a_captured_graph_is_not_comparable(monkeypatch):
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
-    found = proofs.of(owner, lambda: Basis(1), prove)
+    found = proofs.of(owner, lambda: ProofBasis(1), prove)
     assert not found.fused
     assert "a CUDA graph is being captured" in str(found)
-    assert proofs.of(owner, lambda: Basis(1), prove, mode="off").fused
+    assert proofs.of(owner, lambda: ProofBasis(1), prove, mode="off").fused
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
-    assert proofs.of(owner, lambda: Basis(1), prove).fused
+    assert proofs.of(owner, lambda: ProofBasis(1), prove).fused
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
-    assert proofs.of(owner, lambda: Basis(1), prove).fused  # it was proved before
+    assert proofs.of(owner, lambda: ProofBasis(1), prove).fused  # it was proved before
 
 
 def test_modes_come_from_options_and_the_environment(monkeypatch):

@@ -118,7 +118,7 @@ def test_an_odd_part_is_refused_before_anything_is_sent():
 
 
 @ranks(2)
-def test_positions_behind_a_known_number_follow_in_the_gathered_whole():
+def test_positions_behind_a_known_number_follow_in_the_whole():
     """Ranks that are known to have 4 positions have 6: the whole and its gradient are those of one gather."""
     parts, group = SequenceParts(dist.group.WORLD), dist.group.WORLD
     whole = torch.arange(24.0).view(2, 12)

@@ -19,7 +19,7 @@ from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fa
 from megatron_ext.dtensor.output.fused_classes import FUSED, use_fused_class
 from megatron_ext.dtensor.output.head_calls import head_call
 from megatron_ext.dtensor.output.loss_proof import basis, groups_of, not_fusable, own_loss, prove
-from megatron_ext.dtensor.output.promised_logits import HeadCall, PromisedLogits
+from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
 from megatron_ext.dtensor.output.reads import PLAIN, Read, say_once, say_that_logits_are_made
 from megatron_ext.dtensor.output.stand_ins import KEEPS_LOGITS, bring_back, is_registered, promising, with_head
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
@@ -274,7 +274,7 @@ def _without_promises(output: Any) -> Any:
     """The output without logits that nobody made."""
 
     def real(x: Any) -> Any:
-        return x.made if isinstance(x, PromisedLogits) else x
+        return x.made if isinstance(x, DeferredLogits) else x
 
     if isinstance(output, tuple) and not hasattr(output, "_fields"):
         return tuple(real(x) for x in output if real(x) is not None or x is None)

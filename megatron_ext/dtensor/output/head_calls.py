@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import group_size
-from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, HeadCall, LogitTransform
+from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, HeadCall, LogitArithmetic
 from megatron_ext.dtensor.output.reads import Read, read_hidden
 from megatron_ext.head.adapters.peft_layers import unwrapped
 from megatron_ext.head.layer_facts import local_shard
@@ -41,7 +41,7 @@ def head_call(head: Any, read: Read, hidden: Tensor, given: dict[str, Any], whol
         return head(hidden) if isinstance(weight, DTensor) or isinstance(head, FSDPModule) else head.forward(hidden)
 
     def redeem(
-        hidden: Tensor, targets: Tensor, logits: LogitTransform, columns: int, given: CrossEntropyArguments
+        hidden: Tensor, targets: Tensor, logits: LogitArithmetic, columns: int, given: CrossEntropyArguments
     ) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False) if whole else nullcontext():
             return _cross_entropy(head, read, hidden, targets, logits.facts(1.0), (columns, given, divisor, tokens))

@@ -19,7 +19,7 @@ from megatron_ext.dtensor.decoder import output_head_path
 from megatron_ext.dtensor.output.fused_classes import forward_of
 from megatron_ext.dtensor.output.head_calls import head_call
 from megatron_ext.dtensor.output.loss_proof import basis, groups_of, losses_of_logits, not_fusable, prove
-from megatron_ext.dtensor.output.promised_logits import HeadCall, PromisedLogits
+from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
 from megatron_ext.dtensor.output.reads import PLAIN, Read, read_hidden, read_logits, say_that_logits_are_made
 from megatron_ext.dtensor.output.stand_ins import (
     REGISTERED,
@@ -109,7 +109,7 @@ def _through_head(model: nn.Module, read: Read, given_BP: Sequence[Tensor], inpu
     args, inputs = lay_out(model, (), inputs)
     logits = forward_of(model)(stub, *args, **inputs).logits
     bring_back(model, stub)
-    if not isinstance(logits, PromisedLogits):
+    if not isinstance(logits, DeferredLogits):
         return read_logits(read, logits, given_BP)
     if logits.made is not None:
         return read_logits(read, logits.made, given_BP)

@@ -29,7 +29,7 @@ from megatron_ext.dtensor.output.stand_ins import (
     with_head,
 )
 from megatron_ext.head.adapters.peft_layers import unwrapped
-from megatron_ext.proof import SAMPLE_TOKENS, Basis, Proof, compare, config_values, module_parts
+from megatron_ext.proof import SAMPLE_TOKENS, Proof, ProofBasis, compare, config_values, module_parts
 
 _OF_TOKENS = ("input_ids", "labels", "shift_labels")
 _LEAST = 8  # tokens of a sample
@@ -62,10 +62,10 @@ def groups_of(head: Any) -> Sequence[Group]:
     return [weight.device_mesh.get_group(dim) for dim in range(weight.device_mesh.ndim)]
 
 
-def basis(model: nn.Module, own: Any, head: nn.Module) -> Basis:
+def basis(model: nn.Module, own: Any, head: nn.Module) -> ProofBasis:
     """Return the basis of a proof of what `own`, the forward of `model`, or what leads to it, computes."""
     replica = getattr(model, "_is_replica", False)  # of nn.DataParallel, whose modules are new at each call
-    return Basis(
+    return ProofBasis(
         own,
         class_of(model),
         getattr(model, "loss_function", None),

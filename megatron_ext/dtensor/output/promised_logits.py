@@ -25,7 +25,7 @@ _FACTS = [
 ]
 
 
-class LogitTransform(NamedTuple):
+class LogitArithmetic(NamedTuple):
     """Logits are `scale * z`, or with a cap `scale * tanh(inside * z)`, of the head's product z, bias included."""
 
     scale: float = 1.0
@@ -80,9 +80,9 @@ class HeadCall:
                 self.made = self.make(self.hidden)
         return self.made
 
-    def promise(self) -> "PromisedLogits":
+    def promise(self) -> "DeferredLogits":
         """The promise that the head gives in the place of its logits."""
-        return PromisedLogits.of(self, _State(self.hidden, self.tokens, self.columns, self.dtype))
+        return DeferredLogits.of(self, _State(self.hidden, self.tokens, self.columns, self.dtype))
 
 
 class _State(NamedTuple):
@@ -92,11 +92,11 @@ class _State(NamedTuple):
     tokens: tuple[int, ...]
     columns: int
     dtype: torch.dtype
-    transform: LogitTransform = LogitTransform()
+    transform: LogitArithmetic = LogitArithmetic()
     history: tuple[Callable[[Tensor], Tensor], ...] = ()
 
 
-class PromisedLogits(Tensor):
+class DeferredLogits(Tensor):
     """See the top of this file. Made by `HeadCall.promise`."""
 
     call: HeadCall
@@ -104,7 +104,7 @@ class PromisedLogits(Tensor):
     made: Tensor | None
 
     @classmethod
-    def of(cls, call: HeadCall, state: _State) -> "PromisedLogits":
+    def of(cls, call: HeadCall, state: _State) -> "DeferredLogits":
         # One element of memory, whatever the shape; a function that reads memory past torch finds NaN.
         element = torch.full((), float("nan"), dtype=state.dtype, device=call.hidden.device)
         promise = element.expand(*state.tokens, state.columns).as_subclass(cls)
@@ -123,7 +123,7 @@ class PromisedLogits(Tensor):
         return self.made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PromisedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.logits("copy.deepcopy").clone()
@@ -137,7 +137,7 @@ class PromisedLogits(Tensor):
         if func in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        promise = next((x for x in args if isinstance(x, PromisedLogits)), None)
+        promise = next((x for x in args if isinstance(x, DeferredLogits)), None)
         if promise is not None and promise.made is None and func in _FOLLOWED:
             followed = _FOLLOWED[func](promise, func, args, kwargs)
             if isinstance(followed, _State):
@@ -148,13 +148,13 @@ class PromisedLogits(Tensor):
         changed = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
         def real(x: Any) -> Any:
-            return x.logits(name, changed and x is promise) if isinstance(x, PromisedLogits) else x
+            return x.logits(name, changed and x is promise) if isinstance(x, DeferredLogits) else x
 
         args, kwargs = tree_map(real, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _then(promise: PromisedLogits, func: Any, rest: tuple, kwargs: dict, **changes: Any) -> _State:
+def _then(promise: DeferredLogits, func: Any, rest: tuple, kwargs: dict, **changes: Any) -> _State:
     """The state after `func(promise, *rest, **kwargs)`."""
 
     def again(x: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _then(promise: PromisedLogits, func: Any, rest: tuple, kwargs: dict, **chang
     return promise.state._replace(history=(*promise.state.history, again), **changes)
 
 
-def _scaled(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+def _scaled(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
     """A product with a positive number, or a quotient by one."""
     if kwargs or len(args) != 2:
         return None
@@ -180,14 +180,14 @@ def _scaled(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _S
     )
 
 
-def _capped(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+def _capped(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
     transform = promise.state.transform
     if kwargs or len(args) != 1 or transform.inside is not None:
         return None
-    return _then(promise, func, (), {}, transform=LogitTransform(1.0, transform.scale))
+    return _then(promise, func, (), {}, transform=LogitArithmetic(1.0, transform.scale))
 
 
-def _cast(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+def _cast(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
     """A cast to another floating dtype; to the device where the logits are."""
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty((), dtype=promise.state.dtype, device=promise.call.hidden.device)
@@ -197,11 +197,11 @@ def _cast(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _Sta
     return _then(promise, func, args[1:], kwargs, dtype=after.dtype)
 
 
-def _same(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+def _same(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
     return _then(promise, func, args[1:], kwargs) if len(args) == 1 else None
 
 
-def _viewed(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+def _viewed(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
     """Other leading dims of the same tokens, with the columns last."""
     if kwargs:
         return None
@@ -210,7 +210,7 @@ def _viewed(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _S
     return _with_tokens(promise, func, args[1:], sizes) if all(isinstance(x, int) for x in sizes) else None
 
 
-def _flattened(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+def _flattened(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
     first, last = (*args[1:], *kwargs.values(), 0, -1)[:2] if not kwargs else (None, None)
     dims = promise.dim()
     if first is None or last % dims >= dims - 1:
@@ -219,7 +219,7 @@ def _flattened(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) ->
     return _with_tokens(promise, func, args[1:], (*shape[:first], -1, *shape[last + 1 :]))
 
 
-def _with_tokens(promise: PromisedLogits, func: Any, rest: tuple, sizes: tuple) -> _State | None:
+def _with_tokens(promise: DeferredLogits, func: Any, rest: tuple, sizes: tuple) -> _State | None:
     state = promise.state
     count = 1
     for size in state.tokens:
@@ -236,10 +236,10 @@ def _with_tokens(promise: PromisedLogits, func: Any, rest: tuple, sizes: tuple) 
     return _then(promise, func, rest, {}, tokens=tokens, hidden=hidden)
 
 
-def _chosen(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+def _chosen(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
     """Some of the tokens, by any index of the leading dims; and the first columns, by a slice of the last one."""
     state, index = promise.state, args[1] if isinstance(args[1], tuple) else (args[1],)
-    if any(isinstance(x, PromisedLogits) or x is None for x in index):
+    if any(isinstance(x, DeferredLogits) or x is None for x in index):
         return None
     if Ellipsis in [x for x in index if not isinstance(x, Tensor)]:
         if sum(x is Ellipsis for x in index) > 1 or any(isinstance(x, Tensor) for x in index):
@@ -263,7 +263,7 @@ def _chosen(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> _S
     return _then(promise, func, args[1:], kwargs, tokens=tokens, hidden=hidden, columns=columns)
 
 
-def _cross_entropy(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
+def _cross_entropy(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
     """The model's own call of cross entropy, read from hidden states where that is one of tokens and whole numbers."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, args, strict=False)) | kwargs

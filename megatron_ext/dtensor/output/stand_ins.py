@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.dtensor.decoder import text_model_path
-from megatron_ext.dtensor.output.promised_logits import HeadCall, PromisedLogits
+from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
 from megatron_ext.proof import why_fusion_is_off
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -74,7 +74,7 @@ def is_sharded(head: nn.Module) -> bool:
 def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[HeadCall], None]) -> nn.Module:
     """`head`, with its hooks, which gives promises instead of logits; `keep` is told of each call."""
 
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> PromisedLogits:
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> DeferredLogits:
         call = call_of(hidden)
         keep(call)
         return call.promise()

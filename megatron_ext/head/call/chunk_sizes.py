@@ -36,7 +36,7 @@ _CUDA_BLOCK_BYTES, _CUDA_BLOCK_SHARE = 64 << 20, 10
 _HIDDEN_TRAFFIC, _AS_GOOD, _BLOCK_SECONDS = 0.1, 1.01, 24e-6
 
 
-class Product(NamedTuple):
+class SizedProduct(NamedTuple):
     """A chunk's or block's matrix product, `[M, K] @ [K, N]` with 16-bit operands, and the bytes of its result."""
 
     m: int
@@ -92,7 +92,7 @@ def _product_steps(device: Device, tokens: int, columns: int, width: int, most: 
         return (*(step,) * whole, *((rest,) if rest else ()))
 
     def seconds(steps: tuple[int, ...]) -> float:
-        each = {step: Product(step, columns, width, 4 * step * columns).seconds(device) for step in steps}
+        each = {step: SizedProduct(step, columns, width, 4 * step * columns).seconds(device) for step in steps}
         return sum(each[step] for step in steps)
 
     tried = [split(step) for step in range(TILE_M, min(most, tokens + TILE_M) + 1, TILE_M)]
@@ -134,9 +134,9 @@ def _block_count(device: Device, tokens: int, columns: int, width: int, fewest: 
         total = _BLOCK_SECONDS * len(blocks)
         for n in (block.stop - block.start for block in blocks):
             products = (
-                Product(tokens, n, width, 4 * tokens * n),
-                Product(tokens, width, n, 8 * tokens * width),
-                Product(n, width, tokens, 2 * n * width),
+                SizedProduct(tokens, n, width, 4 * tokens * n),
+                SizedProduct(tokens, width, n, 8 * tokens * width),
+                SizedProduct(n, width, tokens, 2 * n * width),
             )
             total += sum(product.seconds(device) for product in products)
         return total

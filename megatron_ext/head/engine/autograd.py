@@ -69,7 +69,7 @@ class Way:
         raise NotImplementedError
 
 
-class Read(torch.autograd.Function):
+class ReadFunction(torch.autograd.Function):
     """The results of `plan`'s read-outs, one after the other, of `inputs` as `way` takes them.
 
     Communicates what the way does.

@@ -22,7 +22,7 @@ from megatron_ext.head.call import agreement
 from megatron_ext.megatron.fused_loss import known_code, patch_points
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.promised_logits import tp_group
-from megatron_ext.proof import Basis, Proof, ProofMode, cannot_prove_now, proof_mode
+from megatron_ext.proof import Proof, ProofBasis, ProofMode, cannot_prove_now, proof_mode
 
 # What of a configuration decides about an output layer and a loss.
 _CONFIG = (
@@ -50,7 +50,7 @@ class Decision:
     left: str | None = None
     mode: ProofMode | None = None
     seen: tuple[str | None, str | None] = (None, None)
-    basis: Basis | None = None
+    basis: ProofBasis | None = None
     proof: Proof | None = None
 
     def wants_proof(self) -> bool:
@@ -152,11 +152,11 @@ def _seen(model: Any, loss: bool) -> tuple[str | None, str | None]:
     return None, known_code.what_is_not_known(model)
 
 
-def _basis(model: Any, layer: Any) -> Basis:
+def _basis(model: Any, layer: Any) -> ProofBasis:
     """The parts that decide whether the layer and the loss are what the head takes them for, by identity."""
     config = getattr(model, "config", None)
     weight = getattr(layer, "weight", None)
-    return Basis(
+    return ProofBasis(
         *(type(model), known_code.function_of(patch_points.own_loss(model)), _values(model)),
         *(layer, type(layer), type(layer).forward, known_code.function_of(vars(layer).get("forward"))),
         known_code.function_of(getattr(layer, "_forward_impl", None)),

@@ -35,7 +35,7 @@ def sides_of(plan: Plan, logits: list[Tensor], at: int) -> list[Tensor]:
     return logits[:1] if teacher is None else [logits[0], logits[teacher]]
 
 
-class _Softmax(NamedTuple):
+class _ChunkSoftmax(NamedTuple):
     """The gradient through the softmax: what `row_gradient` takes, and its scale and slope in fp64."""
 
     passed: logit_gradient.PassCoefficients
@@ -62,7 +62,7 @@ class ChunkGradient:
                 coef = logit_gradient.coefficients(stats, plan.kept_T, basis, plan.call.temperature)
                 exact, dtype = logit_gradient.pass_coefficients(stats, coef), stats.shift.dtype
                 value = logit_gradient.bent_at_target(coef.target if coef.d is None else coef.target + coef.d, stats)
-                self.softmax = _Softmax(exact.to(dtype), value.to(dtype), exact.scale, exact.slope)
+                self.softmax = _ChunkSoftmax(exact.to(dtype), value.to(dtype), exact.scale, exact.slope)
 
     def write(self, rows: slice, out_tV: Tensor) -> None:
         plan, call = self.plan, self.plan.call

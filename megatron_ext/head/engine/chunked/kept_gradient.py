@@ -23,7 +23,7 @@ from megatron_ext.numerics.matrices import accumulation_dtype
 from megatron_ext.numerics.readable_values import has_values
 
 
-class Kept:
+class KeptGradient:
     """U of the first tokens, and which of them have none: `unit_TV` of the hidden states' dtype, `bad_T` bool.
 
     A row that is not finite is kept as 0, so that it does no harm where its factor is 0, and `bad`.
@@ -76,7 +76,7 @@ class Kept:
             total_V += cpu_products.mm(self.unit_TV.t(), g_T1.to(self.unit_TV.dtype)).squeeze(1)
 
 
-def of(plan: Plan, source: Product) -> Kept | None:
+def of(plan: Plan, source: Product) -> KeptGradient | None:
     """Return the memory for the gradients of a call whose logits `source` makes; None: nothing is kept."""
     call, (x_TD, w_VD) = plan.call, (source.x_TD, source.w_VD)
     if len(plan.readouts) != 1 or not plan.readouts[0].by_factor or call.ranks != 1 or call.fixed:
@@ -87,4 +87,4 @@ def of(plan: Plan, source: Product) -> Kept | None:
     if not tokens:
         return None
     source.memory_TV = matrices.new_matrix(x_TD, tokens, w_VD.shape[0])
-    return Kept(plan, source, source.memory_TV, torch.zeros(tokens, dtype=torch.bool, device=x_TD.device))
+    return KeptGradient(plan, source, source.memory_TV, torch.zeros(tokens, dtype=torch.bool, device=x_TD.device))

@@ -109,7 +109,7 @@ class OfChunks(Way):
         total_V, dx_TD = room(out.db, bias_V), None
         if out.dx:
             dx_TD = x_TD.new_empty(x_TD.shape, dtype=wide if fixed else x_TD.dtype)
-        kept = kept_gradient.Kept(plan, source, *asked.kept) if asked.kept and not fixed else None
+        kept = kept_gradient.KeptGradient(plan, source, *asked.kept) if asked.kept and not fixed else None
         if kept is not None:
             kept.add_products(asked.grads[0], (dx_TD, sums, total_V))
         for rows in _product_chunks(plan, made, kept):
@@ -165,7 +165,9 @@ def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None
     return torch.zeros_like(like).index_copy_(0, chosen, part.to(like.dtype))
 
 
-def _product_chunks(plan: Plan, made: Sequence[Sequence[Product]], kept: kept_gradient.Kept | None) -> list[slice]:
+def _product_chunks(
+    plan: Plan, made: Sequence[Sequence[Product]], kept: kept_gradient.KeptGradient | None
+) -> list[slice]:
     if kept is not None:
         return kept.chunks()
     source = made[0][0]
@@ -198,7 +200,7 @@ def _read(
     made: Sequence[Sequence[Any]],
     chunks: list[slice],
     like: Tensor,
-    kept: kept_gradient.Kept | None = None,
+    kept: kept_gradient.KeptGradient | None = None,
 ) -> Passed:
     """The shared statistics, the results, and what gradients want of forward. `made`: of each leaf."""
     call, dtype = plan.call, accumulation_dtype(like.dtype)
