@@ -36,7 +36,7 @@ def launcher_words(command: str) -> list[str]:
 
 
 def test_the_launchers_options_are_known():
-    options = launcher._parser().parse_args([*launcher_words(plugs()[0]), "script.py", "--cpu"])
+    options = launcher.command_line().parse_args([*launcher_words(plugs()[0]), "script.py", "--cpu"])
     assert options.linear_ce
     assert options.tensor_parallel
     assert options.args == ["--cpu"]

@@ -26,6 +26,7 @@ class HeadOptions(TypedDict, total=False):
     temperature: float
     skip_ignored: bool | int
     bits: Bits | None
+    proof: ProofMode | None
 
 
 @dataclass(frozen=True, kw_only=True)
