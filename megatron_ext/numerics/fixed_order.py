@@ -94,7 +94,8 @@ def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
 def add_column_sums(total_V: Tensor, g_TV: Tensor, factor_T: Tensor | None = None) -> None:
     """`total += (factor * G).sum(0)`, token after token as in `add_transposed`; with a factor in the total's dtype."""
     step = _SUMMED if g_TV.is_cuda else TOKENS
-    for at, g_tV in zip(range(0, g_TV.shape[0], step), g_TV.split(step), strict=True):
+    for at in range(0, g_TV.shape[0], step):
+        g_tV = g_TV[at : at + step]
         if factor_T is not None:
             g_tV = g_tV.to(total_V.dtype) * factor_T[at : at + step].unsqueeze(1)
         if g_TV.is_cuda:

@@ -376,3 +376,11 @@ def test_one_rank_that_refuses_is_told_of_on_every_rank(softcap):
         ValueError, match="pad the vocabulary of 23 to 24" if last else "another rank of tp_group refused"
     ):
         linear_log_probs(hidden, narrow, labels, group, vocab=shard, softcap=softcap, bits="tensor_parallel")
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 256, 300])
+def test_column_sums_of_any_number_of_tokens(tokens):
+    """A sequence-parallel rank may have no token."""
+    g, factor, total = torch.randn(tokens, 5), torch.randn(tokens), torch.ones(5)
+    fixed_order.add_column_sums(total, g, factor)
+    torch.testing.assert_close(total, 1 + (factor[:, None] * g).sum(0))
