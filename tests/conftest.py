@@ -19,6 +19,7 @@ from tests.rank_servers import begin_run, end_run
 from tests.ranks import TIMEOUT_S, choose_backend, close_pools, end_file_on_ranks, prepare_process
 
 FOLDER = Path(__file__).parent
+LONGEST = "test_tests_and_measurements_rehearsed"
 ASIDE = {"experimental", "megatron_on_cpu", "on_transformer_engine"}
 
 
@@ -74,6 +75,7 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     """Tests marked `gpu` run wherever there is a CUDA device; elsewhere they are left out of the run, not skipped, but
     for those that can be rehearsed, where that is asked for. Those `ASIDE` are marked so, but for essential ones."""
+    items.sort(key=lambda item: item.name != LONGEST)  # which would run alone for minutes if it came last
     for item in items:
         if item.path.relative_to(FOLDER).parts[0] in ASIDE and item.get_closest_marker("essential") is None:
             item.add_marker("aside")

@@ -62,6 +62,7 @@ def main():
     torch.cuda.set_device(local_rank)
     torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel(arguments.tensor_model_parallel_size)
+    torch.distributed.barrier()  # as Megatron does: with --check a rank may end while others still connect
     assert torch.cuda.is_initialized()
     assert torch.cuda.get_device_properties(local_rank).major >= 0
     torch.manual_seed(1)
