@@ -149,7 +149,7 @@ def test_what_is_read_from_hidden_states_is_proved(name):
     model, tokens = make(name), drawn(2, 9)
     assert str(proof(model)).startswith("proved on 9 tokens")
     assert proof(model) is proof(model)
-    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB))
+    model.get_output_embeddings().bias = torch.nn.Parameter(torch.randn(VOCAB))
     assert proof(model).fused
     with torch.no_grad():
         expected = log_probs(model(tokens).logits, next_tokens(tokens))

@@ -7,7 +7,6 @@ from unittest import mock
 
 import torch
 
-from megatron_ext.megatron.fused_loss import known_code
 from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
 from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 from tests.gpt import causal_mask, tiny_batches, tiny_gpt
@@ -32,6 +31,8 @@ def patched(*, model=None, **settings):
 @contextmanager
 def counting_logits(layer):
     """A list that grows with each call of the forward that makes logits of an output layer, which stays a known one."""
+    from megatron_ext.megatron.fused_loss import known_code  # Megatron wants Transformer Engine's stand-in first
+
     kind, made = type(layer), []
     forward, is_own = kind.forward, known_code.is_own
 
