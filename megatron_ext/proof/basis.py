@@ -1,5 +1,6 @@
 """`ProofBasis`: the functions, objects and values that a proof rests on. Compared by identity, never by name."""
 
+import weakref
 from collections.abc import Iterator, Mapping
 from types import MethodType
 from typing import Any
@@ -14,7 +15,8 @@ class ProofBasis:
     """Basis of a proof. Two are the same if each part is: plain values by what they are, all else by identity.
 
     A bound method counts as its function and its object, a list or a tuple as what is in it, and a dict too. Parts are
-    held, so that no other object can come to have the identity of one that is gone. Reads no tensor.
+    referred to weakly: a proof keeps no model alive, and an object in the place of one that is gone is another one.
+    Reads no tensor.
     """
 
     __slots__ = ("_parts",)
@@ -58,7 +60,15 @@ def _flat(part: Any) -> Iterator[Any]:
     elif type(part) is dict or isinstance(part, Mapping):
         yield from _flat(tuple(part.items()))
     else:
-        yield part
+        yield part if isinstance(part, _PLAIN) else _weakly(part)
+
+
+def _weakly(part: Any) -> Any:
+    """A weak reference to `part`, the same one each time while it lives; itself where it can have none."""
+    try:
+        return weakref.ref(part)
+    except TypeError:
+        return part
 
 
 def _same(a: Any, b: Any) -> bool:

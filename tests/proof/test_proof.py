@@ -1,6 +1,8 @@
 """A model's own loss against the fused one on a few tokens: equal is proved, and a difference is told in words."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -258,3 +260,15 @@ def test_ranks_agree_on_a_proof():
     assert str(agreed(mine, [world, None])) == (
         "the model's own loss is another one: differs by a factor 2 (compared on 64 tokens)"
     )
+
+
+def test_basis_keeps_no_model_alive():
+    model = torch.nn.Linear(2, 3)
+    model.forward = lambda x, own=model: x
+    basis = ProofBasis(model, model.forward, [model.extra_repr])
+    assert basis.same_as(ProofBasis(model, model.forward, [model.extra_repr]))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert not basis.same_as(ProofBasis(torch.nn.Linear(2, 3), None, []))
