@@ -263,12 +263,15 @@ def test_ranks_agree_on_a_proof():
 
 
 def test_basis_keeps_no_model_alive():
-    model = torch.nn.Linear(2, 3)
-    model.forward = lambda x, own=model: x
-    basis = ProofBasis(model, model.forward, [model.extra_repr])
-    assert basis.same_as(ProofBasis(model, model.forward, [model.extra_repr]))
-    gone = weakref.ref(model)
-    del model
+    def made():
+        model = torch.nn.Linear(2, 3)
+        model.forward = lambda x, own=model: x
+        first, second = (ProofBasis(model, model.forward, [model.extra_repr]) for _ in range(2))
+        return first, first.same_as(second), weakref.ref(model)
+
+    basis, same, model = made()
     gc.collect()
-    assert gone() is None
-    assert not basis.same_as(ProofBasis(torch.nn.Linear(2, 3), None, []))
+    assert same
+    assert model() is None
+    other = torch.nn.Linear(2, 3)
+    assert not basis.same_as(ProofBasis(other, other.forward, [other.extra_repr]))
