@@ -55,8 +55,8 @@ def _flat(part: Any) -> Iterator[Any]:
         for inner in part:
             yield from _flat(inner)
     elif isinstance(part, MethodType):
-        yield part.__func__
-        yield part.__self__
+        yield _weakly(part.__func__)
+        yield _weakly(part.__self__)
     elif type(part) is dict or isinstance(part, Mapping):
         yield from _flat(tuple(part.items()))
     else:
