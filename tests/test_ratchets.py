@@ -26,7 +26,7 @@ LINES = {
     "megatron_ext/experimental": 2380,
     "megatron_ext/head": 10924,
     "megatron_ext/integrations": 719,
-    "megatron_ext/losses": 1687,
+    "megatron_ext/losses": 1688,
     "megatron_ext/megatron": 4254,
     "megatron_ext/memory": 549,
     "megatron_ext/model_utils": 1514,

@@ -288,7 +288,8 @@ class ClippedPGLoss:
             raise ValueError(f"{name}_min is {low} and {name} {high}: the lower bound must not be above; exchange them")
         if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
             raise ValueError(
-                "seq-mask-tis with sequence_level_importance_ratios: it weighs tokens; use 'tis' or 'icepop'"
+                "truncated_importance_sampling_type is 'seq-mask-tis' with sequence_level_importance_ratios: it weighs "
+                "tokens; use 'tis' or 'icepop'"
             )
 
 
