@@ -85,7 +85,7 @@ def added(x_RT: Tensor, call: ResolvedHead) -> Tensor:
 
 
 def of_shard(total: Tensor, weight: Tensor, fused: Tensor | None = None) -> Tensor:
-    """The rows of `weight` in a gradient's sum over the columns of all leaves, in the weight's dtype, or added to `fused`.
+    """The rows of `weight` in a gradient's sum over all leaves' columns, in the weight's dtype, or added to `fused`.
 
     The columns may be more than the weight has (the vocabulary ends in the last leaf) or fewer (padding, whose rows are
     0).
