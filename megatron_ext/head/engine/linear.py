@@ -27,7 +27,7 @@ from megatron_ext.distributed.collectives import Pending
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.chunk_sizes import keeps_all, tiles
 from megatron_ext.head.call.leaves import leaves_of
-from megatron_ext.head.call.matmul import Operand, in_one, operand
+from megatron_ext.head.call.matmul import Operand, column_spans, in_one, operand, tensors_of
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.engine import linear_passes
 from megatron_ext.head.engine.linear_passes import FirstPass, LeafWeight
@@ -160,11 +160,11 @@ def _gradients(
     tokens, passes, arithmetic = plan.tokens, passes_of(hidden_TD), plan.arithmetic
     fused_VD = main_grad.buffer_of(ctx.parameter) if ctx.parameter is not None and need_dw else None
     in_slices, need_dweights = sizes is not None and tokens > 0, need_dw or need_dlow
-    gathered = None
-    if in_slices and (need_dweights or not keeps_all(head, tokens, hidden_TD)):  # alike on all ranks
-        gathered = collectives.start_all_gather(hidden_TD, head.group, sizes=sizes)
-
     several, fixed, columns = len(leaves) > 1, head.bits != "fast", leaves[0].w_VD.shape[0]
+    of_logits, gathered = fixed and linear_passes.keeps_logits(head, hidden_TD), None
+    # Alike on all ranks: each makes logits again, or none does.
+    if in_slices and (need_dweights or of_logits or not keeps_all(head, tokens, hidden_TD)):
+        gathered = collectives.start_all_gather(hidden_TD, head.group, sizes=sizes)
     grads = []
     for leaf, shift_T in zip(leaves, shifts, strict=True):
         own = stats._replace(shift=shift_T) if several else stats
@@ -173,7 +173,7 @@ def _gradients(
     db_V: Any = grads[0].target.new_zeros(weight_VD.shape[0]) if need_db else None
     dw_VD = dlow_VR = dx_TD = None
     sum_TD: Pending | None = None
-    as_kept = grads[0].inside is None and not (fixed and linear_passes.keeps_logits(head, hidden_TD))
+    as_kept = grads[0].inside is None and not of_logits
     cached, all_at_once = exps[0].shape[1], need_dweights or (need_db and fixed)
     multiple = fixed_order.multiple(hidden_TD) if fixed else 1
     parts = tiles(hidden_TD, tokens, columns, cached, as_kept, all_at_once, head, multiple)
@@ -215,7 +215,7 @@ def _gradients(
                             dlow_VR = torch.empty_like(low_VR)
                         adds, outs = fused_VD is not None, [dw_VD] if low_VR is None else [dw_VD, dlow_VR]
                         x_TD = hidden_TD if gathered is None else gathered.wait()
-                        sides = weight_gradients(outs, w_VD, x_TD, leaf, grad, plan, adds)
+                        sides = weight_gradients(outs, column_spans(tensors_of(w_VD)), x_TD, leaf, grad, plan, adds)
                     for side in sides:
                         side.add(block, g_TV)
                 if need_db:
@@ -231,9 +231,10 @@ def _gradients(
     if need_db:
         ones_T1 = db_V.new_ones(tokens, 1)
         for leaf, grad in zip(leaves, grads, strict=True):
-            WeightGradient(db_V[leaf.rows].unsqueeze(1), ones_T1, leaf, grad, plan, accumulate=True).add_exact(
-                db_V[leaf.rows].unsqueeze(1)
-            )
+            for side in weight_gradients(
+                [db_V.unsqueeze(1)], [slice(0, 1)], ones_T1, leaf, grad, plan, accumulate=True
+            ):
+                side.add_exact()
         db_V = db_V.to(bias_V.dtype)
     if fused_VD is not None:
         dw_VD = main_grad.finish(ctx.parameter, weight_VD.dtype)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron_ext.head.call.logit_gradient import GradientParts
-from megatron_ext.head.call.matmul import Operand, column_spans, tensors_of
 from megatron_ext.head.engine.linear_passes import LeafWeight, counted_columns
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
@@ -80,10 +79,12 @@ class WeightGradient:
         """Adds the exact terms where `add` did not."""
         self._whole = None
         if self._rows is None:
-            self.add_exact(self._out_VD)
+            self.add_exact()
 
-    def add_exact(self, out_VD: Tensor, rows: slice = slice(None), part: slice = slice(None)) -> None:
-        """Adds to these rows the terms that no product has: the labels', and that of every column that counts."""
+    def add_exact(self, out_VD: Tensor | None = None, rows: slice = slice(None), part: slice = slice(None)) -> None:
+        """Adds to these rows, or all, the terms that no product has: the labels', and that of every column that
+        counts."""
+        out_VD = self._out_VD if out_VD is None else out_VD
         row_T, labelled = self._target_T, self._labelled
         if out_VD.shape[0] != self._out_VD.shape[0]:
             inside_T = (row_T >= rows.start) & (row_T < rows.stop)
@@ -114,19 +115,18 @@ class WeightGradient:
 
 def weight_gradients(
     outs: Sequence[Tensor | None],
-    w_VD: Operand,
+    spans: Sequence[slice],
     x_TD: Tensor,
     leaf: LeafWeight,
     grad: GradientParts,
     plan: Plan,
     accumulate: bool,
 ) -> list[WeightGradient]:
-    """Return the gradients of an operand's parts in a leaf's rows, each with its columns of `x`; `outs`: None where
-    a part wants none. `accumulate`: the first part's is added to what is there."""
-    spans = column_spans(tensors_of(w_VD))
+    """Return the gradients of an operand's parts in a leaf's rows, each with its columns `spans` of `x`; `outs`: None
+    where a part wants none. `accumulate`: the first part's is added to what is there."""
     found = []
     for at, (out_VD, span) in enumerate(zip(outs, spans, strict=True)):
-        if out_VD is not None:
+        if out_VD is not None and leaf.rows.stop > leaf.rows.start:
             of_leaf = out_VD if leaf.rows.stop - leaf.rows.start == len(out_VD) else out_VD[leaf.rows]
             side_TD = x_TD if len(spans) == 1 else x_TD[:, span]
             found.append(WeightGradient(of_leaf, side_TD, leaf, grad, plan, accumulate and at == 0))
