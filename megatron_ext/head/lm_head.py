@@ -189,7 +189,7 @@ class LmHead:
     @property
     def transform(self) -> LogitTransform:
         """Softcap and scale of its product's logits, and their rounding."""
-        return LogitTransform(self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype))
+        return LogitTransform(None, self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype))
 
 
 @dataclass(frozen=True, eq=False)

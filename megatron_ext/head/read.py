@@ -22,14 +22,14 @@ from megatron_ext.head.adapters.lora import LoRA, low_rank, options_of, rows_fau
 from megatron_ext.head.call.matmul import numbers
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.engine.autograd import ReadFunction
-from megatron_ext.head.engine.chunked.sources import LogitTransform, Rule, gather_tokens, of_each
-from megatron_ext.head.engine.chunked.ways import OfChunks, OfLogits
+from megatron_ext.head.engine.chunked.logits_passes import OfChunks, OfLogits
+from megatron_ext.head.engine.chunked.sources import LogitTransform, gather_tokens, of_each
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.engine.linear import LinearHead
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
-from megatron_ext.head.tokens_that_count import Left, left_in
+from megatron_ext.head.tokens_that_count import CountedTokens, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.argument_checks import computed_dtype
 from megatron_ext.head.validation.bits_checks import bits_fault
@@ -104,7 +104,7 @@ def read_hidden(
     fault, tokens = given or fault, leading.numel()
     sizes = [tokens // ranks] * ranks if head.in_slices and ranks > 1 else None
 
-    left: Left | None = None
+    left: CountedTokens | None = None
     if counts is not None:
         argument_checks.check_counts(counts, leading)
         part = group_rank(head.group) if sizes else 0
@@ -172,7 +172,7 @@ def _run(
         for side, t in zip(sides[1:], teachers, strict=True):
             inputs += [None if x is None else x.detach() for x in t.head.tensors.inputs(side, head)]
         asked = plan.head
-        first = LogitTransform(asked.softcap, asked.logit_scale, asked.rounds)
+        first = LogitTransform(None, asked.softcap, asked.logit_scale, asked.rounds)
         transforms = [first, *(t.head.transform for t in teachers)]
         given = OfChunks(transforms, sizes, keep), plan, x_TD, weight, bias, low, *inputs
         return _apply_eagerly(ReadFunction, *given) if head.fixed else ReadFunction.apply(*given)
@@ -214,11 +214,11 @@ def read_logits(head: ResolvedHead, given: GivenLogits, asked: Sequence[ReadOut]
     in_place = all(stride or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True))
     own_memory = in_place and not of_a_leaf
     both = given, *teachers
-    rules = [Rule(None, each.softcap) for each in both] if plan.needs_logits else [Rule()] * len(both)
+    transforms = [LogitTransform(softcap=each.softcap if plan.needs_logits else None) for each in both]
     into_logits = given.gradient_into_logits and own_memory and not plan.needs_logits
     others = [flat.rows(teacher.logits.detach()) for teacher in teachers]
     plan.places_T = flat.places(z.device, ranks)
-    found = ReadFunction.apply(OfLogits(rules, into_logits), plan, z, *others)
+    found = ReadFunction.apply(OfLogits(transforms, into_logits), plan, z, *others)
     return _as_asked(plan, [flat.up(x) for x in found])
 
 

@@ -15,7 +15,7 @@ from megatron_ext.head.validation.option_checks import check_at_most
 from megatron_ext.numerics.readable_values import has_values, raise_if
 
 
-class Left(NamedTuple):
+class CountedTokens(NamedTuple):
     """The tokens that are left.
 
     Attributes:
@@ -49,7 +49,7 @@ class Left(NamedTuple):
         return room_T.index_copy(0, self.kept_T, x_T)[:tokens]
 
 
-def left_in(counts_RP: Tensor, part: int, at_most: int | None) -> Left:
+def left_in(counts_RP: Tensor, part: int, at_most: int | None) -> CountedTokens:
     """Choose the tokens of each part that count, `part` being this rank's. `at_most`: no more than so many of each;
     None: as many as there are, which waits for the device.
 
@@ -62,7 +62,8 @@ def left_in(counts_RP: Tensor, part: int, at_most: int | None) -> Left:
     parts, width = counts_RP.shape
     if at_most is None or not width:
         sizes = counts_RP.sum(1).tolist() if parts > 1 else None
-        return Left(counts_RP.reshape(-1).nonzero().squeeze(1), counts_RP[part].nonzero().squeeze(1), sizes, False)
+        of_all_T, own_T = (counts.nonzero().squeeze(1) for counts in (counts_RP.reshape(-1), counts_RP[part]))
+        return CountedTokens(of_all_T, own_T, sizes, False)
     size, fault = min(at_most, width), None
     if has_values(counts_RP):
         try:
@@ -75,4 +76,4 @@ def left_in(counts_RP: Tensor, part: int, at_most: int | None) -> Left:
             fault = found
     places_T = [counts_P.nonzero_static(size=size, fill_value=width).squeeze(1) for counts_P in counts_RP]
     whole_T = [(x + i * width).masked_fill(x == width, parts * width) for i, x in enumerate(places_T)]
-    return Left(torch.cat(whole_T), places_T[part], [size] * parts, True, fault)
+    return CountedTokens(torch.cat(whole_T), places_T[part], [size] * parts, True, fault)

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_ext import VocabShard, head
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.head import LmHead, LoRA
-from megatron_ext.head.engine.chunked.sources import Rule
+from megatron_ext.head.engine.chunked.sources import LogitTransform
 from megatron_ext.numerics.matrices import new_matrix
 from tests.head.test_fixed_bits import MODES, VOCAB, WIDTH, assert_as_near, problem, same, shard_of
 from tests.marks import quick_if, slow
@@ -233,6 +233,6 @@ def test_shards_out_of_rank_order_are_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_transformed_logits_of_one_token_lie_as_those_of_many(dtype):
     """Kernels add in an order that goes by how far apart rows are: 203 columns fill no multiple of 16."""
-    rule = Rule(torch.ones(203), softcap=3.0, scale=0.7)
+    rule = LogitTransform(torch.ones(203), softcap=3.0, scale=0.7)
     one, many = (rule.applied(new_matrix(torch.ones(1, dtype=dtype), tokens, 203)) for tokens in (1, 20))
     assert (one.stride(), one.dtype) == (many.stride(), many.dtype)

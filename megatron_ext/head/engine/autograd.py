@@ -1,8 +1,8 @@
 """The head's autograd function, whatever makes the logits: what is saved, which gradients are asked for, what is sent
 and given back. It can be differentiated any number of times on one graph, and once.
 
-How a call's logits are passed over is a `Way`: of hidden states with exponentials kept (`linear.py`), with fixed bits
-(`fixed_bits/linear.py`) or chunk by chunk, and of logits that exist (both in `chunked/ways.py`).
+How a call's logits are passed over, chunk by chunk, is a `LogitsPass`, of hidden states or of logits that exist:
+`chunked/logits_passes.py`. Read-outs of the softmax alone from hidden states have `linear.py`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron_ext.head.engine.linear_passes import start_sum_of_ranks
 from megatron_ext.head.engine.plan import Plan
 
 
-class Passed(NamedTuple):
+class ForwardOutputs(NamedTuple):
     """Outputs of a forward pass over the logits.
 
     Attributes:
@@ -35,7 +35,7 @@ class Passed(NamedTuple):
     kept: Sequence[Tensor] = ()
 
 
-class Asked(NamedTuple):
+class BackwardInputs(NamedTuple):
     """Inputs of a backward pass over the logits.
 
     Attributes:
@@ -56,14 +56,14 @@ class Asked(NamedTuple):
     parameter: Tensor | None
 
 
-class Way:
+class LogitsPass:
     """Pass over the logits of one call. It holds what the pass takes beside its inputs, which are tensors."""
 
-    def forward(self, plan: Plan, *inputs: Any) -> Passed:
+    def forward(self, plan: Plan, *inputs: Any) -> ForwardOutputs:
         """Statistics and results."""
         raise NotImplementedError
 
-    def backward(self, asked: Asked) -> tuple[Tensor | None, ...]:
+    def backward(self, asked: BackwardInputs) -> tuple[Tensor | None, ...]:
         """The gradients of the first inputs; the others have none."""
         raise NotImplementedError
 
@@ -75,7 +75,7 @@ class ReadFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, way: Way, plan: Plan, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, way: LogitsPass, plan: Plan, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         with without_autocast(inputs[0]):
             stats, results, saved, kept = way.forward(plan, *inputs)
         ctx.set_materialize_grads(False)
@@ -102,7 +102,7 @@ class ReadFunction(torch.autograd.Function):
         given = taken(inputs)
         if ctx.plan.held is not None:
             given[0] = given[0].to(torch.float32)
-        asked = Asked(
+        asked = BackwardInputs(
             ctx.plan,
             given,
             taken(kept),
@@ -133,7 +133,7 @@ class HeadGradients:
     db_V: Tensor | None = None
     dlow_VR: Tensor | None = None
 
-    def __init__(self, asked: Asked, sizes: list[int] | None):
+    def __init__(self, asked: BackwardInputs, sizes: list[int] | None):
         self._asked, self._sizes = asked, sizes
         self.dx, self.dw, self.db, self.dlow = asked.needs[:4]
         self.dweights = self.dw or self.dlow

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.call import logit_gradient
-from megatron_ext.head.engine.autograd import Asked
+from megatron_ext.head.engine.autograd import BackwardInputs
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces
 from megatron_ext.head.row_passes.dispatch import passes_of
@@ -22,11 +22,11 @@ from megatron_ext.numerics.matrices import part_of, parts_of
 
 
 def logits_of_chunk(made: Sequence[Any], rows: slice, keep_raw: bool) -> tuple[Tensor | None, list[Tensor]]:
-    """The logits of each source as its rule leaves them; and with `keep_raw` the first ones before that."""
+    """The logits of each source as its transform leaves them; and with `keep_raw` the first ones before that."""
     raw_tV = made[0](rows)
-    first_tV = made[0].rule.applied(raw_tV)
+    first_tV = made[0].transform.applied(raw_tV)
     raw_tV = raw_tV if keep_raw else None  # before the teachers' are made
-    return raw_tV, [first_tV, *(each.rule.applied(each(rows)) for each in made[1:])]
+    return raw_tV, [first_tV, *(each.transform.applied(each(rows)) for each in made[1:])]
 
 
 def sides_of(plan: Plan, logits: list[Tensor], at: int) -> list[Tensor]:
@@ -47,7 +47,7 @@ class _ChunkSoftmax(NamedTuple):
 class ChunkGradient:
     """The gradient of logits, chunk by chunk: all read-outs' added in it. `made`: where logits come from."""
 
-    def __init__(self, asked: Asked, made: Sequence[Any]):
+    def __init__(self, asked: BackwardInputs, made: Sequence[Any]):
         plan, stats, saved, grads = asked.plan, asked.stats, asked.saved, asked.grads
         self.plan, self.made, self.stats = plan, made, stats
         self.given = [
@@ -73,7 +73,7 @@ class ChunkGradient:
         each_at = [readout.at_columns(saved, rows, grad) for _, readout, saved, grad in self.given]
         columns = [each for each in each_at if each is not None]
         places = [readout.at_places(saved, rows, grad) for _, readout, saved, grad in self.given]
-        bent = self.made[0].rule.changes
+        bent = self.made[0].transform.changes
         logits: Any = None
         raw_tV = None
         if self.softmax is not None or pulling or bent:
@@ -94,7 +94,7 @@ class ChunkGradient:
             if each is not None:
                 self._add_at_places(each, out_tV)
         if raw_tV is not None:
-            self.made[0].rule.pull(raw_tV, out_tV)
+            self.made[0].transform.pull(raw_tV, out_tV)
 
     def _write_softmax(self, z_tV: Tensor, rows: slice, out_tV: Tensor) -> None:
         plan, call = self.plan, self.plan.call

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_ext.head.call import chunk_sizes, matmul
 from megatron_ext.head.call.matmul import WeightSums
-from megatron_ext.head.engine.chunked.sources import Product
+from megatron_ext.head.engine.chunked.sources import ComputedLogits
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.numerics import cpu_products, matrices
 from megatron_ext.numerics.matrices import accumulation_dtype
@@ -29,7 +29,7 @@ class KeptGradient:
     A row that is not finite is kept as 0, so that it does no harm where its factor is 0, and `bad`.
     """
 
-    def __init__(self, plan: Plan, source: Product, unit_TV: Tensor, bad_T: Tensor):
+    def __init__(self, plan: Plan, source: ComputedLogits, unit_TV: Tensor, bad_T: Tensor):
         self._plan, self._source, self.unit_TV, self.bad_T = plan, source, unit_TV, bad_T
         self.tokens = unit_TV.shape[0]
 
@@ -50,14 +50,14 @@ class KeptGradient:
         (value_t, *_), saved = readout.results(None, stats_Kt.unsqueeze(0), stats_Kt)
         readout.pull(saved, slice(0, tokens), logits, torch.ones_like(value_t), out_tV, True)
         out_tV[:, self._plan.call.counted :] = 0
-        rule = self._source.rule
-        if rule.changes:
-            rule.pull(raw_tV, out_tV)
+        transform = self._source.transform
+        if transform.changes:
+            transform.pull(raw_tV, out_tV)
         if not has_values(value_t) or value_t.is_cuda or not value_t.isfinite().all():
             bad_t = ~out_tV.sum(1, dtype=accumulation_dtype(out_tV.dtype)).isfinite()
             self.bad_T[rows] = bad_t
             out_tV.masked_fill_(bad_t.unsqueeze(1), 0)
-        if rule.changes or matrices.widens(self._source.x_TD, rule.rounds):
+        if transform.changes or matrices.widens(self._source.x_TD, transform.rounds):
             self.unit_TV[rows] = out_tV
 
     def add_products(self, grad_T: Tensor | None, out: tuple[Tensor | None, WeightSums, Tensor | None]) -> None:
@@ -76,7 +76,7 @@ class KeptGradient:
             total_V += cpu_products.mm(self.unit_TV.t(), g_T1.to(self.unit_TV.dtype)).squeeze(1)
 
 
-def of(plan: Plan, source: Product) -> KeptGradient | None:
+def of(plan: Plan, source: ComputedLogits) -> KeptGradient | None:
     """Return the memory for the gradients of a call whose logits `source` makes; None: nothing is kept."""
     call, (x_TD, w_VD) = plan.call, (source.x_TD, source.w_VD)
     if len(plan.readouts) != 1 or not plan.readouts[0].by_factor or call.ranks != 1 or call.fixed:

@@ -22,14 +22,6 @@ from megatron_ext.numerics.matrices import accumulation_dtype, new_matrix
 
 
 class LogitTransform(NamedTuple):
-    """Transform of a head's product: a softcap of the logits times a scale, and whether they are rounded first."""
-
-    softcap: float | None
-    scale: float
-    rounds: bool
-
-
-class Rule(NamedTuple):
     """Transform of a product's logits into those that are read: a bias `[V]` of this rank's columns, scale, softcap."""
 
     bias_V: Tensor | None = None
@@ -66,17 +58,17 @@ class Rule(NamedTuple):
         return None if self.softcap is None else self.softcap / self.scale
 
 
-class Given:
+class StoredLogits:
     """Logits that exist."""
 
-    def __init__(self, z: Tensor, rule: Rule):
-        self.z, self.rule = z, rule
+    def __init__(self, z: Tensor, transform: LogitTransform):
+        self.z, self.transform = z, transform
 
     def __call__(self, rows: slice) -> Tensor:
         return rows_of(self.z, rows)
 
 
-class Product:
+class ComputedLogits:
     """Logits that the product of hidden states and weight makes, in forward and in backward by the same matmul.
 
     `repeats`: how many tokens in a row each row of hidden states is of. `memory_TV`: of the first tokens' logits.
@@ -84,8 +76,8 @@ class Product:
 
     memory_TV: Tensor | None = None
 
-    def __init__(self, x_TD: Tensor, w_VD: Any, rule: Rule, arithmetic: Arithmetic, repeats: int = 1):
-        self.x_TD, self.w_VD, self.rule, self.repeats = x_TD, w_VD, rule, repeats
+    def __init__(self, x_TD: Tensor, w_VD: Any, transform: LogitTransform, arithmetic: Arithmetic, repeats: int = 1):
+        self.x_TD, self.w_VD, self.transform, self.repeats = x_TD, w_VD, transform, repeats
         self._arithmetic = arithmetic
 
     def __call__(self, rows: slice) -> Tensor:
@@ -98,17 +90,17 @@ class Product:
     def _made(self, rows: slice) -> Tensor:
         kept_TV = self.memory_TV
         out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
-        return self._arithmetic.logits(self.x_TD[rows], self.w_VD, out_tV, self.rule.rounds)
+        return self._arithmetic.logits(self.x_TD[rows], self.w_VD, out_tV, self.transform.rounds)
 
 
-def of_logits(logits: Sequence[Tensor], rules: Sequence[Rule]) -> list[Given]:
+def of_logits(logits: Sequence[Tensor], transforms: Sequence[LogitTransform]) -> list[StoredLogits]:
     """The student's, and the teachers'."""
-    return [Given(z, rule) for z, rule in zip(logits, rules, strict=True)]
+    return [StoredLogits(z, transform) for z, transform in zip(logits, transforms, strict=True)]
 
 
 def of_hidden(
-    inputs: Sequence[Any], rules: Sequence[LogitTransform], call: ResolvedHead, sizes: list[int] | None
-) -> list[list[Product]]:
+    inputs: Sequence[Any], transforms: Sequence[LogitTransform], call: ResolvedHead, sizes: list[int] | None
+) -> list[list[ComputedLogits]]:
     """The same of each leaf with all tokens' hidden states; `inputs`: those, weight, bias and low rank of each.
     Communicates: with `sizes` 1 all-gather."""
     hidden, biases = [*inputs[::4]], [*inputs[2::4]]
@@ -119,17 +111,17 @@ def of_hidden(
     if sizes and any(sizes):
         hidden = gather_tokens(hidden, call.group, sizes)
     leaves = leaves_of(call) if call.bits != "fast" else []
-    found: list[list[Product]] = [[] for _ in range(max(len(leaves), 1))]
-    for x_TD, weight_VD, bias_V, rule in zip(hidden, weights, biases, rules, strict=True):
+    found: list[list[ComputedLogits]] = [[] for _ in range(max(len(leaves), 1))]
+    for x_TD, weight_VD, bias_V, transform in zip(hidden, weights, biases, transforms, strict=True):
         w_VD, repeats = weight_VD.to(x_TD.dtype), max(len(hidden[0]) // max(len(x_TD), 1), 1)
         wide_V = None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
         if not leaves:
-            found[0].append(Product(x_TD, w_VD, Rule(wide_V, *rule), FAST, repeats))
+            found[0].append(ComputedLogits(x_TD, w_VD, transform._replace(bias_V=wide_V), FAST, repeats))
             continue
         x_TD, whole_VD = fixed_order.aligned(x_TD), in_one(w_VD)
         for leaf, made in zip(leaves, found, strict=True):
             own_V = None if wide_V is None else leaf.cut(wide_V)
-            made.append(Product(x_TD, leaf.cut(whole_VD), Rule(own_V, *rule), FIXED, repeats))
+            made.append(ComputedLogits(x_TD, leaf.cut(whole_VD), transform._replace(bias_V=own_V), FIXED, repeats))
     return found
 
 

@@ -16,11 +16,11 @@ from megatron_ext.head.call import chunk_sizes, statistics
 from megatron_ext.head.call.leaves import of_shard
 from megatron_ext.head.call.matmul import WeightSums, column_spans
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
-from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
+from megatron_ext.head.engine.autograd import BackwardInputs, ForwardOutputs, HeadGradients, LogitsPass
 from megatron_ext.head.engine.chunked import kept_gradient, sources
 from megatron_ext.head.engine.chunked.by_leaf import Leaves
 from megatron_ext.head.engine.chunked.gradient import ChunkGradient, logits_of_chunk, sides_of
-from megatron_ext.head.engine.chunked.sources import LogitTransform, Product, Rule
+from megatron_ext.head.engine.chunked.sources import ComputedLogits, LogitTransform
 from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import Chunk
@@ -31,41 +31,41 @@ from megatron_ext.numerics.matrices import accumulation_dtype, part_of
 from megatron_ext.numerics.tree_sums import TreeSum
 
 
-class OfLogits(Way):
+class OfLogits(LogitsPass):
     """Logits `[T, V]`, or as `Flat.rows` has them, and those of read-outs that have a teacher, which get no gradient.
 
-    `rules`: of each. Saves the logits themselves. `into_logits`: backward writes the gradient into their memory, once.
-    The ranks' logits may lie in memory in different orders, above all those of an empty shard: `plan.places_T` says in
-    which.
+    `transforms`: of each. Saves the logits themselves. `into_logits`: backward writes the gradient into their memory,
+    once. The ranks' logits may lie in memory in different orders, above all those of an empty shard: `plan.places_T`
+    says in which.
 
     Communicates: forward what the read-outs' exchange does, backward nothing.
     """
 
-    def __init__(self, rules: Sequence[Rule], into_logits: bool):
-        self.rules, self.into_logits = rules, into_logits
+    def __init__(self, transforms: Sequence[LogitTransform], into_logits: bool):
+        self.transforms, self.into_logits = transforms, into_logits
 
-    def forward(self, plan: Plan, *logits: Any) -> Passed:
+    def forward(self, plan: Plan, *logits: Any) -> ForwardOutputs:
         chunks = plan.chunks() or _chunks(logits, plan)
-        return _read(plan, [sources.of_logits(logits, self.rules)], chunks, logits[0])
+        return _read(plan, [sources.of_logits(logits, self.transforms)], chunks, logits[0])
 
-    def backward(self, asked: Asked) -> tuple[Tensor | None, ...]:
+    def backward(self, asked: BackwardInputs) -> tuple[Tensor | None, ...]:
         logits = asked.inputs
-        gradient = ChunkGradient(asked, sources.of_logits(logits, self.rules))
+        gradient = ChunkGradient(asked, sources.of_logits(logits, self.transforms))
         dz = logits[0].detach() if self.into_logits else new_gradient(logits[0])
         for rows in _chunks(logits, asked.plan, copy=not self.into_logits):
             gradient.write(rows, rows_of(dz, rows))
         return (dz.view(logits[0].shape),)
 
 
-class OfChunks(Way):
+class OfChunks(LogitsPass):
     """Hidden states `[T, D]`, weight `[V, D]`, bias `[V]` and a low rank beside the weight, whose columns of the hidden
     states are the last ones; and the same of each read-out's teacher, without a gradient.
 
-    `rules`: softcap and scale of these logits, and whether they are rounded, and of each teacher's. Never holds more
-    than a chunk of logits of each: backward makes them again, 8 T V D FLOPs in all (6 where the gradient needs none),
-    beside those of teachers; of what `kept_gradient.py` keeps none. Weight gradients add up in fp32. `sizes`: with the
-    sequence layout, where hidden states are this rank's slice, the number of each rank's tokens; else None. `keep`: a
-    backward may follow.
+    `transforms`: softcap and scale of these logits and of each teacher's, and whether they are rounded. Never holds
+    more than a chunk of logits of each: backward makes them again, 8 T V D FLOPs in all (6 where the gradient needs
+    none), beside those of teachers; of what `kept_gradient.py` keeps none. Weight gradients add up in fp32. `sizes`:
+    with the sequence layout, where hidden states are this rank's slice, the number of each rank's tokens; else None.
+    `keep`: a backward may follow.
 
     With fixed bits logits, statistics and gradients are made leaf by leaf (`by_leaf.py`), in the order of the tree.
 
@@ -73,18 +73,18 @@ class OfChunks(Way):
     layout each also gathers the hidden states, with the teachers' in the same collective.
     """
 
-    def __init__(self, rules: Sequence[LogitTransform], sizes: list[int] | None, keep: bool):
-        self.rules, self.sizes, self.keep = rules, sizes, keep
+    def __init__(self, transforms: Sequence[LogitTransform], sizes: list[int] | None, keep: bool):
+        self.transforms, self.sizes, self.keep = transforms, sizes, keep
 
-    def forward(self, plan: Plan, *inputs: Any) -> Passed:
-        made = sources.of_hidden(inputs, self.rules, plan.call, self.sizes)
+    def forward(self, plan: Plan, *inputs: Any) -> ForwardOutputs:
+        made = sources.of_hidden(inputs, self.transforms, plan.call, self.sizes)
         kept = kept_gradient.of(plan, made[0][0]) if self.keep else None
         found = _read(plan, made, _product_chunks(plan, made, kept), inputs[0], kept)
         return found if kept is None else found._replace(kept=(kept.unit_TV, kept.bad_T))
 
-    def backward(self, asked: Asked) -> tuple[Tensor | None, ...]:
+    def backward(self, asked: BackwardInputs) -> tuple[Tensor | None, ...]:
         plan, chosen, (x_TD, weight_VD, bias_V, low_VR, *_) = asked.plan, asked.plan.call.chosen, asked.inputs
-        made = sources.of_hidden(asked.inputs, self.rules, plan.call, self.sizes)
+        made = sources.of_hidden(asked.inputs, self.transforms, plan.call, self.sizes)
         source, out = made[0][0], HeadGradients(asked, self.sizes)
         if len(plan.readouts) == 1 and plan.readouts[0].by_factor and asked.grads[0] is not None:
             # Hidden states of tokens that do not count may be NaN: as where the gradient is kept, they add nothing.
@@ -141,7 +141,7 @@ class OfChunks(Way):
         return out.given()
 
 
-def _chunk_gradients(asked: Asked, made: Sequence[Sequence[Product]]) -> list[ChunkGradient]:
+def _chunk_gradients(asked: BackwardInputs, made: Sequence[Sequence[ComputedLogits]]) -> list[ChunkGradient]:
     """Make the gradient of each leaf, whose exponentials have a shift of their own."""
     if len(made) == 1:
         return [ChunkGradient(asked, made[0])]
@@ -163,7 +163,7 @@ def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None
 
 
 def _product_chunks(
-    plan: Plan, made: Sequence[Sequence[Product]], kept: kept_gradient.KeptGradient | None
+    plan: Plan, made: Sequence[Sequence[ComputedLogits]], kept: kept_gradient.KeptGradient | None
 ) -> list[slice]:
     if kept is not None:
         return kept.chunks()
@@ -198,7 +198,7 @@ def _read(
     chunks: list[slice],
     like: Tensor,
     kept: kept_gradient.KeptGradient | None = None,
-) -> Passed:
+) -> ForwardOutputs:
     """The shared statistics, the results, and what gradients want of forward. `made`: of each leaf."""
     call, dtype = plan.call, accumulation_dtype(like.dtype)
     plan.begin(chunks if plan.tokens else [], like.device)
@@ -233,7 +233,7 @@ def _read(
             stats = engine_order.rounded(stats, stats_RKT)
     elif plan.softmax:
         stats = passes_of(stats_RKT).combined(stats_RKT, stats_KT, shifts[0], call)
-    found = Passed(stats, *plan.results(stats, stats_RKT, stats_KT, own_KT))
+    found = ForwardOutputs(stats, *plan.results(stats, stats_RKT, stats_KT, own_KT))
     return found._replace(kept=shifts) if plan.softmax and leaves is not None else found
 
 
