@@ -11,6 +11,9 @@ VERSION = re.search(
 # Without psutil, which it does not ask for, Megatron-Core's dist_checkpointing.save() hangs.
 MEGATRON = ["megatron-core>=0.14", "psutil"]
 TRITON = "triton>=3.6"
+GREENLET = "greenlet>=3"
+SHOWN = ["tqdm>=4.60", "matplotlib>=3.8"]
+RAY = ["ray>=2.40", "psutil"]
 HF = ["transformers>=4.51,<6", "accelerate>=1.6", "safetensors"]
 
 setup(
@@ -29,6 +32,8 @@ setup(
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
@@ -38,12 +43,12 @@ setup(
     install_requires=["torch>=2.10"],
     entry_points={"console_scripts": ["megatron-ext = megatron_ext.__main__:main"]},
     extras_require={
-        "test": [*MEGATRON, "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "numpy", "greenlet>=3"],
-        "examples": [*MEGATRON, "tokenizers>=0.20", "tqdm>=4.60", "matplotlib>=3.8", "numpy"],
+        "test": [*MEGATRON, "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "numpy", GREENLET],
+        "examples": [*MEGATRON, GREENLET, *HF, *RAY, *SHOWN, "tokenizers>=0.20", "filelock", "numpy"],
         "triton": [TRITON],
-        "pipeline": [*MEGATRON, "greenlet>=3"],
+        "pipeline": [*MEGATRON, GREENLET],
         "te": ["transformer-engine[pytorch]>=2.0"],
         "hf": HF,
-        "ray": ["ray>=2.40", "psutil"],
+        "ray": RAY,
     },
 )
