@@ -1,3 +1,4 @@
+import os
 import re
 from pathlib import Path
 
@@ -7,6 +8,9 @@ from setuptools import find_packages, setup
 VERSION = re.search(
     r'^__version__ = "(.+)"$', Path(__file__).with_name("megatron_ext").joinpath("__init__.py").read_text(), re.M
 )
+
+# The address of the repository, which whoever publishes the package sets.
+REPOSITORY = os.environ.get("MEGATRON_EXT_REPOSITORY", "")
 
 # Without psutil, which it does not ask for, Megatron-Core's dist_checkpointing.save() hangs.
 MEGATRON = ["megatron-core>=0.14", "psutil"]
@@ -23,6 +27,7 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    project_urls={"Source": REPOSITORY} if REPOSITORY else {},
     license_files=["LICENSE"],
     keywords=["megatron", "tensor parallelism", "cross entropy", "vocabulary parallel", "reinforcement learning"],
     classifiers=[

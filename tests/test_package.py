@@ -15,6 +15,8 @@ import megatron_ext
 from megatron_ext import __main__ as programs
 from megatron_ext import head
 
+ROOT = Path(__file__).parents[1]
+
 
 def test_dir_shows_public_names_alone():
     shown = set(dir(megatron_ext))
@@ -39,6 +41,7 @@ def test_names_are_those_of_their_modules():
 
 def test_version_is_that_of_the_installed_package(capsys):
     assert importlib.metadata.version("megatron-ext") == megatron_ext.__version__
+    assert f"\nversion: {megatron_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     with pytest.raises(SystemExit) as ended:
         programs.main(["--version"])
     assert ended.value.code == 0
@@ -66,7 +69,6 @@ def test_packages_come_with_the_first_import():
     assert done.returncode == 0, done.stderr
 
 
-ROOT = Path(__file__).parents[1]
 # Packages that examples need through the package, which imports them when they are used.
 THROUGH_OURS = {"pipeline_vocabulary.py": "greenlet", "grpo_tiny.py": "ray", "finetune_hf.py": "transformers"}
 
