@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(options.script))
     sys.argv = [options.script, *options.args]
+    _show_news()
     if options.cpu:
         _hush()
         _emulate(parser, options)
@@ -190,6 +191,19 @@ def _tell_of_cpu(options: argparse.Namespace) -> None:
     if not options.cpu and not cuda.is_available():
         where = ", but behind SCRIPT, where it is the script's own" if "--cpu" in options.args else ""
         _LOG.warning("no GPU is here, and --cpu is not given%s: put it before SCRIPT if the script needs a GPU", where)
+
+
+def _show_news() -> None:
+    """Have the package's log on the last rank's stderr, from level INFO on, if nobody has set a handler."""
+    ours = logging.getLogger("megatron_ext")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ours.hasHandlers() or os.environ.get("RANK", "0") != str(ranks - 1):
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("megatron_ext: %(message)s"))
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False  # a root handler of the script's would show each line twice
 
 
 def _hush() -> None:

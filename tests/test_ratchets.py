@@ -20,17 +20,17 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1318,
+    "megatron_ext/*.py": 1332,
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4427,
     "megatron_ext/experimental": 2380,
     "megatron_ext/head": 10988,
     "megatron_ext/integrations": 719,
     "megatron_ext/losses": 1688,
-    "megatron_ext/megatron": 4344,
+    "megatron_ext/megatron": 4354,
     "megatron_ext/memory": 549,
     "megatron_ext/model_utils": 1515,
-    "megatron_ext/numerics": 1008,
+    "megatron_ext/numerics": 1047,
     "megatron_ext/policy": 6874,
     "megatron_ext/proof": 547,
     "megatron_ext/sequence": 1504,

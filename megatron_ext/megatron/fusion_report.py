@@ -3,6 +3,7 @@
 Counters on the host; reading them communicates nothing and waits for no GPU.
 """
 
+import logging
 import os
 import sys
 import warnings
@@ -16,6 +17,8 @@ from torch import Tensor
 
 import megatron_ext
 from megatron_ext.verify.side_by_side import TwoRuns
+
+_LOG = logging.getLogger(__name__)
 
 _MEGATRON_KERNELS = {"native": "Megatron's own fused loss", "te": "Transformer Engine's fused loss"}
 
@@ -117,6 +120,13 @@ def say_once(text: str, key: str | None = None) -> None:
     if (key or text) not in _said:
         _said.add(key or text)
         warnings.warn(text, stacklevel=3)
+
+
+def tell_once(text: str) -> None:
+    """Log it the first time, as news and no fault."""
+    if text not in _said:
+        _said.add(text)
+        _LOG.info(text)
 
 
 def caller_outside(*packages: ModuleType) -> tuple[FrameType, int]:

@@ -37,7 +37,7 @@ from megatron_ext.megatron.fused_loss.promised_logits import (
     check_graph,
     promise_logits,
 )
-from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, counters_of, say_once
+from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, counters_of, say_once, tell_once
 from megatron_ext.proof import Proof, cannot_prove_now
 
 
@@ -95,7 +95,7 @@ class Region:
     @contextmanager
     def entered(self) -> Iterator["Region"]:
         if self.counters.megatron_kernel is not None:
-            say_once(
+            tell_once(
                 f"the config asks for Megatron's fused loss ({self.counters.megatron_kernel}) of logits; "
                 f"{type(self.model).__name__} has the fused linear head, which makes no logits, and runs instead of it"
             )
