@@ -1,3 +1,4 @@
+import os
 import re
 from pathlib import Path
 
@@ -8,9 +9,15 @@ VERSION = re.search(
     r'^__version__ = "(.+)"$', Path(__file__).with_name("megatron_ext").joinpath("__init__.py").read_text(), re.M
 )
 
+# The address of the repository, which whoever publishes the package sets.
+REPOSITORY = os.environ.get("MEGATRON_EXT_REPOSITORY", "")
+
 # Without psutil, which it does not ask for, Megatron-Core's dist_checkpointing.save() hangs.
 MEGATRON = ["megatron-core>=0.14", "psutil"]
 TRITON = "triton>=3.6"
+GREENLET = "greenlet>=3"
+SHOWN = ["tqdm>=4.60", "matplotlib>=3.8"]
+RAY = ["ray>=2.40", "psutil"]
 HF = ["transformers>=4.51,<6", "accelerate>=1.6", "safetensors"]
 
 setup(
@@ -20,6 +27,7 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    project_urls={"Source": REPOSITORY} if REPOSITORY else {},
     license_files=["LICENSE"],
     keywords=["megatron", "tensor parallelism", "cross entropy", "vocabulary parallel", "reinforcement learning"],
     classifiers=[
@@ -29,6 +37,8 @@ setup(
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
@@ -38,12 +48,12 @@ setup(
     install_requires=["torch>=2.10"],
     entry_points={"console_scripts": ["megatron-ext = megatron_ext.__main__:main"]},
     extras_require={
-        "test": [*MEGATRON, "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "numpy", "greenlet>=3"],
-        "examples": [*MEGATRON, "tokenizers>=0.20", "tqdm>=4.60", "matplotlib>=3.8", "numpy"],
+        "test": [*MEGATRON, "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "numpy", GREENLET],
+        "examples": [*MEGATRON, GREENLET, *HF, *RAY, *SHOWN, "tokenizers>=0.20", "filelock", "numpy"],
         "triton": [TRITON],
-        "pipeline": [*MEGATRON, "greenlet>=3"],
+        "pipeline": [*MEGATRON, GREENLET],
         "te": ["transformer-engine[pytorch]>=2.0"],
         "hf": HF,
-        "ray": ["ray>=2.40", "psutil"],
+        "ray": RAY,
     },
 )

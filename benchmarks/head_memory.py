@@ -4,6 +4,8 @@ Computed, on any machine: the code of each head runs on tensors without memory, 
 allocates beyond hidden states and weight are added up. Both gradients are among them. bf16, one GPU.
 """
 
+import argparse
+
 import torch
 
 from benchmarks.cases import Case
@@ -30,4 +32,5 @@ def table(lengths: tuple[int, ...] = (8192, 32768)) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0]).parse_args()
     print(table())

@@ -19,6 +19,7 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
+from usage import take_no_arguments
 
 from megatron_ext import linear_cross_entropy
 
@@ -113,4 +114,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     main()

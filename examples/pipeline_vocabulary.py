@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from usage import take_no_arguments
 
 from megatron_ext.experimental import pipeline_vocabulary
 
@@ -180,4 +181,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     main()

@@ -5,7 +5,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from megatron_ext.verify.two_runs import relative_difference
+from megatron_ext.verify.side_by_side import relative_difference
 
 matplotlib.use("Agg")  # writes files, needs no screen
 

@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 2 -m megatron_ext.compare --cpu pretrain_gpt.py --num-layers 2 ...
 
-Takes the launcher's options; without one that changes the script, `--linear-ce`. Exit code 1 if the losses or gradient
-norms differ by more than `--tolerance`.
+Takes the launcher's options; without one that changes the script, `--linear-ce`. Ends with a table and a picture,
+`compare.png` or `--picture FILE`. Exit code 1 if the losses or gradient norms differ by more than `--tolerance`.
 """
 
 import sys
+from pathlib import Path
 
 from megatron_ext import run
 
@@ -20,6 +21,8 @@ def main(argv: list[str] | None = None) -> None:
         options.linear_ce, given = True, ["--linear-ce", *given]
     if options.verify is None:
         options.verify = 5
+    if options.picture is None:
+        options.picture = Path("compare.png")
     run.verify(parser, options, given)
 
 

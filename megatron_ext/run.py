@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(options.script))
     sys.argv = [options.script, *options.args]
+    _show_news()
     if options.cpu:
         _hush()
         _emulate(parser, options)
@@ -114,6 +115,7 @@ def command_line(
         metavar="X",
         help="of --verify: the most that losses differ (%(default)s)",
     )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="of --verify: a PNG of both runs")
     parser.add_argument(
         "--record", nargs=2, metavar=("N", "FILE"), help="write loss, memory and time of N steps to FILE, and end"
     )
@@ -191,6 +193,19 @@ def _tell_of_cpu(options: argparse.Namespace) -> None:
         _LOG.warning("no GPU is here, and --cpu is not given%s: put it before SCRIPT if the script needs a GPU", where)
 
 
+def _show_news() -> None:
+    """Have the package's log on the last rank's stderr, from level INFO on, if nobody has set a handler."""
+    ours = logging.getLogger("megatron_ext")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ours.hasHandlers() or os.environ.get("RANK", "0") != str(ranks - 1):
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("megatron_ext: %(message)s"))
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False  # a root handler of the script's would show each line twice
+
+
 def _hush() -> None:
     """Warnings that come in every job on a CPU are not shown, unless the user has asked for them (`-W`)."""
     for category, message in _NOISE:
@@ -237,6 +252,7 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
 
 def verify(parser: argparse.ArgumentParser, options: argparse.Namespace, argv: list[str]) -> None:
     """Run the script's first steps stock and with `argv`, say how they differ, and end the process if they do."""
+    from megatron_ext.verify.picture import draw
     from megatron_ext.verify.two_runs import run_twice
 
     if not (options.linear_ce or options.tensor_parallel or options.pipeline_vocab):
@@ -249,9 +265,12 @@ def verify(parser: argparse.ArgumentParser, options: argparse.Namespace, argv: l
         parser.error(str(refusal))
     except RuntimeError as failure:
         sys.exit(f"verify: {failure}")
+    last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+    if last and options.picture is not None:
+        print(draw(found, options.picture), file=sys.stderr, flush=True)
     if found.fault is not None:
         sys.exit(f"{found}\nverify: {found.fault}")
-    if os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1):
+    if last:
         print(f"{found}\nverify: the same, within {options.tolerance:g}", file=sys.stderr, flush=True)
 
 
@@ -260,9 +279,9 @@ def _without_verify(ways: list[str]) -> list[str]:
     kept: list[str] = []
     words = iter(ways)
     for word in words:
-        if word in ("--verify", "--tolerance"):
+        if word in ("--verify", "--tolerance", "--picture"):
             next(words)
-        elif not word.startswith(("--verify=", "--tolerance=")):
+        elif not word.startswith(("--verify=", "--tolerance=", "--picture=")):
             kept.append(word)
     return [word for word in kept if word != "--"]
 

@@ -1,14 +1,21 @@
 """The package's own names: its version, what completion shows, and names that are imported when they are asked for."""
 
+import ast
 import importlib.metadata
+import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import megatron_ext
 from megatron_ext import __main__ as programs
 from megatron_ext import head
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_dir_shows_public_names_alone():
@@ -34,6 +41,7 @@ def test_names_are_those_of_their_modules():
 
 def test_version_is_that_of_the_installed_package(capsys):
     assert importlib.metadata.version("megatron-ext") == megatron_ext.__version__
+    assert f"\nversion: {megatron_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     with pytest.raises(SystemExit) as ended:
         programs.main(["--version"])
     assert ended.value.code == 0
@@ -59,3 +67,26 @@ def test_packages_come_with_the_first_import():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# Packages that examples need through the package, which imports them when they are used.
+THROUGH_OURS = {"pipeline_vocabulary.py": "greenlet", "grpo_tiny.py": "ray", "finetune_hf.py": "transformers"}
+
+
+def test_examples_extra_has_what_examples_import():
+    with mock.patch("setuptools.setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    arguments = setup.call_args.kwargs
+    listed = {re.match(r"[\w-]+", word)[0] for word in arguments["extras_require"]["examples"]}
+    listed |= {re.match(r"[\w-]+", word)[0] for word in arguments["install_requires"]}
+    owners = importlib.metadata.packages_distributions()
+    files = list((ROOT / "examples").glob("*.py"))
+    own = {path.stem for path in files} | {"megatron_ext", "megatron_on_cpu"} | sys.stdlib_module_names
+    for path in files:
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                names |= {module.partition(".")[0] for module in modules}
+        needed = {owner for name in names - own for owner in owners[name]} | {THROUGH_OURS.get(path.name, "torch")}
+        assert needed <= listed, f"{path.name} needs {needed - listed}, which the extra `examples` does not install"

@@ -1,7 +1,14 @@
 """The README's first screen: its table is measured, and it is short."""
 
 import csv
+import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
+
+from tests.pages import blocks, section
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -27,3 +34,27 @@ def test_table_has_the_measured_rows():
 def test_first_screen_is_a_screen():
     lines = [line for line in TEXT.splitlines() if line.strip()]
     assert len(lines) <= 32
+
+
+# Rows of the demo's table whose numbers are the same in each run; the times are of one run.
+SAME = ("head step in bf16, peak", "head step in fp32, peak", "collectives")
+
+
+@pytest.mark.slow
+def test_table_of_the_demo_is_what_it_prints(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "examples/demo.py", "--device", "cpu", "--train-iters", "2", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = [block for _, block in blocks(section(ROOT / "README.md", "Try it")) if "final loss" in block]
+    assert len(shown) == 1
+    printed = {line[:35].strip(): line for line in done.stdout.splitlines()}
+    for row in shown[0].splitlines():
+        name = row[:35].strip()
+        assert name in printed
+        if name.startswith(SAME):
+            assert row == printed[name]

@@ -1,6 +1,7 @@
 """The launcher: unmodified scripts see what they would see without it, apart from what was asked for."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -264,6 +265,20 @@ def test_missing_or_misplaced_cpu_option_is_told(given, told, caplog, monkeypatc
     run._tell_of_cpu(run.command_line().parse_args(given))
     assert told in caplog.text
     assert bool(caplog.text) == bool(told)
+
+
+@pytest.mark.parametrize("rank, shown", [(0, False), (1, True)])
+def test_launcher_shows_news_of_the_last_rank(rank, shown, monkeypatch, capsys):
+    ours = logging.getLogger("megatron_ext")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(ours, "hasHandlers", lambda: False)
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(ours, name, [] if name == "handlers" else getattr(ours, name))
+    run._show_news()
+    logging.getLogger("megatron_ext.run").info("a model was met")
+    assert ("megatron_ext: a model was met\n" in capsys.readouterr().err) == shown
+    ours.manager._clear_cache()
 
 
 def test_report_leaves_other_optimizer_hooks_alone(monkeypatch):

@@ -7,6 +7,7 @@ same communicator.
 `python -m benchmarks.pipeline.launched` prints the table of docs/pipeline.md.
 """
 
+import argparse
 from collections.abc import Iterable
 
 from benchmarks.pipeline.costs import Setup
@@ -69,4 +70,5 @@ def _most(timeline: Timeline, what: str) -> float:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0]).parse_args()
     print(table(setup for setup in setups() if setup.link.name == "400 Gb/s"))

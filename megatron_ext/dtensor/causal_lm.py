@@ -109,8 +109,8 @@ def causal_lm_loss(
             device). What the head refuses on one rank is raised on every one.
 
     Warns:
-        Once a class of models: its logits are made, because what is read from hidden states differs from what they
-            give, and by how much; or because it has hooks, which reading hidden states would leave out.
+        UserWarning: once a class of models: its logits are made, because what is read from hidden states differs from
+            what they give, and by how much; or because it has hooks, which reading hidden states would leave out.
     """
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": chunk_tokens}
     read = Read(

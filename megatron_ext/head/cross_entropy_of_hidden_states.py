@@ -15,15 +15,25 @@ from megatron_ext.head.adapters.lora import LoRA
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.readouts.labels import CrossEntropy
 from megatron_ext.head.reduction import log_prob_readouts, masked, reduced
-from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, Reduction, one_of, token_bound
+from megatron_ext.head.validation.option_checks import (
+    Bits,
+    Cache,
+    HiddenLayout,
+    Reduction,
+    one_of,
+    tells_torchs_names,
+    token_bound,
+)
 
 
+@tells_torchs_names
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     tp_group: Group = None,
     hidden_layout: HiddenLayout = "replicated",
+    *,
     bias: Tensor | None = None,
     vocab: VocabShard | None = None,
     ignore_index: int = -100,
@@ -107,12 +117,14 @@ def linear_cross_entropy(
     return reduced(loss, labels, loss_mask, ignore_index, reduction)
 
 
+@tells_torchs_names
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     tp_group: Group = None,
     hidden_layout: HiddenLayout = "replicated",
+    *,
     bias: Tensor | None = None,
     vocab: VocabShard | None = None,
     ignore_index: int = -100,

@@ -13,14 +13,16 @@ from megatron_ext.head.lm_head import Logits
 from megatron_ext.head.readouts.labels import CrossEntropy
 from megatron_ext.head.readouts.row_sums import Entropy
 from megatron_ext.head.reduction import log_prob_readouts, masked, reduced
-from megatron_ext.head.validation.option_checks import Reduction, one_of
+from megatron_ext.head.validation.option_checks import Reduction, one_of, tells_torchs_names
 
 
+@tells_torchs_names
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
     tp_group: Group = None,
     vocab: VocabShard | None = None,
+    *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -58,11 +60,13 @@ def vocab_parallel_cross_entropy(
     return reduced(loss, labels, loss_mask, ignore_index, reduction)
 
 
+@tells_torchs_names
 def token_log_probs(
     logits: Tensor,
     labels: Tensor,
     tp_group: Group = None,
     vocab: VocabShard | None = None,
+    *,
     ignore_index: int = -100,
     softcap: float | None = None,
     temperature: float = 1.0,
@@ -90,10 +94,12 @@ def token_log_probs(
     return z.read(*log_prob_readouts(asked, ignore_index, counts, return_hits))
 
 
+@tells_torchs_names
 def token_entropy(
     logits: Tensor,
     tp_group: Group = None,
     vocab: VocabShard | None = None,
+    *,
     softcap: float | None = None,
     temperature: float = 1.0,
     chunk_tokens: int | None = None,

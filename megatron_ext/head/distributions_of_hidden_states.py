@@ -15,12 +15,12 @@ They communicate, at R > 1: forward 1 collective, backward 1; with the sequence 
 on every rank, where an argument breaks its rule.
 """
 
-from typing import Any, Unpack, get_args
+from typing import Unpack, get_args
 
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
-from megatron_ext.head.layer_facts import HeadFacts
+from megatron_ext.head.layer_facts import FactsBesideTemperature, HeadFacts
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.readouts.divergences.jensen_shannon import JensenShannon
 from megatron_ext.head.readouts.divergences.kl_divergence import KL, Direction
@@ -28,9 +28,10 @@ from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.gather import Gather, TopK
 from megatron_ext.head.readouts.row_sums import Entropy
 from megatron_ext.head.readouts.sampling import Sampled
-from megatron_ext.head.validation.option_checks import HiddenLayout, one_of, token_bound
+from megatron_ext.head.validation.option_checks import HiddenLayout, one_of, tells_torchs_names, token_bound
 
 
+@tells_torchs_names
 def linear_gather_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -46,6 +47,7 @@ def linear_gather_log_probs(
     return head.read(hidden, Gather(indices), Entropy()) if return_entropy else head.read(hidden, Gather(indices))
 
 
+@tells_torchs_names
 def linear_topk_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -63,6 +65,7 @@ def linear_topk_log_probs(
     return head.read(hidden, TopK(k))
 
 
+@tells_torchs_names
 def linear_sampled_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -76,7 +79,7 @@ def linear_sampled_log_probs(
     ignore_index: int = -100,
     kept: tuple[Tensor, Tensor] | None = None,
     skip_ignored: bool | int = False,
-    **facts: Any,
+    **facts: Unpack[FactsBesideTemperature],
 ) -> Tensor:
     """Log-probability `[...]` of each label under the distribution that it was sampled from: `sampled_log_probs`.
 

@@ -33,6 +33,7 @@ def gather_log_probs(
     indices: Tensor,
     tp_group: Group = None,
     vocab: VocabShard | None = None,
+    *,
     chunk_tokens: int | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
@@ -53,6 +54,7 @@ def gather_logits(
     indices: Tensor,
     tp_group: Group = None,
     vocab: VocabShard | None = None,
+    *,
     chunk_tokens: int | None = None,
 ) -> Tensor:
     """Logits `[..., K]` of the token ids `indices` `[..., K]`, of logits `[..., V/R]`. Differentiable.
@@ -67,6 +69,7 @@ def vocab_topk(
     k: int,
     tp_group: Group = None,
     vocab: VocabShard | None = None,
+    *,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k largest logits `[..., k]` of the whole vocabulary, and their global ids `[..., k]` (int64).
@@ -86,6 +89,7 @@ def sampled_log_probs(
     temperature: float = 1.0,
     tp_group: Group = None,
     vocab: VocabShard | None = None,
+    *,
     ignore_index: int = -100,
     chunk_tokens: int | None = None,
     kept: tuple[Tensor, Tensor] | None = None,
@@ -137,6 +141,7 @@ def soft_cross_entropy(
     teacher_logits: Tensor,
     tp_group: Group = None,
     vocab: VocabShard | None = None,
+    *,
     chunk_tokens: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
@@ -157,6 +162,7 @@ def kl_divergence(
     direction: Direction = "forward",
     tp_group: Group = None,
     vocab: VocabShard | None = None,
+    *,
     chunk_tokens: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
@@ -177,6 +183,7 @@ def js_divergence(
     beta: float = 0.5,
     tp_group: Group = None,
     vocab: VocabShard | None = None,
+    *,
     chunk_tokens: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:

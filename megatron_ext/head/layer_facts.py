@@ -18,20 +18,31 @@ from megatron_ext.head.adapters.peft_layers import unwrapped
 from megatron_ext.head.validation.option_checks import Bits, Cache, rounds
 
 
-class HeadFacts(TypedDict, total=False):
-    """Keywords of `LmHead`, which says more of each."""
+class FactsBesideTemperature(TypedDict, total=False):
+    """Keywords of `LmHead`, which says more of each, without the temperature."""
 
     bias: Tensor | None
     vocab: VocabShard | None
     logit_scale: float
     softcap: float | None
-    temperature: float
     cache: Cache
     chunk_tokens: int | None
     gradient_accumulation_fusion: bool
     bits: Bits | None
     logit_dtype: torch.dtype | None
     lora: LoRA | Sequence[LoRA] | None
+
+
+class HeadFacts(FactsBesideTemperature, total=False):
+    """Keywords of `LmHead`."""
+
+    temperature: float
+
+
+class LayerFacts(HeadFacts, total=False):
+    """Keywords of `LmHead.of`."""
+
+    weight: Tensor | None
 
 
 def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:

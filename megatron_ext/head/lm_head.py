@@ -6,7 +6,7 @@ vocabulary, R the ranks of `group`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from megatron_ext.distributed.groups import Group, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.adapters.lora import LoRA, adapters_of, check_adapters, check_dropout
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.layer_facts import head_facts
+from megatron_ext.head.layer_facts import LayerFacts, head_facts
 from megatron_ext.head.read import HeadTensors, LogitTransform, read_hidden, read_logits
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.validation import argument_checks, option_checks
@@ -102,7 +102,7 @@ class LmHead:
 
     @classmethod
     def of(
-        cls, layer: Any, tp_group: Group = None, hidden_layout: HiddenLayout | None = None, **facts: Any
+        cls, layer: Any, tp_group: Group = None, hidden_layout: HiddenLayout | None = None, **facts: Unpack[LayerFacts]
     ) -> "LmHead":
         """The head of a layer that makes logits, or of its weight.
 

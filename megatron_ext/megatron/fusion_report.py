@@ -3,6 +3,7 @@
 Counters on the host; reading them communicates nothing and waits for no GPU.
 """
 
+import logging
 import os
 import sys
 import warnings
@@ -15,6 +16,9 @@ from typing import Any
 from torch import Tensor
 
 import megatron_ext
+from megatron_ext.verify.side_by_side import TwoRuns
+
+_LOG = logging.getLogger(__name__)
 
 _MEGATRON_KERNELS = {"native": "Megatron's own fused loss", "te": "Transformer Engine's fused loss"}
 
@@ -33,6 +37,7 @@ class ModelFusion:
         megatron_kernel: the fused loss of Megatron's that its config asks for (`cross_entropy_loss_fusion`), "native"
             or "te"; None if it asks for none. It runs for the stock losses alone.
         proof: what came of the comparison of the head with the model's own output layer and loss; None before it.
+        verified: the losses that were taken both ways, side by side, where the patch was asked for it (`verify=`).
         z_loss: of the last loss, its mean over the tokens that have a label, 0-dim fp32; None without a z-loss.
     """
 
@@ -44,6 +49,7 @@ class ModelFusion:
     stock_losses: int = 0
     megatron_kernel: str | None = None
     proof: str | None = None
+    verified: TwoRuns | None = None
     z_loss: Tensor | None = None
 
     def __str__(self) -> str:
@@ -54,6 +60,8 @@ class ModelFusion:
         parts += [f"({count} for {place})" for place, count in self.logits_made.items()]
         if self.losses_fused and self.proof is not None:
             parts.append(self.proof)
+        if self.verified is not None:
+            parts.append(f"{len(self.verified.ours)} losses verified, {self.verified.differences}")
         if self.stock_losses:
             parts.append(f"{self.stock_losses} losses by Megatron")
         if self.left_to_megatron is not None:
@@ -112,6 +120,13 @@ def say_once(text: str, key: str | None = None) -> None:
     if (key or text) not in _said:
         _said.add(key or text)
         warnings.warn(text, stacklevel=3)
+
+
+def tell_once(text: str) -> None:
+    """Log it the first time, as news and no fault."""
+    if text not in _said:
+        _said.add(text)
+        _LOG.info(text)
 
 
 def caller_outside(*packages: ModuleType) -> tuple[FrameType, int]:

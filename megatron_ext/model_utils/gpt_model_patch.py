@@ -28,7 +28,8 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     Args:
         chunk_size: NeMo-RL's name: sequence positions per chunk, where `chunk_tokens` counts tokens, as everywhere
             else; give one of them, or neither for the head to choose. It changes memory, not results.
-        settings: those of `megatron_ext.megatron.fused_loss.head_settings.HeadSettings`.
+        settings: those of `megatron_ext.megatron.fused_loss.head_settings.HeadSettings`: z_loss, cache, `verify=N`
+            for the first N losses both ways, and others.
         model: one model or a list of them, wrapped (data parallelism, 16-bit, LLaVA, MIMO) or not: the patch is theirs
             alone, and comes before that of the classes. None: every language model of Megatron's (GPTModel,
             HybridModel, MambaModel, BertModel, T5Model, classes derived from them), those already built included.

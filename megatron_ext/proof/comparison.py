@@ -57,7 +57,7 @@ def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tenso
     hidden = hidden.detach().requires_grad_()
     tokens = hidden[..., 0].numel()
     kept = {name: x for name, x in parameters.items() if x.requires_grad}
-    with _rng_put_back(hidden.device):
+    with rng_put_back(hidden.device):
         try:
             mine = _side(own, hidden, kept)
         except Exception as error:  # a model's own code may raise anything
@@ -65,7 +65,7 @@ def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tenso
             return Proof.not_comparable(
                 f"on a sample it raised {type(error).__name__}{''.join(': ' + s for s in first)}"
             )
-    with _rng_put_back(hidden.device):
+    with rng_put_back(hidden.device):
         ours = _side(fused, hidden, kept)
     if mine.losses.shape != ours.losses.shape:
         return Proof.refused(
@@ -83,7 +83,7 @@ def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tenso
 
 
 def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
-    with torch.inference_mode(False), torch.enable_grad(), _main_grads_aside(parameters) as main_grads:
+    with torch.inference_mode(False), torch.enable_grad(), main_grads_aside(parameters) as main_grads:
         losses = way(hidden)
         # Each token has a weight of its own, or else gradients of one could stand for those of another.
         weights = torch.linspace(0.5, 1.5, losses.numel(), device=losses.device, dtype=torch.float64)
@@ -104,7 +104,7 @@ def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
 
 
 @contextmanager
-def _main_grads_aside(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def main_grads_aside(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Megatron's fused accumulation adds to `main_grad` in backward: into one of zeros here, given by name."""
     before = {name: dict(vars(x)) for name, x in parameters.items() if getattr(x, "main_grad", None) is not None}
     aside = {}
@@ -151,7 +151,7 @@ def _tolerance(tensors: list[Tensor]) -> _Tolerance:
 
 
 @contextmanager
-def _rng_put_back(device: torch.device) -> Iterator[None]:
+def rng_put_back(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices, enabled=True):
         yield

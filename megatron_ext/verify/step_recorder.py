@@ -9,7 +9,7 @@ import json
 import os
 import resource
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-
-@dataclass
-class RecordedStep:
-    """One step of one rank; None for what the rank does not know, seconds of the first step among it."""
-
-    loss: float | None
-    gradient_norm: float | None
-    peak_mib: float
-    seconds: float | None
+from megatron_ext.verify.side_by_side import RecordedStep
 
 
 def file_of_rank(folder: str | os.PathLike, name: str, rank: int | None = None) -> Path:

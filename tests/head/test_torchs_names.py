@@ -1,12 +1,16 @@
 """Calls as torch's function of the same name takes them, and the options that an editor offers."""
 
-from typing import get_type_hints
+import inspect
+from dataclasses import fields
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ext import linear_cross_entropy
+from megatron_ext import head, linear_cross_entropy, linear_log_probs, token_log_probs, vocab_parallel_cross_entropy
+from megatron_ext.head import linear_topk_log_probs
+from megatron_ext.head.layer_facts import LayerFacts
 from megatron_ext.megatron.fused_loss.head_settings import HeadOptions, HeadSettings
 
 X, W, Y = torch.randn(3, 8), torch.randn(5, 8), torch.zeros(3, dtype=torch.int64)
@@ -16,6 +20,43 @@ X, W, Y = torch.randn(3, 8), torch.randn(5, 8), torch.zeros(3, dtype=torch.int64
 def test_places_are_those_of_torch():
     expected = F.linear_cross_entropy(X, W, Y)
     torch.testing.assert_close(linear_cross_entropy(X, W, Y, reduction="mean"), expected)
+
+
+@pytest.mark.parametrize(
+    "function, given, told",
+    [
+        (
+            linear_cross_entropy,
+            {"input": X, "linear_weight": W, "target": Y},
+            "input is hidden, linear_weight is weight",
+        ),
+        (linear_cross_entropy, {"hidden": X, "weight": W, "target": Y}, "target is labels"),
+        (linear_cross_entropy, {"input": X, "linear_weight": W, "target": Y}, 'reduction is "none" unless it is given'),
+        (linear_log_probs, {"hidden": X, "weight": W, "labels": Y, "linear_bias": None}, "linear_bias is bias"),
+        (linear_topk_log_probs, {"input": X, "weight": W, "k": 2}, "input is hidden, linear_weight is"),
+        (token_log_probs, {"input": X, "labels": Y}, "input is logits, target is labels"),
+        (vocab_parallel_cross_entropy, {"logits": X, "target": Y}, "input is logits, target is labels"),
+    ],
+)
+def test_torchs_name_of_an_argument_is_told(function, given, told):
+    with pytest.raises(TypeError, match=told):
+        function(**given)
+
+
+@pytest.mark.parametrize("name", [name for name in head.__all__ if name.islower() and "mode" not in name])
+def test_options_are_by_keyword_and_each_is_named(name):
+    """What says where the vocabulary lies may stand in a place, and the number that a function is of."""
+    places = {"indices", "k", "top_k", "top_p", "temperature", "direction", "beta", "teacher_hidden", "teacher_weight"}
+    places |= {"hidden", "weight", "labels", "logits", "student_hidden", "student_weight", "student_logits"}
+    places |= {"teacher_logits", "tp_group", "hidden_layout", "vocab"}
+    for parameter in inspect.signature(getattr(head, name)).parameters.values():
+        assert parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.name in places
+        assert parameter.kind is not parameter.VAR_KEYWORD or parameter.annotation is not Any
+
+
+def test_completion_knows_every_fact_of_a_head():
+    named = {field.name: field.type for field in fields(head.LmHead) if field.kw_only}
+    assert {"weight", *named} == set(get_type_hints(LayerFacts))
 
 
 def test_completion_knows_every_option_of_the_patch():

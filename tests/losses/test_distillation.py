@@ -73,7 +73,7 @@ def test_js_divergence():
         if dist.get_rank() == 1:  # other strides than those of the other ranks
             given = mine.transpose(0, 1).contiguous().transpose(0, 1)
         with count_collectives() as found_counts:
-            found = js_divergence(given, teacher[..., own], BETA, group, shard, chunk_tokens)
+            found = js_divergence(given, teacher[..., own], BETA, group, shard, chunk_tokens=chunk_tokens)
         chunks = 1 if chunk_tokens is None else 3
         assert found_counts.total() == (chunks + 2) * (group_size(group) > 1)
         torch.testing.assert_close(found, want)

@@ -1,14 +1,16 @@
 """`--verify` and `megatron_ext.compare`: steps of a script, stock and changed, side by side."""
 
 import re
+import sys
 import textwrap
 
 import pytest
 
 from megatron_ext import compare
 from megatron_ext.verify import two_runs
-from megatron_ext.verify.step_recorder import RecordedStep, read_steps
-from megatron_ext.verify.two_runs import TwoRuns, check_ranks, relative_difference
+from megatron_ext.verify.side_by_side import RecordedStep, TwoRuns, relative_difference
+from megatron_ext.verify.step_recorder import read_steps
+from megatron_ext.verify.two_runs import check_ranks
 from tests.programs import python
 from tests.test_run import STANDIN, launch
 
@@ -59,16 +61,22 @@ def standin(monkeypatch, tmp_path):
     return [str(STANDIN), *options, str(tmp_path / "report.json")]
 
 
-def test_compare_shows_equal_runs_of_a_megatron_script(standin, capsys):
-    compare.main(["--cpu", "--verify", "2", *standin])
+def test_compare_shows_equal_runs_of_a_megatron_script(standin, capsys, tmp_path):
+    picture = tmp_path / "pictures" / "both.png"
+    compare.main(["--cpu", "--verify", "2", f"--picture={picture}", *standin])
     said = capsys.readouterr().err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"picture: {picture}\n" in said
     assert re.search(r"^ +1  4\.\d{6}  4\.\d{6} ", said, re.M)
     assert "verify: the same, within 0.001\n" in said
 
 
-def test_compare_tells_another_loss(standin, capsys):
+def test_compare_tells_another_loss(standin, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit) as ended:
         compare.main(["--cpu", "--linear-ce", "--temperature", "0.5", "--verify", "1", *standin])
+    assert "no picture: matplotlib is not installed" in capsys.readouterr().err
     assert re.search(r"verify: the loss of a step differs by \d\.\de-0\d, and at most 1\.0e-03 is", ended.value.code)
 
 

@@ -93,7 +93,7 @@ def use_fused_loss(
         ValueError: `model` has no lm head, or is compiled; an option that `linear_cross_entropy` refuses.
 
     Warns:
-        Once a class of models, from forward: its loss stays the model's own, and why.
+        UserWarning: once a class of models, from forward: its loss stays the model's own, and why.
     """
     import_transformers()
     if hasattr(model, "_orig_mod"):

@@ -1,10 +1,12 @@
-"""Checks of the head's options: numbers and names that every rank gives alike, a ValueError before it computes; and
+"""Checks of the head's options: numbers and names that every rank gives alike, an error before it computes; and
 options that follow from the batch-invariant mode, and from Megatron's deterministic one."""
 
+import functools
+import inspect
 import math
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -14,6 +16,8 @@ from megatron_ext.numerics.batch_invariance import is_on, say_once
 
 HiddenLayout = Literal["replicated", "sequence"]
 Reduction = Literal["none", "sum", "mean"]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 VLLMS = "VLLM_BATCH_INVARIANT"
 LOGIT_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
@@ -34,6 +38,26 @@ _RULES: dict[str, tuple[tuple[str | None, ...], str, Callable[[float], bool], st
         '"bounded" goes by the sizes, "auto" by free memory',
     ),
 }
+
+_OURS = {"input": ("hidden", "logits"), "linear_weight": ("weight",), "target": ("labels",), "linear_bias": ("bias",)}
+
+
+def tells_torchs_names(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which raises TypeError for an argument by torch's name, and says by which name it takes it."""
+    parameters = inspect.signature(function).parameters
+    renamed = {torchs: name for torchs, ours in _OURS.items() for name in ours if name in parameters}
+    text = ", ".join(f"{torchs} is {ours}" for torchs, ours in renamed.items())
+    if "reduction" in parameters:
+        text += '; and reduction is "none" unless it is given, where torch takes the mean'
+
+    @functools.wraps(function)
+    def call(*given: P.args, **named: P.kwargs) -> R:
+        for name in named:
+            if name in renamed:
+                raise TypeError(f"{function.__name__} has other names than torch.nn.functional: {text}")
+        return function(*given, **named)
+
+    return call
 
 
 def one_of(argument: str, value: Any, allowed: tuple[str, ...]) -> None:

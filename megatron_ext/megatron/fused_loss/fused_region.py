@@ -37,7 +37,7 @@ from megatron_ext.megatron.fused_loss.promised_logits import (
     check_graph,
     promise_logits,
 )
-from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, counters_of, say_once
+from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, counters_of, say_once, tell_once
 from megatron_ext.proof import Proof, cannot_prove_now
 
 
@@ -90,11 +90,12 @@ class Region:
         self.faults: list[ValueError] = []
         self.parameter_hooks, self.other_hooks = split_hooks(self.layer)
         self.quiet = self.proving = self.looked = False
+        self.to_verify = 0
 
     @contextmanager
     def entered(self) -> Iterator["Region"]:
         if self.counters.megatron_kernel is not None:
-            say_once(
+            tell_once(
                 f"the config asks for Megatron's fused loss ({self.counters.megatron_kernel}) of logits; "
                 f"{type(self.model).__name__} has the fused linear head, which makes no logits, and runs instead of it"
             )
@@ -165,6 +166,8 @@ class Region:
             if reason is not None:  # by one call of the layer too: sharded data parallelism counts them
                 self.quiet = True
                 return TrainingLoss(own_loss(logits.made_of(hidden)).clone(), None, None)
+            if self.to_verify:
+                self.verify(logits.terms, weight, labels)
             # Within the layer's call: FSDP2 wants no views of what it hooks.
             return _batch_first(self.fused(logits.terms, hidden, weight, labels))
 
@@ -188,7 +191,7 @@ class Region:
             with torch.no_grad(), fusion_decision.telling_of_change(self.model):
                 self.fused(terms, hidden, weight, labels)
             decision = fusion_decision.decide(self.model, self.settings)
-        self.looked = True
+        self.looked, self.to_verify = True, decision.verify
         if decision.left is None and decision.wants_proof():
             proof = self.proof(terms, weight, labels)
             reason = None if proof.fused else f"{proof}; {known_code.what_is_not_known(self.model)}"
@@ -215,6 +218,20 @@ class Region:
                     f"does beside logits and losses is left out; take the patch out where it matters"
                 )
         return proof
+
+    def verify(self, terms: Terms, weight: Tensor, labels: Tensor) -> None:
+        """Take the first losses that the model trains on both ways; see `fusion_proof`."""
+        done = 0 if self.counters.verified is None else len(self.counters.verified.ours)
+        if done >= self.to_verify or not self.model.training or cannot_prove_now() is not None:
+            return
+        self.proving = True
+        try:
+            fusion_proof.verify_loss(self.model, self.counters, self.settings, terms, weight, labels)
+        finally:
+            self.proving = False
+        found = self.counters.verified
+        if found is not None and found.fault is not None:
+            say_once(f"{type(self.model).__name__} has another loss than the fused head: {found.fault}\n{found}")
 
     def of_made(self, labels: Tensor, logits: Tensor) -> TrainingLoss:
         """The same of logits `[S, B, V/R]` that exist."""

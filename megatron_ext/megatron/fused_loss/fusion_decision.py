@@ -40,6 +40,7 @@ class Decision:
     Attributes:
         settings: under which it was taken.
         left: why the model keeps its own loss; None: it is fused, or proved.
+        verify: how many of its losses are taken both ways.
         mode: when it is proved; None: never, as nothing of it is unknown.
         seen: what `_seen` found on this rank.
         basis: of what is not known on this rank, if anything.
@@ -48,6 +49,7 @@ class Decision:
 
     settings: HeadSettings
     left: str | None = None
+    verify: int = 0
     mode: ProofMode | None = None
     seen: tuple[str | None, str | None] = (None, None)
     basis: ProofBasis | None = None
@@ -92,8 +94,10 @@ def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
     if group_size(group) > 1 and (reason := cannot_prove_now()) is not None:
         return Decision(settings, f"{reason}, and its tensor-parallel ranks have not agreed before: run a step first")
     seen = _seen(model, loss)
-    reasons, unknowns, (mode, *_) = zip(*all_gather_object((*seen, proof_mode(settings.proof)), group), strict=True)
-    decision = Decision(settings, next(filter(None, reasons), None), "always" if mode == "always" else None, seen)
+    asked = (*seen, proof_mode(settings.proof), settings.verify)
+    reasons, unknowns, (mode, *_), (verify, *_) = zip(*all_gather_object(asked, group), strict=True)
+    decision = Decision(settings, next(filter(None, reasons), None), verify, seen=seen)
+    decision.mode = "always" if mode == "always" else None
     if decision.left is None and (found := next(filter(None, unknowns), None)) is not None:
         decision.mode = mode
         if len(set(unknowns)) > 1:  # where one alone raised on a sample, the others would wait for it

@@ -3,11 +3,12 @@
 From the input of the model's own output layer they go through that layer's own forward, whatever it has become, to the
 model's own loss; and through the head. What the model does between the two it does to promised logits, and so to both.
 Everything is taken of detached tensors: nothing is added to a `.grad` or a `main_grad`, and no hook of the layer sees
-the sample.
+the sample. With `verify=` the first calls are taken both ways whole, and put side by side.
 
 Legend: S positions, B batch, H hidden size, R tensor-parallel ranks, N tokens of the sample.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +24,12 @@ from megatron_ext.head.training_loss import LossSettings, linear_training_loss
 from megatron_ext.megatron.fused_loss import patch_points
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, operands, tp_group
+from megatron_ext.megatron.fusion_report import ModelFusion
 from megatron_ext.proof import SAMPLE_TOKENS, Proof, agreed, cannot_prove_now, compare
+from megatron_ext.proof.comparison import Way, main_grads_aside, rng_put_back
+from megatron_ext.verify.side_by_side import RecordedStep, TwoRuns
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of a call's mean loss; with 16 bits 1e-2
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of labels [B, S] and logits [S, B, V/R]
 
@@ -35,43 +41,60 @@ def proof_of(model: Any, settings: HeadSettings, terms: Terms, weight: Tensor, l
     """
     if (reason := cannot_prove_now()) is not None:
         return Proof.not_comparable(reason)
-    proof = _proof(terms, weight, labels_BS, patch_points.own_loss(model), settings)
+    try:
+        ways = BothWays(model, settings, terms, weight, labels_BS, SAMPLE_TOKENS)
+    except ValueError as refusal:
+        proof = Proof.not_comparable(str(refusal))
+    else:
+        proof = _proof(terms, ways)
     return agreed(proof, [tp_group(terms.layer)])
 
 
-def _proof(terms: Terms, weight: Tensor, labels_BS: Tensor, own_loss: Loss, settings: HeadSettings) -> Proof:
-    """The comparison of `own_loss` of the layer's logits with the head's loss under no settings of its own."""
-    with torch.inference_mode(False):
-        hidden_N1H, labels_N1 = _sample(terms, labels_BS)
-        weight = _alias(terms, weight)
-    bare = replace(terms, weight=weight, made=None, hits=None)
-    plain = HeadSettings(chunk_tokens=settings.chunk_tokens, cache=settings.cache, bits=settings.bits)
-    try:
-        plain.lm_head(bare, weight)
-    except ValueError as refusal:
-        return Proof.not_comparable(str(refusal))
-    known = {id(weight), id(getattr(terms.layer, "bias", None))}
+class BothWays:
+    """The model's own way and the head's from hidden states `[N, 1, H]` of a call to losses `[1, N]`.
+
+    Raises ValueError where the head refuses the layer.
+    """
+
+    def __init__(self, model: Any, settings: HeadSettings, terms: Terms, weight: Tensor, labels_BS: Tensor, most: int):
+        with torch.inference_mode(False):
+            self.hidden_N1H, self.labels_N1 = _sample(terms, labels_BS, most)
+            self.weight = _alias(terms, weight)
+        self.terms = replace(terms, weight=self.weight, made=None, hits=None)
+        self.settings = HeadSettings(chunk_tokens=settings.chunk_tokens, cache=settings.cache, bits=settings.bits)
+        self.own_loss = patch_points.own_loss(model)
+        self.settings.lm_head(self.terms, self.weight)
+
+    def own(self, hidden: Tensor) -> Tensor:
+        """By the layer's own forward, whatever it has become, and the model's own loss."""
+        logits, scale = self.terms.make(self.terms, hidden), self.terms.scale
+        return self.own_loss(self.labels_N1.transpose(0, 1), logits if scale == 1.0 else logits * scale)
+
+    def fused(self, hidden: Tensor) -> Tensor:
+        """By the head under no settings of its own that change the loss."""
+        hidden, operand = operands(self.terms, hidden)
+        head = self.settings.lm_head(self.terms, operand)
+        return linear_training_loss(head, hidden, self.labels_N1, LossSettings()).loss.transpose(0, 1)
+
+
+def _proof(terms: Terms, ways: BothWays) -> Proof:
+    """The comparison of both ways, and what the model's own loss depends on beside them."""
+    known = {id(ways.weight), id(getattr(terms.layer, "bias", None))}
     strangers: list[Tensor] = []
 
     def own(hidden: Tensor) -> Tensor:
         known.add(id(hidden))
-        logits = terms.make(bare, hidden)
-        losses = own_loss(labels_N1.transpose(0, 1), logits if terms.scale == 1.0 else logits * terms.scale)
+        losses = ways.own(hidden)
         strangers.extend(leaf for leaf in _leaves(losses) if id(leaf) not in known)
         return losses
 
-    def fused(hidden: Tensor) -> Tensor:
-        hidden, operand = operands(bare, hidden)
-        head = plain.lm_head(bare, operand)
-        return linear_training_loss(head, hidden, labels_N1, LossSettings()).loss.transpose(0, 1)
-
     with _state_put_back(terms.layer):
-        proof = compare(own, fused, hidden_N1H, {"the output layer's weight": weight})
+        proof = compare(own, ways.fused, ways.hidden_N1H, {"the output layer's weight": ways.weight})
     inside = [] if hasattr(terms.layer, "_orig_mod") else sorted({type(one).__name__ for one in terms.layer.children()})
-    if proof.fused and inside and hidden_N1H.itemsize == 2:
+    if proof.fused and inside and ways.hidden_N1H.itemsize == 2:
         return Proof.not_comparable(
             f"its output layer has modules inside ({', '.join(inside)}), as quantizers are, whose work may be as small "
-            f"as the rounding of {hidden_N1H.dtype}"
+            f"as the rounding of {ways.hidden_N1H.dtype}"
         )
     if strangers:
         shapes = ", ".join(str(list(x.shape)) for x in strangers)
@@ -81,8 +104,42 @@ def _proof(terms: Terms, weight: Tensor, labels_BS: Tensor, own_loss: Loss, sett
     return proof
 
 
-def _sample(terms: Terms, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states `[N, 1, H]` of this rank, spread over all that it has, and the labels `[N, 1]` of all ranks.
+def verify_loss(
+    model: Any, counters: ModelFusion, settings: HeadSettings, terms: Terms, weight: Tensor, labels_BS: Tensor
+) -> None:
+    """Take the loss of a call both ways, and put down what came out beside those before."""
+    ways = BothWays(model, settings, terms, weight, labels_BS, labels_BS.numel())
+    with _state_put_back(terms.layer):
+        stock = _step(ways.own, ways)
+        ours = _step(ways.fused, ways)
+    before = counters.verified or TwoRuns((), (), _TOLERANCE.get(ways.hidden_N1H.dtype, 1e-2))
+    counters.verified = TwoRuns((*before.stock, stock), (*before.ours, ours), before.tolerance)
+
+
+def _step(way: Way, ways: BothWays) -> RecordedStep:
+    """The mean loss of all tokens, the norm of its gradients of hidden states and weight, and the costs."""
+    hidden = ways.hidden_N1H.detach().requires_grad_()
+    weight, on_gpu = ways.weight, hidden.is_cuda
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    begun = time.perf_counter()
+    with rng_put_back(hidden.device), torch.inference_mode(False), torch.enable_grad():
+        asked = [hidden, *([weight] if weight.requires_grad else [])]
+        with main_grads_aside({"weight": weight}) as aside:
+            loss = way(hidden).float().mean()
+            found = torch.autograd.grad(loss, asked, allow_unused=True)
+            added = bool(aside) and getattr(weight, "grad_added_to_main_grad", False)
+        gradients = [found[0], *aside.values()] if added else [*found, *aside.values()]
+    norms = [x.detach().float().norm() for x in gradients if x is not None]
+    norm = float(torch.stack(norms).norm())
+    peak = (torch.cuda.max_memory_allocated() - held) / 2**20 if on_gpu else None
+    return RecordedStep(float(loss), norm, peak, time.perf_counter() - begun)
+
+
+def _sample(terms: Terms, labels_BS: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Hidden states `[N, 1, H]` of this rank, at most so many, and the labels `[N, 1]` of all ranks.
 
     Under sequence parallelism each rank has N/R of them. A label that is no token id becomes 0.
     """
@@ -90,7 +147,7 @@ def _sample(terms: Terms, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
     group = tp_group(layer)
     ranks = group_size(group) if layer.sequence_parallel else 1
     positions, batch = hidden.shape[:2]
-    count = min(max(1, SAMPLE_TOKENS // ranks), positions * batch)
+    count = min(max(1, most // ranks), positions * batch)
     at = torch.arange(count, device=hidden.device) * (positions * batch) // count
     row, column = at // batch, at % batch
     labels_SB = labels_BS.transpose(0, 1)

@@ -27,6 +27,7 @@ class HeadOptions(TypedDict, total=False):
     skip_ignored: bool | int
     bits: Bits | None
     proof: ProofMode | None
+    verify: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,9 @@ class HeadSettings:
         proof: when the head is compared with the model's own output layer and loss, on a few tokens: where they are not
             Megatron's own, at the first call and when they have changed ("first"), at every call ("always"), or never
             ("off"), so that they keep their own loss; None: as MEGATRON_EXT_PROOF says, else "first".
+        verify: how many losses of each model are taken twice, in training: by its own output layer and loss too, of all
+            tokens and with gradients, for which the memory of its logits must be free. `fusion_report()` has both side
+            by side, and a warning says if they differ by more than rounding explains.
         nemo_rl_chunk_size: what NeMo-RL's patch calls `chunk_size`: as `chunk_tokens`, in sequence positions.
 
     `z_loss` to `temperature` change the loss alone: without labels a model returns the logits that Megatron makes.
@@ -74,6 +78,7 @@ class HeadSettings:
     skip_ignored: bool | int = False
     bits: Bits | None = None
     proof: ProofMode | None = None
+    verify: int = 0
     nemo_rl_chunk_size: int | None = None
 
     @classmethod
@@ -113,6 +118,8 @@ class HeadSettings:
             option_checks.check_option(name, getattr(self, name))
         option_checks.check_at_most(option_checks.token_bound(self.skip_ignored))
         proof_mode(self.proof)
+        if type(self.verify) is not int or self.verify < 0:
+            raise ValueError(f"verify is {self.verify!r}: it must be a number of losses; 0 compares none")
         if self.bits is not None:
             option_checks.one_of("bits", self.bits, get_args(Bits))
 
