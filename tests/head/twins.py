@@ -183,15 +183,23 @@ def compare_label_terms(device: str, dtype: torch.dtype, shape: tuple[int, int, 
     assert scaled[1].equal(scaled[0])
 
 
-def compare_nucleus(device: str, dtype: torch.dtype, columns: int, size: float, temperature: float) -> None:
+def compare_nucleus(
+    device: str,
+    dtype: torch.dtype,
+    columns: int,
+    size: float,
+    temperature: float,
+    sizes: tuple[float, ...] = (1e-6, 0.1, 0.9, 0.999),
+    step: int = 1,
+) -> None:
     """Rows of -inf and with some, of equals, zeros of both signs, NaN and infinity; and rows that begin anywhere."""
     generator = torch.Generator().manual_seed(columns)
     z = (size * torch.randn(9, columns + 3, generator=generator)).to(device, dtype)
     if columns > 20:
         z[1], z[2, ::3], z[3] = -torch.inf, -torch.inf, 2.5
         z[4, :columns:2], z[5, 3], z[5, 4], z[6, 7], z[7, 7] = 1.5, 0.0, -0.0, torch.nan, torch.inf
-    for top_p in (1e-6, 0.1, 0.9, 0.999):
-        for rows in (z[:, :columns].contiguous(), z[:, 3:]):
+    for top_p in sizes:
+        for rows in (z[::step, :columns].contiguous(), z[1::step, 3:]):
             found = [s.nucleus(rows, top_p, temperature, torch.mm) for s in (plain_nucleus, twin_nucleus)]
             (cut, peak, total), (twin_cut, twin_peak, twin_total) = found
             torch.testing.assert_close(twin_cut, cut, rtol=0.0, atol=0.0, equal_nan=True)
@@ -322,6 +330,38 @@ def comparisons():
         ]
     ]
     return [*sampled, *terms, *passes]
+
+
+_NOTHING, _ALL, _MASKED = (False,) * 6, (True,) * 6, (False,) * 5 + (True,)
+_FP32, _BF16 = torch.float32, torch.bfloat16
+QUICK = {
+    "label_terms": [
+        *((compare_label_terms, (_BF16, (9, 5, 8), smoothed)) for smoothed in (False, True)),
+        (compare_label_terms, (_FP32, (3, 4, 1100), True)),
+    ],
+    "token_terms": [
+        (compare_token_terms, (_FP32, ranks, *TOKEN_CALLS[number]))
+        for ranks, number in ((1, 0), (1, 3), (3, 2), (3, 5))
+    ],
+    "nucleus": [(compare_nucleus, (_FP32, 21, 3.0, temperature, (0.7,), 8)) for temperature in (1.0, 0.7)],
+    "selection": [(compare_selection, (_FP32, 130))],
+    "rows": [
+        (compare, (dtype, *case))
+        for dtype, case in (
+            (_FP32, (37, 30, _ALL, 0)),
+            (_FP32, (37, 37, _MASKED, 3)),
+            (_BF16, (37, 37, _NOTHING, 0)),
+            (_BF16, (2500, 2400, _ALL, 0)),
+        )
+    ],
+}
+
+
+def quick(name: str) -> None:
+    """A few small comparisons of the kernels of one file."""
+    round_to_bfloat16()
+    for check, case in QUICK[name]:
+        check("cpu", *case)
 
 
 def main(device: str = "cpu", every: int = 1) -> None:
