@@ -25,6 +25,7 @@ from tests.calls import RECORD
 from tests.mutations import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[1]
+LEFT = Path(__file__).parent / "mutants_left.txt"  # lines whose changes nothing has to notice: FILE | LINE | REASON
 FOLDER = ROOT / "runs" / "mutants"
 TREE, CALLS = FOLDER / "tree", FOLDER / "calls"
 SECONDS = 25  # of tests for each change, as they were when they were recorded
@@ -180,14 +181,19 @@ def main() -> None:
             warnings.simplefilter("ignore")
             importlib.import_module(name)
     begin_run()
-    noticed = 0
+    noticed, explained = 0, []
+    left = {tuple(entry[:2]): entry[2] for entry in (line.split(" | ") for line in LEFT.read_text().splitlines())}
     for number, mutant in enumerate(mutants, 1):
         ids = tests_for(mutant, callers, tests)
         by = notices(mutant, ids) if ids else ""
         noticed += bool(by)
-        diff = mutant.diff((ROOT / "megatron_ext" / mutant.path).read_text())
+        source = (ROOT / "megatron_ext" / mutant.path).read_text()
+        diff, line = mutant.diff(source), source.splitlines()[mutant.start[0] - 1].strip()
+        if not by and (mutant.path, line) in left:
+            explained.append(f"{number}: {left[mutant.path, line]}")
         print(f"{number}: {f'noticed ({by[:100]})' if by else f'SURVIVED {len(ids)} tests'}: {diff}", flush=True)
     end_run()
+    print("survivors that need no test:", *explained, sep="\n")
     print(f"seed {chosen.seed}: {noticed} of {len(mutants)} noticed")
 
 
