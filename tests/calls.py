@@ -1,30 +1,36 @@
-"""The functions of the package that each test calls, written down by a run with `RECORD` in its environment."""
+"""The lines of the package that each test runs, written down by a run with `RECORD` in its environment."""
 
 import contextlib
 import json
 import os
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 RECORD = "MEGATRON_EXT_CALLS"  # the environment variable that names the folder to write to
+OF_TEST = "MEGATRON_EXT_CALLS_OF"  # the same, of the test that started a process
 PACKAGE = str(Path(__file__).parents[1] / "megatron_ext") + os.sep
 
 
 @contextlib.contextmanager
-def recorded(test: str) -> Iterator[None]:
-    """Note what is called meanwhile, in this process, as called by `test`."""
-    if RECORD not in os.environ:
+def recorded(test: str = "") -> Iterator[None]:
+    """Note what is run meanwhile, in this process, as run by `test`, or by the test that started the process."""
+    test = test or os.environ.get(OF_TEST, "")
+    if RECORD not in os.environ or not test:
         yield
         return
-    seen = set()
+    seen = defaultdict(set)
 
     def enters(frame, event, argument):
-        code = frame.f_code
-        if code.co_filename.startswith(PACKAGE):
-            seen.add((code.co_filename, code.co_firstlineno))
+        return runs if frame.f_code.co_filename.startswith(PACKAGE) else None
 
+    def runs(frame, event, argument):
+        seen[frame.f_code.co_filename].add(frame.f_lineno)
+        return runs
+
+    os.environ[OF_TEST] = test
     threading.settrace(enters)
     sys.settrace(enters)
     try:
@@ -32,9 +38,10 @@ def recorded(test: str) -> Iterator[None]:
     finally:
         sys.settrace(None)
         threading.settrace(None)
-        functions = sorted(f"{file.removeprefix(PACKAGE)}:{line}" for file, line in seen)
+        os.environ.pop(OF_TEST, None)
+        lines = {file.removeprefix(PACKAGE): sorted(numbers) for file, numbers in sorted(seen.items())}
         with (Path(os.environ[RECORD]) / f"{os.getpid()}.jsonl").open("a") as record:
-            record.write(json.dumps({"test": test, "functions": functions}) + "\n")
+            record.write(json.dumps({"test": test, "lines": lines}) + "\n")
 
 
 class Durations:

@@ -1,12 +1,13 @@
 """Changes of one line at a time, at random, and whether the quick tests notice: `make mutants SEED=1 COUNT=200`.
 
-A copy of the tree is changed, never the tree. First all quick tests run once there, which says which of them call which
-function; of those that call the changed one the folder's own come first, as many as take `SECONDS`, and the first that
-fails ends the run. What survives is shown with its line, before and after.
+A copy of the tree is changed, never the tree. First all quick tests run once there, which says which of them run which
+line; of those that run the changed one the folder's own come first, then those that call its function, as many as take
+`SECONDS`, and the first that fails ends the run. What survives is shown with its line, before and after.
 """
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import json
 import os
@@ -24,11 +25,13 @@ from tests.calls import RECORD
 from tests.mutations import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[1]
+LEFT = Path(__file__).parent / "mutants_left.txt"  # lines whose changes nothing has to notice: FILE | LINE | REASON
 FOLDER = ROOT / "runs" / "mutants"
 TREE, CALLS = FOLDER / "tree", FOLDER / "calls"
 SECONDS = 25  # of tests for each change, as they were when they were recorded
 LIMIT_S = 240  # a change after which tests take longer is noticed: they hang
 _clock = [time.time()]
+OF_DEFAULTS = "tests/test_public_defaults.py::test_defaults_of_public_arguments_stay"  # they are made at the import
 QUICK = "not slow and not gpu"
 
 
@@ -52,42 +55,65 @@ def copy_tree() -> None:
     shutil.copytree(ROOT, TREE, ignore=unwanted)
 
 
-def record(arguments: list[str]) -> None:
-    """Which tests call what, and how long they take: a run of all quick tests."""
-    shutil.rmtree(CALLS, ignore_errors=True)
-    CALLS.mkdir(parents=True)
-    environment = os.environ | {RECORD: str(CALLS), "PYTHONPATH": str(TREE)}
-    command = [sys.executable, "-m", "pytest", "-m", QUICK, "-p", "no:randomly", "--tb=no", *arguments]
+def record(arguments: list[str], files: list[str]) -> None:
+    """Which tests run what, and how long they take: a run of all quick tests, or of `files`, beside the sources."""
+    folder = CALLS / str(len(list(CALLS.glob("*")))) if files else CALLS / "0"
+    if not files:
+        shutil.rmtree(CALLS, ignore_errors=True)
+    shutil.copytree(TREE / "megatron_ext", folder / "sources")
+    (folder / "began").touch()
+    environment = os.environ | {RECORD: str(folder), "PYTHONPATH": str(TREE)}
+    command = [sys.executable, "-m", "pytest", "-m", QUICK, "-p", "no:randomly", "--tb=no", *arguments, *files]
     subprocess.run(command, cwd=TREE, env=environment)
 
 
-def read_record() -> tuple[dict[str, set[str]], dict[str, list[tuple[float, str]]]]:
-    """Of each function the tests' functions that call it; of those the tests, with their seconds."""
-    callers, tests = defaultdict(set), defaultdict(list)
-    for path in CALLS.glob("[0-9]*.jsonl"):
-        for line in map(json.loads, path.read_text().splitlines()):
-            for function in line["functions"]:
-                callers[function].add(line["test"])
-    for line in map(json.loads, (CALLS / "durations.jsonl").read_text().splitlines()):
-        tests[line["id"].split("[")[0]].append((line["seconds"], line["id"]))
+def changed_tests() -> list[str]:
+    """The files of tests that were written since the last record."""
+    last = max(path.stat().st_mtime for path in CALLS.glob("*/began"))
+    found = [path for path in sorted(TREE.glob("tests/**/test_*.py")) if path.stat().st_mtime > last]
+    return [str(path.relative_to(TREE)) for path in found]
+
+
+def _moved(before: Path, after: Path) -> dict[int, int]:
+    """Of each line of a file that is still there its number now."""
+    old, new = (path.read_text().splitlines() if path.exists() else [] for path in (before, after))
+    blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    return {a + n + 1: b + n + 1 for a, b, length in blocks for n in range(length)}
+
+
+def read_record() -> tuple[dict[str, dict[int, set[str]]], dict[str, list[tuple[float, str]]]]:
+    """Of each file and line the tests' functions that run it; of those the tests, with their seconds."""
+    callers, tests = defaultdict(lambda: defaultdict(set)), defaultdict(list)
+    for folder in sorted(CALLS.glob("*")):
+        moved = {}
+        for path in folder.glob("[0-9]*.jsonl"):
+            for line in map(json.loads, path.read_text().splitlines()):
+                for file, numbers in line["lines"].items():
+                    if file not in moved:
+                        moved[file] = _moved(folder / "sources" / file, ROOT / "megatron_ext" / file)
+                    for number in numbers:
+                        if number in moved[file]:
+                            callers[file][moved[file][number]].add(line["test"])
+        for line in map(json.loads, (folder / "durations.jsonl").read_text().splitlines()):
+            tests[line["id"].split("[")[0]].append((line["seconds"], line["id"]))
     return callers, tests
 
 
 def tests_for(mutant: Mutant, callers, tests) -> list[str]:
-    """The quickest tests that call the changed function, those of its folder first, as many as the time allows."""
+    """The quickest tests that run the changed line, or call its function, as many as the time allows."""
     folder = f"tests/{mutant.path.split('/')[0].removesuffix('.py')}"
-    asked = callers.get(f"{mutant.path}:{mutant.function}", set())
-    if not mutant.function:  # a module's own lines: whoever calls one of its functions
-        asked = {test for place, of in callers.items() if place.startswith(f"{mutant.path}:") for test in of}
-    if not asked:  # of what another process or Triton's interpreter runs nothing is recorded
+    of_file, first, last = callers.get(mutant.path, {}), *mutant.function
+    run = {test for line in range(mutant.start[0], mutant.end[0] + 1) for test in of_file.get(line, ())}
+    asked = run | {test for line, of in of_file.items() if first < line <= last for test in of}
+    if not asked:  # what Triton's interpreter or a program runs, or nobody
         stem = Path(mutant.path).stem
         near = sorted((stem not in id, id) for id in tests if id.startswith(folder))
         asked = {id for _, id in near[:60]}
-    rounds = [(number, not id.startswith(folder), seconds, id)
+    rounds = [(number, (test not in run, not id.startswith(folder)), seconds, id)
               for test in asked for number, (seconds, id) in enumerate(sorted(tests.get(test, [])))]  # fmt: skip
-    chosen, left = [], SECONDS
+    chosen, left = [] if run else [OF_DEFAULTS], SECONDS
     for _, _, seconds, id in sorted(rounds, key=lambda one: (one[1], one[0] // 3, one[2])):
-        if seconds <= left:
+        if seconds <= left and id not in chosen:
             chosen.append(id)
             left -= seconds
     return chosen
@@ -131,14 +157,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--recorded", action="store_true", help="which tests call what is as in the last run")
+    parser.add_argument("--recorded", action="store_true", help="take the last record, and add the tests written since")
     parser.add_argument("--workers", default="2", help="processes of the first run of all tests")
     parser.add_argument("only", nargs="*", help="folders, files or lines (FILE:LINE, all changes) below megatron_ext")
     chosen = parser.parse_args()
     mutants = drawn(chosen.seed, chosen.count, chosen.only)
     copy_tree()
+    workers = ["-n", chosen.workers]
     if not chosen.recorded:
-        record(["-n", chosen.workers])
+        record(workers, [])
+    elif changed := changed_tests():
+        record(workers, changed)
     callers, tests = read_record()
     os.chdir(TREE)
     sys.path[:] = [str(TREE), *(path for path in sys.path if path and Path(path) != ROOT)]
@@ -152,14 +181,19 @@ def main() -> None:
             warnings.simplefilter("ignore")
             importlib.import_module(name)
     begin_run()
-    noticed = 0
+    noticed, explained = 0, []
+    left = {tuple(entry[:2]): entry[2] for entry in (line.split(" | ") for line in LEFT.read_text().splitlines())}
     for number, mutant in enumerate(mutants, 1):
         ids = tests_for(mutant, callers, tests)
         by = notices(mutant, ids) if ids else ""
         noticed += bool(by)
-        diff = mutant.diff((ROOT / "megatron_ext" / mutant.path).read_text())
+        source = (ROOT / "megatron_ext" / mutant.path).read_text()
+        diff, line = mutant.diff(source), source.splitlines()[mutant.start[0] - 1].strip()
+        if not by and (mutant.path, line) in left:
+            explained.append(f"{number}: {left[mutant.path, line]}")
         print(f"{number}: {f'noticed ({by[:100]})' if by else f'SURVIVED {len(ids)} tests'}: {diff}", flush=True)
     end_run()
+    print("survivors that need no test:", *explained, sep="\n")
     print(f"seed {chosen.seed}: {noticed} of {len(mutants)} noticed")
 
 

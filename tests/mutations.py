@@ -29,7 +29,7 @@ OPERATORS |= {ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: 
 @dataclass(frozen=True)
 class Mutant:
     path: str  # below megatron_ext
-    function: int  # the first line of the function that holds the change, its decorators included; 0: none
+    function: tuple[int, int]  # the first and last line of the function that holds the change; of a module's own: all
     start: tuple[int, int]  # line from 1, byte
     end: tuple[int, int]
     text: str
@@ -94,7 +94,7 @@ def mutants_of(path: Path, package: Path) -> list[Mutant]:
 
     def walk(node, function):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            function = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            function = (node.lineno, node.end_lineno)
             children = [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]
         elif isinstance(node, ast.Raise):
             add(function, node, "pass")
@@ -107,12 +107,12 @@ def mutants_of(path: Path, package: Path) -> list[Mutant]:
             children = [child for child in ast.iter_child_nodes(node) if not _says_only(child)]
         called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
         kept = isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
-        if function and (called or kept or isinstance(node, ast.AugAssign)):
+        if function[0] and (called or kept or isinstance(node, ast.AugAssign)):
             add(function, node, "pass")
         if isinstance(node, ast.expr):
             of_expression(node, function)
         for child in children:
             walk(child, function)
 
-    walk(ast.parse(source), 0)
+    walk(ast.parse(source), (0, len(lines)))
     return found

@@ -16,6 +16,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, NoReturn
 
+from tests.calls import recorded
 from tests.held_port import hold_port
 from tests.rank_servers import fork
 from tests.ranks import TIMEOUT_S
@@ -23,10 +24,13 @@ from tests.ranks import TIMEOUT_S
 ROOT = Path(__file__).parents[1]
 
 
-def python(*words: str, cwd: Path = ROOT, ranks: int = 0, ignore_warnings: bool = False) -> CompletedProcess:
+def python(
+    *words: str, cwd: Path = ROOT, ranks: int = 0, ignore_warnings: bool = False, interpreted: bool = False
+) -> CompletedProcess:
     """What became of `python WORDS`: a script or `-m MODULE` with its arguments, or `-c CODE`.
 
     With `ranks` as many processes, with the environment that torchrun gives them; once one fails the others are ended.
+    `interpreted`: CPU tensors take Triton's kernels.
     """
     port, held = hold_port()
     with held, tempfile.TemporaryDirectory() as folder:
@@ -34,7 +38,7 @@ def python(*words: str, cwd: Path = ROOT, ranks: int = 0, ignore_warnings: bool 
         world = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         environment = dict(os.environ) | {name: str(value) for name, value in world.items() if ranks}
         arguments = (list(map(str, words)), str(cwd), environment, (str(out), str(err)), ignore_warnings)
-        processes = fork(max(ranks, 1), _become, *arguments)
+        processes = fork(max(ranks, 1), _become, *arguments, interpreted=interpreted)
         pending, codes = [process.connection for process in processes], []
         deadline = time.monotonic() + TIMEOUT_S
         try:
@@ -82,7 +86,8 @@ def _become(
         warnings.simplefilter("ignore")
     code: object = 0
     try:
-        _run(words)
+        with recorded():
+            _run(words)
     except SystemExit as error:
         code = error.code
         if code is not None and not isinstance(code, int):

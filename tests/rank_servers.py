@@ -1,8 +1,9 @@
 """Processes for test ranks, forked in milliseconds and yet as torchrun starts them: from an interpreter of their own.
 
 A rank's number has a server: a process with a hash seed of its own (orders of sets differ between ranks, as they do for
-users) and with imports of its own, which take seconds and are made once for a run. Servers are started when they are
-first needed, serve all processes of a run (pytest-xdist's workers too), and end with the run.
+users) and with imports of its own, which take seconds and are made once for a run. Processes that run Triton's kernels
+on the CPU have one too: the interpreter is chosen when Triton is imported. Servers are started when they are first
+needed, serve all processes of a run (pytest-xdist's workers too), and end with the run.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ PRELOAD = [
     "megatron.core.optimizer",
     "transformers.models.qwen2.modeling_qwen2",
 ]
+INTERPRETING = ["torch", "triton.language", "triton.runtime.interpreter"]
 _environment: dict[str, str] = {}
 _began: list[int] = []  # the process that began the run
 
@@ -52,12 +54,15 @@ class Child:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def fork(count: int, function: Callable[..., object], *arguments: Any) -> list[Child]:
-    """Processes that call `function(connection, rank, *arguments)`, `rank` from 0 to `count` - 1, and end."""
+def fork(count: int, function: Callable[..., object], *arguments: Any, interpreted: bool = False) -> list[Child]:
+    """Processes that call `function(connection, rank, *arguments)`, `rank` from 0 to `count` - 1, and end.
+
+    `interpreted`: CPU tensors take Triton's kernels there.
+    """
     connections = []
     for rank in range(count):
         with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(_server(rank)))
+            client.connect(str(_server(rank, interpreted)))
             connections.append(Connection(client.detach()))
         connections[-1].send_bytes(pickle.dumps((function, rank, arguments)))
     return [Child(connection) for connection in connections]
@@ -82,12 +87,14 @@ def end_run() -> None:
         shutil.rmtree(os.environ.pop(_RUN, ""), ignore_errors=True)
 
 
-def _server(rank: int) -> Path:
+def _server(rank: int, interpreted: bool) -> Path:
     """The socket of the server of `rank`, which is started if it was not."""
     if _RUN not in os.environ:
         begin_run()
     folder = Path(os.environ[_RUN])
-    path = folder / f"rank{rank}"
+    path = folder / f"{'interpreted_' * interpreted}rank{rank}"
+    environment = _environment | {"PYTHONHASHSEED": str(rank + 1), FOLDER: str(folder)}
+    environment |= {"TRITON_INTERPRET": "1"} if interpreted else {}
     with (folder / "lock").open("w") as lock, socket.socket(socket.AF_UNIX) as listener:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
@@ -99,7 +106,7 @@ def _server(rank: int) -> Path:
         subprocess.Popen(
             [sys.executable, "-c", f"{code}serve({listener.fileno()}, {alive})", json.dumps(sys.path)],
             pass_fds=[listener.fileno(), alive],
-            env=_environment | {"PYTHONHASHSEED": str(rank + 1), FOLDER: str(folder)},
+            env=environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the run's first process
         )
@@ -109,7 +116,7 @@ def _server(rank: int) -> Path:
 
 def serve(listener_fd: int, alive: int) -> None:
     """Fork a child for each connection, as long as somebody holds the other end of `alive`."""
-    for name in PRELOAD:
+    for name in INTERPRETING if os.environ.get("TRITON_INTERPRET") == "1" else PRELOAD:
         # A machine may lack some: what needs them will say so.
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")

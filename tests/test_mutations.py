@@ -40,5 +40,5 @@ def test_a_mutant_knows_its_function_and_shows_its_line(tmp_path):
     path = tmp_path / "module.py"
     path.write_text(SOURCE)
     of_module, *_, last = mutants_of(path, tmp_path)
-    assert (of_module.function, last.function) == (0, 5)
+    assert (of_module.function, last.function) == ((0, 10), (5, 10))
     assert last.diff(SOURCE) == "megatron_ext/module.py:10\n    - return x is not None\n    + return x is None"

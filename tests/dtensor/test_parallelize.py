@@ -124,6 +124,53 @@ def test_a_model_with_transformers_own_plan():
         parallelize(make("llama"), mesh, dp_cp, expert_parallel=True)
 
 
+def _linear(name, inputs, outputs):
+    """A change of a module: another linear layer in the place of one."""
+    return lambda module: setattr(module, name, torch.nn.Linear(inputs, outputs))
+
+
+def _own(name, *shape):
+    return lambda module: setattr(module, name, torch.nn.Parameter(torch.zeros(shape)))
+
+
+def _value(name, value):
+    return lambda module: setattr(module, name, value)
+
+
+# A family, one of its modules, a change of that, and what is said of it.
+ODD_PARTS = [
+    ("llama", "model", _linear("wire", 2, 2), "wire beside the layers"),
+    ("llama", "model.config", _value("layer_types", ["full_attention", "spiral"]), "layers of type spiral"),
+    ("llama", "model.config", _value("attention_chunk_size", 4), "attention in chunks"),
+    ("llama", "model.layers.1.self_attn", _value("is_causal", False), "a layer without causal self_attn"),
+    ("llama", "model.layers.1", _own("scale", 32), "scale in a layer"),
+    ("llama", "model.layers.1.input_layernorm", _own("weight", 8), "input_layernorm, a LlamaRMSNorm, in a layer"),
+    ("llama", "model.layers.1.self_attn", _own("scale", 32), "scale in LlamaAttention"),
+    ("llama", "model.layers.1.self_attn", _value("head_dim", None), "LlamaAttention without head_dim"),
+    ("llama", "model.layers.1.self_attn", _linear("gate", 32, 32), "LlamaAttention of gate, k_proj, o_proj"),
+    ("llama", "model.layers.1.self_attn", _linear("o_proj", 40, 32), "LlamaAttention with an o_proj of 40 inputs"),
+    ("llama", "model.layers.1.mlp", _linear("wire", 2, 2), "LlamaMLP of down_proj, gate_proj, up_proj, wire"),
+    ("llama", "model.layers.1.mlp", _own("scale", 48), "LlamaMLP of down_proj, gate_proj, scale, up_proj"),
+    ("phi3", "model.layers.1.self_attn", _linear("qkv_proj", 32, 72), "Phi3Attention with a qkv_proj of size 72"),
+    ("qwen3", "model.layers.1.self_attn.q_norm", _own("weight", 3), r"q_norm with weights of shape \[\(3,\)\]"),
+]
+
+
+@ranks(2)
+def test_parts_that_are_not_understood_are_named():
+    mesh, dp_cp = meshes(tp=2)
+    for name, path, change, said in ODD_PARTS:
+        model = make(name)
+        module = model
+        for part in path.split("."):
+            module = module[int(part)] if part.isdigit() else getattr(module, part)
+        change(module)
+        with pytest.raises(
+            ValueError, match=f"sequence parallelism of .* is not supported .{said}.* is not known here"
+        ):
+            parallelize(model, mesh, dp_cp, sequence_parallel=True)
+
+
 @ranks(2)
 def test_projections_that_are_no_heads_are_not_understood():
     model = make("llama")

@@ -13,6 +13,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.kernels import engine_softmax, fixed_order_sums
 from megatron_ext.head.kernels import label_terms as twin_terms
 from megatron_ext.head.kernels import nucleus as twin_nucleus
 from megatron_ext.head.kernels import selection as twin_selection
@@ -23,6 +24,7 @@ from megatron_ext.head.row_passes import logit_passes as plain
 from megatron_ext.head.row_passes import nucleus as plain_nucleus
 from megatron_ext.head.row_passes import selection as plain_selection
 from megatron_ext.head.row_passes.dispatch import PYTORCH
+from megatron_ext.numerics import fixed_order_kernels
 from megatron_ext.numerics.matrices import accumulation_dtype
 
 WIDTHS = [(37, 37), (37, 30), (37, 0), (1, 1), (2500, 2500), (17000, 16999)]
@@ -146,7 +148,7 @@ def compare_label_terms(device: str, dtype: torch.dtype, shape: tuple[int, int, 
     x, value = draw(tokens, width, to=dtype), draw(tokens)
     target = torch.randint(-1, rows, (tokens,), generator=generator).to(device)
     target[tokens // 3 :: 2] = rows - 1
-    common, counted = (draw(width), (draw(rows) > 0).to(wide)) if smoothed else (None, None)
+    common, counted = (draw(width, 2)[:, 0], (draw(rows, 2)[:, 0] > 0).to(wide)) if smoothed else (None, None)
     for of in {dtype, wide}:
         out = draw(rows, width + 3, to=of)[:, :width]
         found = []
@@ -183,15 +185,23 @@ def compare_label_terms(device: str, dtype: torch.dtype, shape: tuple[int, int, 
     assert scaled[1].equal(scaled[0])
 
 
-def compare_nucleus(device: str, dtype: torch.dtype, columns: int, size: float, temperature: float) -> None:
+def compare_nucleus(
+    device: str,
+    dtype: torch.dtype,
+    columns: int,
+    size: float,
+    temperature: float,
+    sizes: tuple[float, ...] = (1e-6, 0.1, 0.9, 0.999),
+    step: int = 1,
+) -> None:
     """Rows of -inf and with some, of equals, zeros of both signs, NaN and infinity; and rows that begin anywhere."""
     generator = torch.Generator().manual_seed(columns)
     z = (size * torch.randn(9, columns + 3, generator=generator)).to(device, dtype)
     if columns > 20:
         z[1], z[2, ::3], z[3] = -torch.inf, -torch.inf, 2.5
         z[4, :columns:2], z[5, 3], z[5, 4], z[6, 7], z[7, 7] = 1.5, 0.0, -0.0, torch.nan, torch.inf
-    for top_p in (1e-6, 0.1, 0.9, 0.999):
-        for rows in (z[:, :columns].contiguous(), z[:, 3:]):
+    for top_p in sizes:
+        for rows in (z[::step, :columns].contiguous(), z[1::step, 3:]):
             found = [s.nucleus(rows, top_p, temperature, torch.mm) for s in (plain_nucleus, twin_nucleus)]
             (cut, peak, total), (twin_cut, twin_peak, twin_total) = found
             torch.testing.assert_close(twin_cut, cut, rtol=0.0, atol=0.0, equal_nan=True)
@@ -199,7 +209,7 @@ def compare_nucleus(device: str, dtype: torch.dtype, columns: int, size: float, 
             torch.testing.assert_close(twin_total, total, rtol=1e-6, atol=0.0, equal_nan=True)
 
 
-def compare_selection(device: str, dtype: torch.dtype, columns: int) -> None:
+def compare_selection(device: str, dtype: torch.dtype, columns: int, numbers: tuple[int, ...] = (1, 5, 70)) -> None:
     """Of many equal numbers, so that rows have more of the k-th than candidates, as many, and none."""
     generator = torch.Generator().manual_seed(columns)
     z = torch.randn(7, columns + 5, generator=generator).to(device, dtype)[:, :columns]
@@ -211,7 +221,7 @@ def compare_selection(device: str, dtype: torch.dtype, columns: int) -> None:
     z[5, 0], z[5, -1], z[6, ::2] = -torch.nan, 0.0, -0.0
     k, candidates = min(5, columns), min(9, columns)
     chosen_from = [None] if groups < k else [None, torch.stack([torch.randperm(groups)[:k] for _ in z]).to(device)]
-    for of, wanted in itertools.product(chosen_from, (1, k, min(columns, 70))):
+    for of, wanted in itertools.product(chosen_from, {min(n, columns) for n in numbers}):
         found = [s.first_columns(z, of, 64, wanted, False) for s in (plain_selection, twin_selection)]
         assert found[1].equal(found[0])
         values = [z.gather(1, s.first_columns(z, of, 64, wanted, True)) for s in (plain_selection, twin_selection)]
@@ -219,7 +229,7 @@ def compare_selection(device: str, dtype: torch.dtype, columns: int) -> None:
     largest, places = z.nan_to_num(nan=7.0).topk(candidates, 1)
     counts = [s.equal_counts(z.nan_to_num(nan=7.0), largest, k) for s in (plain_selection, twin_selection)]
     assert counts[1].equal(counts[0])
-    value = torch.randn(7, generator=generator).to(device, dtype)
+    value = torch.randn(7, 2, generator=generator).to(device, dtype)[:, 0]
     value[::3] = 0.0
     besides = torch.cat([places, torch.full((7, 1), -1, device=device), torch.full((7, 1), columns, device=device)], 1)
     begun = torch.randn(7, columns, generator=generator).to(device, dtype)
@@ -322,6 +332,93 @@ def comparisons():
         ]
     ]
     return [*sampled, *terms, *passes]
+
+
+def compare_products(device: str, dtype: torch.dtype, goes_on: bool, adds: bool) -> None:
+    """Sizes that are no multiples of a tile, operands of any strides, and an output that has gaps."""
+    generator = torch.Generator().manual_seed(0)
+    wide, (rows, length, columns) = accumulation_dtype(dtype), (70, 2 * 64 + 5, 300)
+    a_MK = torch.randn(length, rows, generator=generator).to(device, dtype).t()
+    b_KN = torch.randn(length, columns, generator=generator).to(device, dtype)
+    out_MN = torch.randn(rows, columns + 3, generator=generator).to(device, wide)
+    want = out_MN.double()
+    product = a_MK.double() @ b_KN.double()
+    want[:, :columns] = product + want[:, :columns] * (goes_on or adds)
+    fixed_order_kernels.product(a_MK, b_KN, out_MN[:, :columns], goes_on=goes_on, adds=adds)
+    torch.testing.assert_close(out_MN.double(), want, rtol=1e-5, atol=1e-4 if wide is torch.float32 else 1e-12)
+
+
+def compare_fixed_sums(device: str, dtype: torch.dtype) -> None:
+    """Rows longer than a block, segments of any length, and sums of an engine's softmax with their logarithms."""
+    generator = torch.Generator().manual_seed(0)
+    x_TN = torch.randn(3, 2500, generator=generator).to(device, dtype)
+    precise = {"rtol": 1e-5, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 1e-12, "atol": 1e-11}
+    torch.testing.assert_close(fixed_order_sums.row_sums(x_TN), x_TN.double().sum(1), **precise)
+    lengths_T = torch.tensor([0, 2000, 1, 1500], device=device)
+    x_n = x_TN.flatten()[:3501]
+    wanted = torch.stack([part.sum() for part in x_n.split(lengths_T.tolist())])
+    torch.testing.assert_close(fixed_order_sums.segment_sums(x_n, lengths_T), wanted, **precise)
+
+
+def compare_engine_softmax(device: str, softcap: float | None, temperature: float, with_bias: bool) -> None:
+    """The sums of exponentials below the maximum, over the columns that count, and their logarithm."""
+    generator = torch.Generator().manual_seed(0)
+    z_TV = 4 * torch.randn(3, 1100, generator=generator).to(device)
+    bias_V = torch.randn(1100, generator=generator).to(device) if with_bias else None
+    z_TV[1] = -torch.inf
+    bent = z_TV if bias_V is None else z_TV + bias_V
+    bent = (bent if softcap is None else softcap * torch.tanh(bent / softcap)) / temperature
+    bent = bent[:, :1090].masked_fill(z_TV[:, :1090] == -torch.inf, -torch.inf)
+    stats_KT = z_TV.new_zeros(8, 3)
+    stats_KT[statistics.MAX] = bent.amax(1)
+    engine_softmax.write_sums(z_TV, stats_KT, bias_V, 1090, softcap, temperature)
+    wanted = (bent - bent.amax(1, keepdim=True).clamp(min=-1e9)).exp().sum(1)
+    keeps = slice(None) if softcap is None else torch.tensor([0, 2])  # the softcap bends -inf to a number
+    torch.testing.assert_close(stats_KT[statistics.SUM_EXP][keeps], wanted[keeps])
+    torch.testing.assert_close(engine_softmax.log(wanted[[0, 2]]), wanted[[0, 2]].log())
+
+
+_NOTHING, _ALL, _MASKED = (False,) * 6, (True,) * 6, (False,) * 5 + (True,)
+_FP32, _BF16 = torch.float32, torch.bfloat16
+QUICK = {
+    "label_terms": [
+        *((compare_label_terms, (_BF16, (9, 5, 8), smoothed)) for smoothed in (False, True)),
+        (compare_label_terms, (_FP32, (3, 4, 1100), True)),
+    ],
+    "token_terms": [
+        (compare_token_terms, (_FP32, ranks, *TOKEN_CALLS[number]))
+        for ranks, number in ((1, 0), (1, 3), (3, 2), (3, 5))
+    ],
+    "nucleus": [(compare_nucleus, (_FP32, 21, 3.0, temperature, (0.7,), 8)) for temperature in (1.0, 0.7)],
+    "selection": [(compare_selection, (_FP32, 130, (5,)))],
+    "products": [
+        (compare_products, (_BF16, False, False)),
+        (compare_products, (_BF16, True, False)),
+        (compare_products, (_FP32, False, True)),
+        (compare_products, (torch.float64, False, False)),
+    ],
+    "fixed sums": [(compare_fixed_sums, (dtype,)) for dtype in (_FP32, torch.float64)],
+    "engine softmax": [
+        (compare_engine_softmax, (None, 1.0, False)),
+        (compare_engine_softmax, (20.0, 0.7, True)),
+    ],
+    "rows": [
+        (compare, (dtype, *case))
+        for dtype, case in (
+            (_FP32, (37, 30, _ALL, 0)),
+            (_FP32, (37, 37, _MASKED, 3)),
+            (_BF16, (37, 37, _NOTHING, 0)),
+            (_BF16, (2500, 2400, _ALL, 0)),
+        )
+    ],
+}
+
+
+def quick(name: str) -> None:
+    """A few small comparisons of the kernels of one file."""
+    round_to_bfloat16()
+    for check, case in QUICK[name]:
+        check("cpu", *case)
 
 
 def main(device: str = "cpu", every: int = 1) -> None:

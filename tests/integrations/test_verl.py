@@ -117,6 +117,7 @@ def test_from_logits_over_megatrons_group():
         same(entropy.detach(), wanted[1].detach().view(2, 4))
         (dz,) = torch.autograd.grad(wanted[1], z, upstream)
         same(torch.autograd.grad(entropy, in_chunks, upstream.view(2, 4))[0].flatten(0, 1), dz.chunk(world, -1)[rank])
+        same(verl.vocab_parallel_entropy_with_chunking(in_chunks, 1).detach(), entropy.detach())
         with pytest.raises(ValueError, match="chunk_size is 0"):
             verl.vocab_parallel_entropy_with_chunking(in_chunks, 0)
 

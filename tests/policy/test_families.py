@@ -5,10 +5,9 @@ import torch
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
 from tests.dtensor.models import family_config
+from tests.marks import slow
 from tests.policy.problems import batching, check_trains, tiny_batch, tiny_config
 from tests.ranks import ranks
-
-pytestmark = pytest.mark.slow
 
 
 def _config(model, kind="fixed", **layout):
@@ -18,13 +17,15 @@ def _config(model, kind="fixed", **layout):
 @pytest.mark.parametrize(
     "name, options",
     [
-        ("gpt_oss", {"tp": 2, "experts": 2, "sequence_parallel": True}),
-        ("mistral", {"cp": 2, "kind": "packed"}),
         ("phi3", {"tp": 2}),
-        ("gemma2", {"tp": 2, "kind": "dynamic"}),
-        ("qwen3_moe", {"tp": 2}),
-        ("deepseek_v3", {"tp": 2, "experts": 2}),
-        ("gpt2", {}),  # is not known, and goes through logits
+        *slow(
+            ("gpt_oss", {"tp": 2, "experts": 2, "sequence_parallel": True}),
+            ("mistral", {"cp": 2, "kind": "packed"}),
+            ("gemma2", {"tp": 2, "kind": "dynamic"}),
+            ("qwen3_moe", {"tp": 2}),
+            ("deepseek_v3", {"tp": 2, "experts": 2}),
+            ("gpt2", {}),  # is not known, and goes through logits
+        ),
     ],
 )
 @ranks(2)

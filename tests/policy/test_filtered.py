@@ -20,6 +20,7 @@ from megatron_ext.policy import (
     NLLLoss,
 )
 from megatron_ext.policy.config import read_config
+from tests.marks import slow
 from tests.operators import Largest
 from tests.policy.problems import (
     LAYOUTS,
@@ -38,8 +39,6 @@ from tests.policy.problems import (
 )
 from tests.policy.test_reward_model import REWARDS
 from tests.ranks import ranks
-
-pytestmark = pytest.mark.slow
 
 SAMPLING = {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
 K = 3
@@ -88,6 +87,7 @@ def check_scores(cls, layout, kind):
         worker.get_topk_logits(mine, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, kind", [("tp_sp", "fixed"), ("cp", "packed"), ("dp", "packed"), ("cp", "dynamic")])
 @ranks(2)
 def test_scores(layout, kind):
@@ -168,12 +168,14 @@ def check_loss(cls, name, layout, kind):
     worker.shutdown()
 
 
-@pytest.mark.parametrize("name, layout", itertools.product(LOSSES, ("dp", "tp_sp", "cp")))
+@pytest.mark.parametrize("layout", ["dp", *slow("tp_sp", "cp")])
+@pytest.mark.parametrize("name", LOSSES)
 @ranks(2)
 def test_losses(name, layout):
     check_loss(DTensorPolicyWorker, name, LAYOUTS[layout], "packed" if layout == "dp" else "fixed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp_sp", "cp"])
 @ranks(2)
 def test_megatron(layout):
@@ -185,6 +187,7 @@ def test_megatron(layout):
         check_loss(MegatronPolicyWorker, name, LAYOUTS[layout], "fixed")
 
 
+@pytest.mark.slow
 @BACKENDS
 @ranks(2, 4)
 def test_packed_distillation(cls):
@@ -227,6 +230,7 @@ def test_whole_logits_exist_for_losses_of_logits_alone(cls):
             worker.shutdown()
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_what_is_refused():
     assert not worker_of(generation={"top_k": -1, "top_p": None})._narrowed(tiny_batch(8))

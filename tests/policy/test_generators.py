@@ -12,13 +12,11 @@ from megatron_ext.policy import DTensorPolicyWorker, MegatronPolicyWorker, NLLLo
 from megatron_ext.policy.refit.weight_transfer import require_same_buckets, send_weights
 from megatron_ext.policy.vllm_extension import refit_vllm
 from tests.dtensor.models import make
+from tests.marks import slow
 from tests.policy.problems import ended, exported, plain_model, shard, tiny_batch, tiny_config, tiny_model
 from tests.policy.test_megatron_worker import LAYOUTS, model_config
 from tests.policy.vllm_standin import Engine
 from tests.ranks import ranks
-
-pytestmark = pytest.mark.slow
-
 
 # What vLLM asks for of a layer's experts: w1, w2 and w3 of each of Mixtral's, the projections of each of Qwen3-MoE's,
 # and all of GPT-OSS's in one.
@@ -30,6 +28,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_names_are_those_of_files(tmp_path, kind):
     model = make(kind)
@@ -43,7 +42,7 @@ def test_names_are_those_of_files(tmp_path, kind):
     assert experts == EXPERTS[kind]
 
 
-@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+@pytest.mark.parametrize("backend", [*slow("dtensor"), "megatron"])
 @ranks(2)
 def test_iterated_after_training(backend):
     """All ranks get every weight whole, as one process has it, in buckets that are no larger than asked for."""
@@ -84,7 +83,7 @@ class Policy:
         self.worker.get_weights_ipc_handles([])
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", *slow("mixtral")])
 @ranks(1)
 def test_refit_of_vllm(kind):
     config = model_config(kind)
@@ -132,6 +131,7 @@ def test_weights_are_freed_when_vllm_fails(method):
     assert open_now == []
 
 
+@pytest.mark.slow
 @ranks(3)
 def test_refit_of_vllm_by_broadcast():
     """The policy is rank 0 of the jobs' group, the engine's two workers are 1 and 2."""

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 
 from benchmarks.meter import measure
 from megatron_ext.policy import ClippedPGLoss, DTensorPolicyWorker, MegatronPolicyWorker
+from tests.marks import slow
 from tests.policy.problems import batching, counts_for, inside, plain_model, shard, tiny_batch, tiny_config, tiny_model
 from tests.ranks import ranks
-
-pytestmark = pytest.mark.slow
 
 MODEL = tiny_model(vocab_size=98)
 K, TEMPERATURE = 5, 0.7
@@ -54,11 +53,13 @@ def config(kind="fixed", generation=None, **layout):
     "backend, layout, kind",
     [
         (DTensorPolicyWorker, "cp", "packed"),
-        (DTensorPolicyWorker, "tp_sp", "fixed"),
         (DTensorPolicyWorker, "dp", "dynamic"),
-        (MegatronPolicyWorker, "tp_sp", "packed"),
-        (MegatronPolicyWorker, "cp", "packed"),
-        (MegatronPolicyWorker, "dp", "fixed"),
+        *slow(
+            (DTensorPolicyWorker, "tp_sp", "fixed"),
+            (MegatronPolicyWorker, "tp_sp", "packed"),
+            (MegatronPolicyWorker, "cp", "packed"),
+            (MegatronPolicyWorker, "dp", "fixed"),
+        ),
     ],
 )
 @ranks(2)
@@ -89,6 +90,7 @@ def test_scores_and_a_step(backend, layout, kind):
         worker.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
 @ranks(1)
 def test_products_are_over_the_kept_columns(backend):
@@ -120,6 +122,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_what_one_data_parallel_rank_has_wrong_is_refused_on_all():
     worker = DTensorPolicyWorker(config(), init_reference_model=False)

@@ -16,8 +16,6 @@ from tests.policy.problems import (
 )
 from tests.ranks import ranks
 
-pytestmark = pytest.mark.slow
-
 
 def gathered(worker, found):
     """The rows of all data-parallel ranks, in order."""
@@ -43,18 +41,21 @@ def test_one_rank_with_temperature():
     check({}, temperature=0.7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp", "tp_sp", "cp"])
 @ranks(2)
 def test_two_ranks(layout):
     check(LAYOUTS[layout])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}], ids=["dp_tp", "dp_cp", "cp_tp"])
 @ranks(4)
 def test_four_ranks(layout):
     check(layout)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_ranks_with_different_numbers_of_rows_step_together():
     whole = tiny_batch(7)
@@ -97,6 +98,7 @@ def test_the_reference_policy_keeps_the_first_weights():
     worker.train(data, NLLLoss())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @ranks(2)
 def test_low_precision_rounds_no_more_than_a_plain_model(precision):

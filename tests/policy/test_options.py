@@ -22,8 +22,6 @@ from tests.policy.problems import (
 )
 from tests.ranks import ranks, shared_folder
 
-pytestmark = pytest.mark.slow
-
 MLP_ALONE = {
     "model.layers.*.mlp.gate_proj": ColwiseParallel(),
     "model.layers.*.mlp.up_proj": ColwiseParallel(),
@@ -36,6 +34,7 @@ def check(worker):
     check_trains(worker, tiny_config(), tiny_batch(16), NLLLoss())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 @ranks(2)
 def test_activation_checkpointing(recompute):
@@ -52,6 +51,7 @@ def test_activation_checkpointing(recompute):
     check(DTensorPolicyWorker(config))
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_cpu_offload():
     worker = DTensorPolicyWorker(tiny_config(dtensor_cfg={"cpu_offload": True}))
@@ -63,6 +63,7 @@ def test_cpu_offload():
     assert {x.device.type for s in worker.optimizer.state.values() for x in s.values()} == {"cpu"}
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_custom_plan():
     plan = {"custom_parallel_plan": f"{__name__}.MLP_ALONE"}
@@ -72,6 +73,7 @@ def test_custom_plan():
     check(worker)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_local_folder():
     folder = shared_folder()
@@ -101,6 +103,7 @@ class Faint(NLLLoss):
         return 1e-7 * loss, metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision, loss_fn", [("bfloat16", NLLLoss()), ("float16", NLLLoss()), ("float16", Faint())])
 @ranks(2)
 def test_low_precision_gradients_are_no_worse_than_a_plain_model(precision, loss_fn):
@@ -117,6 +120,7 @@ def test_low_precision_gradients_are_no_worse_than_a_plain_model(precision, loss
     assert distance(plain, true) < 0.1 * distance(true, {name: torch.zeros_like(x) for name, x in true.items()})
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_too_large_loss_scale_is_halved_and_the_step_skipped():
     worker = DTensorPolicyWorker(tiny_config(precision="float16"))
@@ -149,6 +153,7 @@ def test_the_loss_scale_grows_after_good_steps_and_stops_at_one():
     assert not LossScale(dynamic=False).overflowed(float("nan"))
 
 
+@pytest.mark.slow
 def test_loss_scale_ignores_that_of_a_precision_without():
     from megatron_ext.policy.worker.optimizer import LossScale
 

@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.policy import ClippedPGLoss, DPOLossFn, DTensorPolicyWorker, NLLLoss
+from tests.marks import slow
 from tests.policy.problems import batching, largest_error, shard, tiny_batch, tiny_config, whole
 from tests.ranks import ranks
-
-pytestmark = pytest.mark.slow
 
 
 class Labels:
@@ -28,9 +27,9 @@ class Labels:
 @pytest.mark.parametrize(
     "loss_fn, kind",
     [
-        (ClippedPGLoss(0.1, token_level_loss=False), "fixed"),
-        (ClippedPGLoss(0.1), "packed"),
-        (NLLLoss(), "fixed"),
+        *slow(
+            (ClippedPGLoss(0.1, token_level_loss=False), "fixed"), (ClippedPGLoss(0.1), "packed"), (NLLLoss(), "fixed")
+        ),
         (DPOLossFn(), "packed"),
     ],
     ids=str,
@@ -110,6 +109,7 @@ def test_what_is_refused_and_aborted():
 @ranks(1)
 def test_smaller_methods():
     worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
+    assert worker.is_alive()
     assert worker.return_model_config() is worker.model.config
     assert worker.get_free_memory_bytes() > 1 << 20
     worker.finish_training(anything=1)
@@ -124,6 +124,7 @@ def test_smaller_methods():
             worker.save_checkpoint("nowhere", checkpointing_cfg={key: value})
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_context_parallel_context():
     """Tensors become this rank's part inside, and whole again afterwards."""

@@ -53,6 +53,24 @@ def test_equal_losses_are_proved(dtype):
     assert str(proof).startswith("proved on 48 tokens, largest difference ")
 
 
+class _NeighboursGradient(torch.autograd.Function):
+    """The same losses, each with the gradient of the token before it."""
+
+    @staticmethod
+    def forward(ctx, losses):
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.roll(1)
+
+
+def test_gradients_of_other_tokens_are_refused():
+    hidden, weight, labels = sample()
+    fused = lambda h: _NeighboursGradient.apply(linear_cross_entropy(h, weight, labels))  # noqa: E731
+    assert not compare(lambda h: losses(h, weight, labels), fused, hidden, {"weight": weight}).fused
+
+
 def test_a_scalar_loss_is_proved_with_its_gradients():
     hidden, weight, labels = sample()
 

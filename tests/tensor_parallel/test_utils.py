@@ -16,6 +16,8 @@ def test_split_along_last_dim(contiguous):
         assert torch.equal(piece, x[:, 4 * i : 4 * i + 4])
         assert piece.is_contiguous() == contiguous
         assert (piece.data_ptr() == x[:, 4 * i :].data_ptr()) == (not contiguous), "a view unless asked"
+    (whole,) = utils.split_tensor_along_last_dim(x, 1, contiguous_split_chunks=contiguous)
+    assert torch.equal(whole, x)
     for bad in (5, 0):
         with pytest.raises(
             ValueError, match=f"shape \\(2, 12\\) and num_partitions is {bad}: the last dim must divide"

@@ -1,0 +1,54 @@
+"""The defaults of arguments that users leave out: `tests/public_defaults.txt` has those of all public names.
+
+A changed default changes users' numbers without a word. `python -m tests.test_public_defaults` writes the file anew; a
+line that changes or goes belongs in the changelog.
+"""
+
+import importlib
+import inspect
+from pathlib import Path
+
+FILE = Path(__file__).parent / "public_defaults.txt"
+NAMES = Path(__file__).parent / "public_names.txt"
+
+
+def functions():
+    """Every public function and class that the package defines, and the public methods of these."""
+    for line in NAMES.read_text().splitlines():
+        module, names = line.split(": ")
+        found = importlib.import_module(module)
+        for name in names.split():
+            thing = getattr(found, name)
+            if not callable(thing) or not getattr(thing, "__module__", "").startswith("megatron_"):
+                continue
+            yield thing
+            if inspect.isclass(thing):
+                methods = inspect.getmembers(thing, inspect.isfunction)
+                yield from (method for name, method in methods if not name.startswith("_"))
+
+
+def defaults():
+    """A line for each of them that has defaults: numbers, words, booleans and None."""
+    lines = set()
+    for function in functions():
+        if not (function.__module__ or "").startswith("megatron_"):
+            continue
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError:
+            continue
+        plain = [p for p in parameters if p.default is None or isinstance(p.default, bool | int | float | str)]
+        if plain:
+            lines.add(
+                f"{function.__module__}.{function.__qualname__}: {', '.join(f'{p.name}={p.default!r}' for p in plain)}"
+            )
+    return sorted(lines)
+
+
+def test_defaults_of_public_arguments_stay():
+    lost = set(FILE.read_text().splitlines()) - set(defaults())
+    assert not lost, f"changed or gone: {sorted(lost)}"
+
+
+if __name__ == "__main__":
+    FILE.write_text("\n".join(defaults()) + "\n")
