@@ -36,7 +36,7 @@ def proof_of(model: Any, settings: HeadSettings, terms: Terms, weight: Tensor, l
     if (reason := cannot_prove_now()) is not None:
         return Proof.not_comparable(reason)
     proof = _proof(terms, weight, labels_BS, patch_points.own_loss(model), settings)
-    return agreed(proof, [tp_group(terms.layer)])
+    return agreed(proof, tp_group(terms.layer))
 
 
 def _proof(terms: Terms, weight: Tensor, labels_BS: Tensor, own_loss: Loss, settings: HeadSettings) -> Proof:
