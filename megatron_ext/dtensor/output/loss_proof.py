@@ -46,6 +46,8 @@ def not_fusable(model: Any, head: Any) -> str | None:
         return str(fault)
     if not isinstance(getattr(layer, "weight", None), Tensor) or layer.weight.dim() != 2:
         return f"its lm head is a {type(layer).__name__} without a weight [V, D]"
+    if any("_hf_hook" in vars(module) for module in head.modules()):
+        return "accelerate has hooks on its lm head, as for a device_map, which move its input or its weight"
     if is_hooked(model, head=is_registered(model) or is_sharded(head)):
         return "it or its head has hooks, which may read its logits"
     if isinstance(layer.weight, DTensor) and not is_registered(model) and not isinstance(head, FSDPModule):
