@@ -11,8 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.dtensor.attention import use_attention
-from megatron_ext.dtensor.decoder import decoder_layers, import_transformers, is_tied, require_model, tie
+from megatron_ext.dtensor.decoder import (
+    decoder_layers,
+    import_transformers,
+    is_tied,
+    output_head_path,
+    require_model,
+    tie,
+)
 from megatron_ext.dtensor.experts import reach_all
 from megatron_ext.dtensor.layers import ParallelSizes
 from megatron_ext.dtensor.output.hidden_states_or_logits import register
@@ -20,6 +28,7 @@ from megatron_ext.dtensor.plans import Chosen, Plan, choose_plan
 from megatron_ext.dtensor.pretrained.saving import Ranks, save_as_transformers
 from megatron_ext.dtensor.replicated_parameters import check_first_gradients
 from megatron_ext.dtensor.same_model import groups_of, refuse_parallel, require_same_model
+from megatron_ext.head.layer_facts import local_shard
 
 
 class _Wrapping(NamedTuple):
@@ -248,6 +257,8 @@ def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrappin
     for module in model.modules():
         if isinstance(experts := getattr(module, "experts", None), nn.ModuleList):
             reach_all(module, experts)
+    head: Any = model.get_submodule(output_head_path(model))
+    vocabulary = local_shard(head.weight, 0)[1]
     layers = decoder_layers(model)
     # Between layers activations stay in param_dtype; only what leaves the model has output_dtype.
     inner_policy = dataclasses.replace(wrapping.mp_policy, output_dtype=None)
@@ -256,4 +267,4 @@ def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrappin
         layers[i] = checkpoint_wrapper(layer) if wrapping.activation_checkpointing else layer
         fully_shard(layers[i], mp_policy=inner_policy, **where)
     fully_shard(model, mp_policy=wrapping.mp_policy, **where)
-    register(model)
+    register(model, None if vocabulary is UNSHARDED else vocabulary)

@@ -1,13 +1,14 @@
 """`Proofs`: the proofs that were made, each with what it rests on, and the decision whether to make another."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
-from megatron_ext.distributed.groups import Group
-from megatron_ext.proof.agreement import agreed
+from megatron_ext.distributed.collectives import all_gather_object
+from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.proof.agreement import worst
 from megatron_ext.proof.basis import ProofBasis
 from megatron_ext.proof.result import Proof
 from megatron_ext.proof.settings import ProofMode
@@ -15,11 +16,19 @@ from megatron_ext.proof.settings import ProofMode
 _TRUSTED = Proof("trusted")
 
 
+class _Made(NamedTuple):
+    """A proof, what it rests on, and whether each call of its owner makes another."""
+
+    basis: ProofBasis
+    proof: Proof
+    always: bool
+
+
 class Proofs:
     """The proofs of one way in, by model or another owner. Owners are not kept alive; a copy is proved again."""
 
     def __init__(self) -> None:
-        self._made: WeakKeyDictionary[Any, tuple[ProofBasis, Proof]] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()
 
     def of(
         self,
@@ -27,40 +36,58 @@ class Proofs:
         basis: Callable[[], ProofBasis],
         prove: Callable[[], Proof],
         mode: ProofMode = "first",
-        groups: Sequence[Group] = (),
+        group: Group = None,
     ) -> Proof:
         """The proof that holds for this call: the one that was made, as long as `basis()` is the same, or a new one.
 
         Args:
             owner: whose loss is replaced, any object that can be referenced weakly and has a hash.
             basis: gives what the proof rests on; called at every call, so it must be cheap.
-            prove: makes a proof, by `compare` as a rule. All ranks of `groups` call it, or none.
-            groups: the ranks that must go the same way; they agree on each new proof by one exchange a group.
+            prove: makes a proof, by `compare` as a rule, without communication.
+            group: the ranks that must go the same way. They agree on each new proof by one exchange, also where one
+                of them cannot make it, or need not; so they must all make a new one: see `has_changed`.
 
         A proof that is not comparable for a reason of this call alone (a captured graph) is not kept.
         """
-        if mode == "off":
+        reason, shared = cannot_prove_now(), group_size(group) > 1
+        if mode == "off" and (reason is not None or not shared):
             return _TRUSTED
-        if (reason := cannot_prove_now()) is not None:
-            found = self._made.get(owner)
-            kept = mode == "first" and found is not None and found[0].same_as(basis())
-            return found[1] if kept and found is not None else Proof.not_comparable(reason)
-        rests_on = basis()
         found = self._made.get(owner)
-        if mode == "first" and found is not None and found[0].same_as(rests_on):
-            return found[1]
-        proof = agreed(prove(), groups)
-        self._made[owner] = (rests_on, proof)
+        if reason is not None:
+            kept = mode == "first" and found is not None and found.basis.same_as(basis())
+            return found.proof if kept and found is not None else Proof.not_comparable(reason)
+        rests_on = basis()
+        always = mode == "always" if found is None or not shared else found.always
+        if not always and found is not None and found.basis.same_as(rests_on):
+            return found.proof
+        proof, always = _agreed(prove, mode, group) if shared else (prove(), always)
+        self._made[owner] = _Made(rests_on, proof, always)
         return proof
+
+    def has_changed(self, owner: Any, basis: ProofBasis) -> bool:
+        """Tell whether this rank alone might make a new proof, on which the others would have to agree."""
+        found = self._made.get(owner)
+        return found is not None and not found.always and not found.basis.same_as(basis)
 
     def made(self, owner: Any) -> Proof | None:
         """The last proof of `owner`, for reports."""
         found = self._made.get(owner)
-        return None if found is None else found[1]
+        return None if found is None else found.proof
 
     def forget(self, owner: Any) -> None:
         """Drop the proof of `owner`: its next call makes another."""
         self._made.pop(owner, None)
+
+
+def _agreed(prove: Callable[[], Proof], mode: ProofMode, group: Group) -> tuple[Proof, bool]:
+    """The proof of all ranks, and whether all of them make one at each call."""
+    try:
+        proof = _TRUSTED if mode == "off" else prove()
+    except Exception as error:  # for which the others would wait
+        first = str(error).strip().splitlines()[:1]
+        proof = Proof.not_comparable(": ".join([f"on one rank the comparison raised {type(error).__name__}", *first]))
+    found = all_gather_object((proof, mode == "always"), group)
+    return worst(proof for proof, _ in found), all(always for _, always in found)
 
 
 def cannot_prove_now() -> str | None:

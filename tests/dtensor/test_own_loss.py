@@ -75,3 +75,15 @@ def test_report_says_what_a_model_does():
         assert "its logits are made, MEGATRON_EXT_FUSION=off is set" in str(fused_loss_report(model))
     restore_own_loss(model)
     assert str(fused_loss_report(model)) == "LlamaForCausalLM: its logits are made, restore_own_loss was called"
+
+
+def test_a_head_that_accelerate_moves_keeps_its_logits():
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = make("llama")
+    expected = model(**batch()).loss
+    weights = {name: x.data for name, x in model.lm_head.named_parameters()}
+    add_hook_to_module(model.lm_head, AlignDevicesHook(execution_device="cpu", offload=True, weights_map=weights))
+    found = use_fused_loss(model)(**batch())
+    torch.testing.assert_close(found.loss, expected)
+    assert found.logits is not None

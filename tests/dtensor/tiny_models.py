@@ -48,18 +48,33 @@ ZERO = r"(dropout|drop|pdrop|dropout_rate|layerdrop|dropout_prob|dropout_p|route
 LAYER_KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "attn_layers")
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_LOCAL = {"vocab_size": VOCAB, "hidden_size": 32, "hidden_size_global": 32, "num_attention_heads": 4, "head_dim": 8}
+_LOCAL |= {"num_key_value_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48, "max_position_embeddings": 128}
 # Arguments of configs that no rule makes small, or whose defaults make no model.
 OWN = {
     "BambaConfig": {"attn_layer_indices": [1]},
+    "BltConfig": {"patch_in_forward": False, "encoder_hash_byte_group_vocab": 64, "max_position_embeddings": 128}
+    | {f"{part}_config": _LOCAL for part in ("patcher", "encoder", "decoder", "global")},
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "CohereCompassConfig": {
         "text_config": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     },
     "GraniteMoeHybridConfig": MORE["granite_moe_hybrid"][1] if "granite_moe_hybrid" in MORE else {},
     "DbrxConfig": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "Dots3NoteTextConfig": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "GitConfig": {"vision_config": {"image_size": 8, "patch_size": 4}},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8, "hidden_size": 32, "n_groups": 1},
-    "Mistral4Config": {"num_key_value_heads": 4},
+    "Mistral4Config": {"num_key_value_heads": 4, "head_dim": 16, "qk_head_dim": 16},
+    "Qwen4ExpTextConfig": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "use_cache": False,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
     "ReformerConfig": {
         "hash_seed": 1,
         "is_decoder": True,
@@ -71,7 +86,8 @@ OWN = {
     "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_key_value_heads": 4, "mamba_dt_rank": 4},
     "Zamba2Config": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
-    "xLSTMConfig": {"mode": "train", "return_last_states": False, "hidden_size": 64, "num_heads": 4, "chunk_size": 8},
+    "xLSTMConfig": {"mode": "train", "return_last_states": True, "hidden_size": 64, "num_heads": 4, "chunk_size": 8}
+    | {"embedding_dim": 64, "num_hidden_layers": 2, "num_blocks": 2, "qk_dim_factor": 1.0},
 }
 
 
@@ -168,8 +184,13 @@ def tiny(kind):
 
 def batch(model):
     """Token ids and labels, some of which are no target."""
+    codebooks = getattr(model.config, "num_codebooks", None)
+    if codebooks and isinstance(model.get_input_embeddings(), torch.nn.ModuleList):  # Musicgen: a row for each of them
+        ids = torch.randint(2, VOCAB, (2 * codebooks, 24), generator=torch.Generator().manual_seed(3))
+        return {"input_ids": ids, "labels": ids.view(2, codebooks, 24).transpose(1, 2).contiguous()}
     rows = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(2, min(rows, VOCAB), (2, 24), generator=torch.Generator().manual_seed(3))
     labels = ids.clone()
     labels[0, :4] = labels[-1, 20:] = -100
-    return {"input_ids": ids, "labels": labels}
+    images = {"pixel_values": torch.ones(2, 3, 8, 8)} if type(model).__name__ == "GitForCausalLM" else {}
+    return {"input_ids": ids, "labels": labels, **images}

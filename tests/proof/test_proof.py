@@ -273,9 +273,9 @@ def test_modes_come_from_options_and_the_environment(monkeypatch):
 def test_ranks_agree_on_a_proof():
     world, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
     mine = Proof("proved", tokens=64, largest_difference=(rank + 1) * 1e-6)
-    assert agreed(mine, [world]).largest_difference == 2e-6
+    assert agreed(mine, world).largest_difference == 2e-6
     mine = Proof.refused("differs by a factor 2", 64) if rank == 1 else mine
-    assert str(agreed(mine, [world, None])) == (
+    assert str(agreed(mine, world)) == (
         "the model's own loss is another one: differs by a factor 2 (compared on 64 tokens)"
     )
 

@@ -16,15 +16,24 @@ from torch import Tensor, nn
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, import_transformers, output_head_path
 from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
+from megatron_ext.dtensor.output.decisions import HeadDecider, HeadDecision, tell_of_change
 from megatron_ext.dtensor.output.fused_classes import FUSED, use_fused_class
 from megatron_ext.dtensor.output.head_calls import head_call
-from megatron_ext.dtensor.output.loss_proof import basis, groups_of, not_fusable, own_loss, prove
+from megatron_ext.dtensor.output.loss_proof import basis, not_fusable, own_loss, prove
 from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
 from megatron_ext.dtensor.output.reads import PLAIN, Read, say_once, say_that_logits_are_made
-from megatron_ext.dtensor.output.stand_ins import KEEPS_LOGITS, bring_back, is_registered, promising, with_head
+from megatron_ext.dtensor.output.stand_ins import (
+    KEEPS_LOGITS,
+    VOCABULARY,
+    bring_back,
+    is_registered,
+    promising,
+    with_head,
+)
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.validation.option_checks import Bits, rounds
 from megatron_ext.proof import Proof, ProofMode, Proofs, fusion_is_on, proof_mode
+from megatron_ext.sequence.next_token import next_tokens
 
 _PROOFS = Proofs()
 
@@ -86,7 +95,7 @@ def use_fused_loss(
             `megatron_ext.linear_cross_entropy`. `skip_ignored` saves the work for prompts that are masked.
 
     Communicates: what the model does; with tensor parallelism what `linear_cross_entropy` does, and at the first call
-    a small exchange and the head's weight, whole.
+    a small exchange.
 
     Raises:
         ImportError: transformers is not installed.
@@ -162,18 +171,24 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
     _check_labels(self, given)
     if given.get("labels") is None:  # which a forward asks for before it looks for a loss
         given["labels"] = given["shift_labels"] = given["shift_labels"].contiguous()
-    proof = _proof(self, own, fused, given)
-    if not proof.fused:
-        hook = sequence_hook(self)
-        if hook is not None and hook.logits_in_shards:
-            raise ValueError(
-                f"labels are given, but its logits are sharded by vocabulary, of which {type(self).__name__} cannot "
-                f"compute its own loss ({proof.reason}); call megatron_ext.dtensor.causal_lm_loss"
-            )
-        _say_that_logits_are_made(self, proof.reason, fused.read)
+    decision = _decision(self, own, fused, given)
+    if not decision.proof.fused:
+        _refuse_own_loss(self, decision.proof)
+        _say_that_logits_are_made(self, decision.proof.reason, fused.read)
         return own(self, *args, **kwargs)
     _check_token_ids(self, given)
-    return _answer(self, own, fused.read, given)
+    return _answer(self, own, fused.read, given, decision.anew)
+
+
+def _refuse_own_loss(model: Any, proof: Proof) -> None:
+    """Raise where the logits are sharded by vocabulary, on all ranks alike: a model's own loss knows no such logits."""
+    hook = sequence_hook(model)
+    if hook is not None and hook.logits_in_shards:
+        raise ValueError(
+            f"labels are given, but its logits are sharded by vocabulary, of which {type(model).__name__} cannot "
+            f"compute its own loss ({proof.reason}); call megatron_ext.dtensor.causal_lm_loss, or mend that on every "
+            f"rank and call use_fused_loss(model) again"
+        )
 
 
 def _named(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -211,22 +226,21 @@ def _say_that_logits_are_made(model: Any, why: str, read: Read) -> None:
     say_that_logits_are_made(f"{name} keeps its own loss ({why})", read)
 
 
-def _proof(model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict[str, Any]) -> Proof:
+def _decision(model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict[str, Any]) -> HeadDecision:
     path = output_head_path(model)
-    head = model.get_submodule(path)
-    if (reason := not_fusable(model, head)) is not None:
-        return Proof.not_comparable(reason)
+    head, mode, group = model.get_submodule(path), proof_mode(fused.proof), vars(model).get(VOCABULARY)
+    reason = not_fusable(model, head)
+    if reason is not None and group is None:
+        return HeadDecision(Proof.not_comparable(reason))
 
     def call_of(copy: nn.Module, hidden: Tensor) -> HeadCall:
         return head_call(copy, PLAIN, hidden, {}, whole=True)
 
-    return _PROOFS.of(
-        fused.owner(given),
-        lambda: basis(model, own, head),
-        lambda: prove(model, own, path, given, call_of, own_loss, alone=not is_registered(model)),
-        proof_mode(fused.proof),
-        groups_of(head),
-    )
+    def proved() -> Proof:
+        return Proof.not_comparable(reason) if reason else prove(model, own, path, given, call_of, own_loss)
+
+    deciding = HeadDecider(_PROOFS, fused.owners, mode, group)
+    return deciding.decide(fused.owner(given), basis(model, own, head, mode, reason), proved)
 
 
 def _check_labels(model: Any, given: dict[str, Any]) -> None:
@@ -254,12 +268,20 @@ def _check_token_ids(model: Any, given: dict[str, Any]) -> None:
         raise unknown
 
 
-def _answer(model: Any, own: Callable[..., Any], read: Read, given: dict[str, Any]) -> Any:
-    """Return what `own` gives, with our loss and without logits."""
+def _answer(
+    model: Any, own: Callable[..., Any], read: Read, given: dict[str, Any], anew: Callable[[], Proof] | None
+) -> Any:
+    """Return what `own` gives, with our loss and without logits. `anew`: see `HeadDecision`."""
     path = output_head_path(model)
     head = model.get_submodule(path)
     calls: list[HeadCall] = []
-    stub = with_head(model, path, promising(head, lambda x: head_call(head, read, x, given), calls.append))
+
+    def call_of(hidden: Tensor) -> HeadCall:
+        if anew is not None and not calls:
+            _decide_anew(model, head, read, hidden, given, anew)
+        return head_call(head, read, hidden, given)
+
+    stub = with_head(model, path, promising(head, call_of, calls.append))
     output = own(stub, **given)
     bring_back(model, stub)
     readers = [call.read_by for call in calls if call.read_by]
@@ -268,6 +290,17 @@ def _answer(model: Any, own: Callable[..., Any], read: Read, given: dict[str, An
     elif not any(call.redeemed for call in calls):
         _say_that_logits_are_made(model, "it is no cross entropy of the logits of its lm head", read)
     return _without_promises(output)
+
+
+def _decide_anew(
+    model: Any, head: Any, read: Read, hidden: Tensor, given: dict[str, Any], anew: Callable[[], Proof]
+) -> None:
+    """Prove a changed model anew, if all ranks have told of a change, and raise on all of them if it is not fused."""
+    shifted = given.get("shift_labels")
+    tell_of_change(model, head, read, hidden, [next_tokens(given["labels"]) if shifted is None else shifted])
+    proof = anew()
+    if not proof.fused:
+        _refuse_own_loss(model, proof)
 
 
 def _without_promises(output: Any) -> Any:

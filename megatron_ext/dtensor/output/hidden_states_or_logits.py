@@ -7,22 +7,31 @@ Legend: B sequences, P tokens of this rank, D hidden size, V vocabulary.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from megatron_ext.distributed.groups import group_size
+from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.dtensor.attention import lay_out, sequence_hook
 from megatron_ext.dtensor.decoder import output_head_path
+from megatron_ext.dtensor.output.decisions import (
+    ChangeOnSomeRanks,
+    HeadDecider,
+    HeadDecision,
+    tell_of_change,
+    telling_of_change,
+)
 from megatron_ext.dtensor.output.fused_classes import forward_of
 from megatron_ext.dtensor.output.head_calls import head_call
-from megatron_ext.dtensor.output.loss_proof import basis, groups_of, losses_of_logits, not_fusable, prove
+from megatron_ext.dtensor.output.loss_proof import basis, losses_of_logits, not_fusable, prove
 from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
 from megatron_ext.dtensor.output.reads import PLAIN, Read, read_hidden, read_logits, say_that_logits_are_made
 from megatron_ext.dtensor.output.stand_ins import (
     REGISTERED,
+    VOCABULARY,
     bring_back,
     is_registered,
     promising,
@@ -36,8 +45,9 @@ _PROOFS = {True: Proofs(), False: Proofs()}  # of models in training, and in eva
 _Found = tuple[tuple[Tensor, ...], ValueError | None]
 
 
-def register(model: nn.Module) -> None:
-    """Let FSDP2 gather the root's parameters for `_through_head`, too."""
+def register(model: nn.Module, group: Group) -> None:
+    """Let FSDP2 gather the root's parameters for `_through_head`, too. `group`: ranks that share the vocabulary."""
+    model.__dict__[VOCABULARY] = group
     model.__dict__[REGISTERED] = functools.partial(_through_head, model)
     register_fsdp_forward_method(model, REGISTERED)
 
@@ -50,69 +60,101 @@ def read_out(model: nn.Module, read: Read, tokens_BP: Tensor, given_BP: Sequence
     inputs = {"input_ids": tokens_BP, **inputs}
     if read.hidden is not None:
         inside: Any = model if is_registered(model) else getattr(model, "_orig_mod", model)  # not the compiled one
-        reason = why_logits_are_made(inside)
-        if reason is None:
-            proof = logits_proof(inside, inputs)
+        proof, anew = _decision(inside, inputs)
+        try:
             if proof.fused:
                 through_head = getattr(inside, REGISTERED, functools.partial(_through_head, inside))
-                return through_head(read, given_BP, inputs)
-            reason = proof.reason
-        say_that_logits_are_made(f"{type(inside).__name__.removeprefix('FSDP')} makes its own logits ({reason})", read)
+                return through_head(read, given_BP, inputs, anew)
+            _say_why(inside, proof, read)
+            if anew is not None:
+                return _logits_of_changed(model, read, given_BP, inputs, anew)
+        except ChangeOnSomeRanks as fault:
+            return (torch.zeros(read.shape(given_BP[0]), device=tokens_BP.device),), fault
     return read_logits(read, model(**inputs).logits, given_BP)
 
 
-def logits_proof(model: nn.Module, inputs: dict[str, Any]) -> Proof:
-    """The proof that what is read from hidden states equals what is read from the logits of `model(**inputs)`.
+def _say_why(model: nn.Module, proof: Proof, read: Read) -> None:
+    say_that_logits_are_made(f"{type(model).__name__.removeprefix('FSDP')} makes its own logits ({proof.reason})", read)
 
-    Communicates, at the first call: the head's weight, whole, and a small exchange.
-    """
+
+def _copied(found: _Found) -> _Found:
+    """Results that are no views, of which FSDP2 warns."""
+    return tuple(x.clone() for x in found[0]), found[1]
+
+
+def _logits_of_changed(
+    model: nn.Module, read: Read, given_BP: Sequence[Tensor], inputs: dict[str, Any], anew: Callable[[], Proof]
+) -> _Found:
+    """Read logits, which also tells of a change; what all ranks tell is proved for the calls that follow."""
+    with telling_of_change(model):
+        found, fault = read_logits(read, model(**inputs).logits, given_BP)
+        if fault is not None:
+            raise fault
+    anew()
+    return found, None
+
+
+def logits_proof(model: nn.Module, inputs: dict[str, Any]) -> Proof:
+    """The proof that what is read from hidden states equals what is read from the logits of `model(**inputs)`."""
+    return _decision(model, inputs).proof
+
+
+def _decision(model: nn.Module, inputs: dict[str, Any]) -> HeadDecision:
     path = output_head_path(model)
-    head = model.get_submodule(path)
-    if (reason := not_fusable(model, head)) is not None:
-        return Proof.not_comparable(reason)
+    head, mode, group = model.get_submodule(path), proof_mode(), vars(model).get(VOCABULARY)
+    reason = why_logits_are_made(model) or not_fusable(model, head)
     if isinstance(model, FSDPModule) and not is_registered(model):
-        return Proof.not_comparable("FSDP2 gathers its weights in its own forward; use what parallelize makes")
+        reason = reason or "FSDP2 gathers its weights in its own forward; use what parallelize makes"
+    if reason is not None and group is None:
+        return HeadDecision(Proof.not_comparable(reason))
     hook = sequence_hook(model)
-    cp_group = None if hook is None else hook.cp_group
+    cp_ranks = group_size(None if hook is None else hook.cp_group)
     given = inputs | {"labels": inputs["input_ids"]}
 
     def call_of(copy: nn.Module, hidden: Tensor) -> HeadCall:
         return head_call(copy, PLAIN, hidden, {}, whole=True)
 
-    return _PROOFS[model.training].of(
-        model,
-        lambda: basis(model, module_parts(model), head),
-        lambda: prove(
-            model,
-            forward_of(model),
-            path,
-            given,
-            call_of,
-            losses_of_logits,
-            alone=not is_registered(model) and group_size(cp_group) == 1,
-        ),
-        proof_mode(),
-        groups_of(head) or [cp_group],
-    )
+    def proved() -> Proof:
+        if reason is not None:
+            return Proof.not_comparable(reason)
+        return prove(model, forward_of(model), path, given, call_of, losses_of_logits, cp_ranks)
+
+    deciding = HeadDecider(_PROOFS[model.training], (), mode, group)
+    return deciding.decide(model, basis(model, module_parts(model), head, mode, reason), proved)
 
 
-def _through_head(model: nn.Module, read: Read, given_BP: Sequence[Tensor], inputs: dict[str, Any]) -> _Found:
-    """Return what `read` makes of these tokens' hidden states, `[B, P]` each, and what it refuses: see `or_refuse`."""
+def _through_head(
+    model: nn.Module,
+    read: Read,
+    given_BP: Sequence[Tensor],
+    inputs: dict[str, Any],
+    anew: Callable[[], Proof] | None,
+) -> _Found:
+    """Return what `read` makes of these tokens' hidden states, `[B, P]` each, and what it refuses: see `or_refuse`.
+
+    `anew`: see `HeadDecision`.
+    """
     path = output_head_path(model)
     head = model.get_submodule(path)
     calls: list[HeadCall] = []
 
     def call_of(hidden: Tensor) -> HeadCall:
-        return head_call(head, read, hidden, {"shift_labels": given_BP[0]})
+        call = head_call(head, read, hidden, {"shift_labels": given_BP[0]})
+        if anew is not None and not calls:
+            tell_of_change(model, head, read, hidden, given_BP)
+            if not (proof := anew()).fused:
+                _say_why(model, proof, read)
+                call.logits()
+        return call
 
     stub = with_head(model, path, promising(head, call_of, calls.append))
     args, inputs = lay_out(model, (), inputs)
     logits = forward_of(model)(stub, *args, **inputs).logits
     bring_back(model, stub)
     if not isinstance(logits, DeferredLogits):
-        return read_logits(read, logits, given_BP)
-    if logits.made is not None:
-        return read_logits(read, logits.made, given_BP)
+        return _copied(read_logits(read, logits, given_BP))
+    if logits.made is not None or calls[0].made is not None:
+        return _copied(read_logits(read, logits.logits("a read-out"), given_BP))
     state = logits.state
     columns = None if calls[0].in_slices else state.columns
     return read_hidden(head, state.transform.facts(read.temperature), read, state.hidden, given_BP, columns)

@@ -5,16 +5,15 @@ Both run the model's whole forward. What goes into the head is the same on both 
 so that no rounding hides a difference.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.distributed.groups import Group
 from megatron_ext.dtensor.decoder import embedding
 from megatron_ext.dtensor.output.hooks import is_hooked
 from megatron_ext.dtensor.output.promised_logits import HeadCall
@@ -47,6 +46,8 @@ def not_fusable(model: Any, head: Any) -> str | None:
         return str(fault)
     if not isinstance(getattr(layer, "weight", None), Tensor) or layer.weight.dim() != 2:
         return f"its lm head is a {type(layer).__name__} without a weight [V, D]"
+    if any("_hf_hook" in vars(module) for module in head.modules()):
+        return "accelerate has hooks on its lm head, as for a device_map, which move its input or its weight"
     if is_hooked(model, head=is_registered(model) or is_sharded(head)):
         return "it or its head has hooks, which may read its logits"
     if isinstance(layer.weight, DTensor) and not is_registered(model) and not isinstance(head, FSDPModule):
@@ -54,16 +55,9 @@ def not_fusable(model: Any, head: Any) -> str | None:
     return None
 
 
-def groups_of(head: Any) -> Sequence[Group]:
-    """The ranks that must go the same way: those that share the head's vocabulary, or gather its weight by itself."""
-    weight = getattr(unwrapped(head)[0], "weight", None)
-    if not isinstance(weight, DTensor):
-        return ()
-    return [weight.device_mesh.get_group(dim) for dim in range(weight.device_mesh.ndim)]
-
-
-def basis(model: nn.Module, own: Any, head: nn.Module) -> ProofBasis:
-    """Return the basis of a proof of what `own`, the forward of `model`, or what leads to it, computes."""
+def basis(model: nn.Module, own: Any, head: nn.Module, *others: Any) -> ProofBasis:
+    """Return the basis of a proof of what `own`, the forward of `model`, or what leads to it, computes; and of what
+    `others` say."""
     replica = getattr(model, "_is_replica", False)  # of nn.DataParallel, whose modules are new at each call
     return ProofBasis(
         own,
@@ -73,6 +67,7 @@ def basis(model: nn.Module, own: Any, head: nn.Module) -> ProofBasis:
         None if replica else head,
         [module_parts(module) for module in head.modules()],
         config_values(model.config),
+        others,
     )
 
 
@@ -96,18 +91,18 @@ def prove(
     given: dict[str, Any],
     call_of: Callable[[nn.Module, Tensor], HeadCall],
     loss_of: Callable[[Callable[..., Any], dict[str, Any]], Tensor | None],
-    alone: bool = True,
+    cp_ranks: int = 1,
 ) -> Proof:
     """Compare the loss that `own`, the forward of `model`, makes of a sample of what was `given`, with the fused one.
 
     `call_of(head, hidden)`: a call of a copy of the head at `path`, whose loss has no options of ours.
-    `loss_of(run, sample)`: the loss of a run of the forward. `alone`: the decoder can be run on a sample; else ranks
-    share its tokens and layers, and hidden states are drawn.
+    `loss_of(run, sample)`: the loss of a run of the forward. Where ranks share the layers, or by `cp_ranks` the tokens,
+    the decoder is not run on a sample, and hidden states are drawn: ranks may prove alone, and nothing is sent.
     """
     head = whole_copy(model.get_submodule(path))
     device = next(iter(head.parameters())).device
     sample = sample_of(model, given, next(iter(head.parameters())).shape[0])
-    if not alone:
+    if cp_ranks > 1 or _communicates(model):
         sample = {name: x for name, x in sample.items() if name in _OF_TOKENS or _is_plain(x)}
         shape = (1, sample["labels"].shape[-1], next(iter(head.parameters())).shape[1])
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
@@ -151,6 +146,13 @@ def prove(
     if not any(call.redeemed for call in calls):
         return Proof.refused("it is no cross entropy of the logits of its lm head", proof.tokens)
     return proof
+
+
+def _communicates(model: nn.Module) -> bool:
+    """Return whether layers of `model` send something when they run."""
+    if is_registered(model) or any(isinstance(x, DTensor) for x in model.parameters()):
+        return True
+    return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
 
 
 def _by_rows(head: nn.Module) -> dict[str, Tensor]:

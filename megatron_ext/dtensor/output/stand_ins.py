@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.dtensor.decoder import text_model_path
 from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
 from megatron_ext.proof import why_fusion_is_off
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 REGISTERED = "_megatron_ext_head"  # where a model that `parallelize` made has its reading from hidden states
+VOCABULARY = "_megatron_ext_vocabulary_group"  # and the ranks that share its head's vocabulary, if any do
 KEEPS_LOGITS = "_megatron_ext_keeps_logits"  # where a model says why its logits are made, if a user wants them
 
 
@@ -120,21 +121,35 @@ class SampleHead(_HeadLike):
 
 
 class SampleDecoder(nn.Module):
-    """In the place of a decoder whose ranks share its layers: gives hidden states `[B, S, D]` and nothing else."""
+    """In the place of a decoder whose ranks share its layers: gives hidden states `[B, S, D]` and nothing else.
 
-    def __init__(self, hidden: Tensor):
+    It has the decoder's attributes; so does each module inside of it.
+    """
+
+    def __init__(self, decoder: nn.Module, hidden: Tensor):
         super().__init__()
-        self.hidden = hidden
+        self.__dict__["decoder_itself"], self.hidden = decoder, hidden  # no module of this one: nothing goes there
 
     def forward(self, *args: Any, **kwargs: Any) -> "_DecoderOutput":
-        return _DecoderOutput(self.hidden)
+        return _DecoderOutput(self.hidden, self._router_logits())
+
+    def _router_logits(self) -> tuple[Tensor, ...] | None:
+        """Router logits of one layer, where the decoder is a mixture: of them a forward may make an auxiliary loss."""
+        config = getattr(self, "config", None)
+        counts = (getattr(config and config.get_text_config(), name, None) for name in _EXPERTS)
+        experts = next((count for count in counts if isinstance(count, int)), None)
+        return None if experts is None else (self.hidden.new_zeros(self.hidden[..., 0].numel(), experts),)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.__dict__["decoder_itself"], name)
+        return SampleDecoder(found, self.hidden) if isinstance(found, nn.Module) else found
 
 
 class _DecoderOutput:
     """Hidden states under the name and the place where forwards look for them; everything else is None."""
 
-    def __init__(self, hidden: Tensor):
-        self.last_hidden_state = hidden
+    def __init__(self, hidden: Tensor, router_logits: tuple[Tensor, ...] | None):
+        self.last_hidden_state, self.router_logits = hidden, router_logits
 
     def __getitem__(self, i: int) -> Tensor:
         return (self.last_hidden_state,)[i]
@@ -144,16 +159,25 @@ class _DecoderOutput:
 
 
 def with_decoder(model: nn.Module, head_path: str, hidden: Tensor) -> Any:
-    """`model` with a decoder that gives `hidden`, beside the lm head at `head_path`."""
-    beside = head_path.rpartition(".")[0]
-    name = text_model_path(model.get_submodule(beside)).partition(".")[0]
-    return with_head(model, f"{beside}.{name}" if beside else name, SampleDecoder(hidden))
+    """`model` with a decoder that gives `hidden`: the one beside the lm head at `head_path`, or beside what is around.
+
+    Raises ValueError if there is none.
+    """
+    around = head_path
+    while around:
+        around = around.rpartition(".")[0]
+        inside: Any = model.get_submodule(around)
+        for name in (getattr(inside, "base_model_prefix", ""), "model", "transformer", "backbone", "decoder"):
+            path = f"{around}.{name}".removeprefix(".")
+            if name in inside._modules and not f"{head_path}.".startswith(f"{path}."):
+                return with_head(model, path, SampleDecoder(model.get_submodule(path), hidden))
+    raise ValueError("no decoder is found beside its lm head")
 
 
 def whole_copy(head: Any) -> Any:
     """`head` with parameters of its own, whole and in fp32 at least, on which nothing hooks that shards them.
 
-    A collective of DTensor's where ranks share them.
+    What ranks share is not gathered, but drawn, on all of them alike: what a head computes is proved on any weights.
     """
     copy = stub_of(head)
     if is_sharded(head):
@@ -170,12 +194,19 @@ def whole_copy(head: Any) -> Any:
 def _wide(parameter: Tensor | None) -> nn.Parameter | None:
     if parameter is None:
         return None
-    whole: Tensor = parameter
-    if isinstance(parameter, DTensor):  # FSDP2 may keep it on the host, where the ranks' backend sends nothing
-        there: Any = parameter.detach().to(parameter.device_mesh.device_type)
-        whole = there.full_tensor()
+    whole = _drawn(parameter) if isinstance(parameter, DTensor) else parameter
     if whole.is_floating_point():
         whole = whole.detach().to(torch.promote_types(whole.dtype, torch.float32))
         # What is wide already is shared: nothing writes to it, and its gradient goes to no `.grad`.
         return nn.Parameter(whole, requires_grad=parameter.requires_grad)
     return nn.Parameter(whole, requires_grad=False)
+
+
+def _drawn(parameter: DTensor) -> Tensor:
+    """A tensor of the whole shape of `parameter`, with logits of about 1."""
+    device = parameter.device_mesh.device_type  # FSDP2 may keep it on the host
+    if not parameter.is_floating_point():
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+    scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
+    generator = torch.Generator(device).manual_seed(2)
+    return torch.randn(parameter.shape, generator=generator, device=device).mul_(scale)

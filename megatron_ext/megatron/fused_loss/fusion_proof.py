@@ -47,7 +47,7 @@ def proof_of(model: Any, settings: HeadSettings, terms: Terms, weight: Tensor, l
         proof = Proof.not_comparable(str(refusal))
     else:
         proof = _proof(terms, ways)
-    return agreed(proof, [tp_group(terms.layer)])
+    return agreed(proof, tp_group(terms.layer))
 
 
 class BothWays:

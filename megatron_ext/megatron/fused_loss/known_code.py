@@ -24,7 +24,11 @@ _TORCH = ("torch._dynamo", "torch.amp.")  # what is compiled, or told of autocas
 _PLACES = {
     "megatron.core.tensor_parallel": ("vocab_parallel_cross_entropy",),
     "megatron.core.tensor_parallel.cross_entropy": (
-        *("vocab_parallel_cross_entropy", "_VocabParallelCrossEntropy", "VocabParallelCrossEntropy"),
+        *("vocab_parallel_cross_entropy", "_VocabParallelCrossEntropy", "VocabParallelCrossEntropy", "VocabUtility"),
+    ),
+    "megatron.core.fusions.fused_cross_entropy": (
+        *("_VocabParallelCrossEntropy", "VocabParallelCrossEntropy", "VocabUtility"),
+        *("calculate_logits_max", "calculate_predicted_logits", "calculate_cross_entropy_loss", "calculate_gradients"),
     ),
     "megatron.core.tensor_parallel.layers": (
         *("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"),

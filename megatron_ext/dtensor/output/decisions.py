@@ -1,0 +1,91 @@
+"""The decision whether a call reads hidden states, which ranks that share the head's vocabulary take together.
+
+They agree by one exchange at the first call. Later ones send nothing for it: a rank that sees another model than it saw
+then tells the others by a word among the head's options, which the head compares in the exchange that it makes anyway.
+Where all see another one they prove anew, on some alone every rank raises. All other ranks (data- and context-parallel
+ones) decide alone: a proof sends nothing, and the head with or without logits sends the same.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.dtensor.output.reads import Read, read_hidden
+from megatron_ext.head.call import agreement
+from megatron_ext.proof import Proof, ProofBasis, ProofMode, Proofs, cannot_prove_now
+
+_CHANGED = (
+    "the lm head, the loss or the arguments of this {} has changed since its tensor-parallel ranks decided to fuse it, "
+    "and they cannot decide anew: {}. Change it on every rank alike, and give every rank the same arguments"
+)
+
+
+class ChangeOnSomeRanks(ValueError):
+    """The refusal on a rank that alone sees another model."""
+
+
+class HeadDecision(NamedTuple):
+    """The proof that holds for a call; `anew` makes another one, once all ranks have told that they see a change."""
+
+    proof: Proof
+    anew: Callable[[], Proof] | None = None
+
+
+class HeadDecider(NamedTuple):
+    """The parts of a decision that are the same for all calls of a model's way in.
+
+    Attributes:
+        proofs: those of the way in.
+        owners: of proofs of other kinds of calls.
+        mode: when proofs are made.
+        group: ranks that share the vocabulary of the model's head, if any do.
+    """
+
+    proofs: Proofs
+    owners: Sequence[Any]
+    mode: ProofMode
+    group: Group
+
+    def decide(self, owner: Any, basis: ProofBasis, prove: Callable[[], Proof]) -> HeadDecision:
+        """Decide about a call of the kind of `owner`.
+
+        Communicates: over several ranks of the group an all-gather of a small object, at the first call.
+        """
+
+        def made() -> Proof:
+            return self.proofs.of(owner, lambda: basis, prove, self.mode, self.group)
+
+        if group_size(self.group) > 1:
+            known = [proof for each in (owner, *self.owners) if (proof := self.proofs.made(each)) is not None]
+            new = self.proofs.made(owner) is None
+            if known and (new or self.proofs.has_changed(owner, basis)):
+                return HeadDecision(known[0], made)
+        return HeadDecision(made())
+
+
+def tell_of_change(model: Any, head: Any, read: Read, hidden: Tensor, given: Sequence[Tensor]) -> None:
+    """Have the head tell the other ranks that this one sees another model; raises ValueError unless all do.
+
+    `given`: the labels, and what else `read` takes of each position.
+    """
+    with telling_of_change(model), torch.no_grad():
+        fault = read_hidden(head, {}, read, hidden.detach(), given)[1]
+        if fault is not None:
+            raise fault
+
+
+@contextmanager
+def telling_of_change(model: Any) -> Iterator[None]:
+    """The head tells of a change within; raises `ChangeOnSomeRanks` where it is one of some ranks alone."""
+    name = type(model).__name__.removeprefix("FSDP")
+    if (reason := cannot_prove_now()) is not None:
+        raise ChangeOnSomeRanks(_CHANGED.format(name, reason))
+    try:
+        with agreement.also("the model has changed"):
+            yield
+    except ValueError as fault:
+        raise ChangeOnSomeRanks(_CHANGED.format(name, fault)) from fault

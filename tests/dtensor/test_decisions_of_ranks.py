@@ -1,0 +1,209 @@
+"""Ranks that share the vocabulary decide alike, also when one alone has changed; others decide alone. None hangs."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.dtensor import causal_lm_loss, use_fused_loss
+from megatron_ext.dtensor.output import loss_proof
+from megatron_ext.proof import Proof
+from megatron_ext.sequence.next_token import next_tokens
+from tests.dtensor.models import batch, check_gradients, error, loss_and_gradients, make, meshes, parallelize
+from tests.ranks import ranks
+
+CHANGES = {
+    "hook": lambda model: model.lm_head.register_forward_hook(lambda module, given, out: 2 * out),
+    "loss": lambda model: setattr(model, "loss_function", lambda *args, **kwargs: 2 * ForCausalLMLoss(*args, **kwargs)),
+    "logits": lambda model: setattr(model, "loss_function", with_squares),
+}
+_CHANGED = "has changed since its tensor-parallel ranks|the options are not the same on every rank"
+
+
+def with_squares(logits, *args, **kwargs):
+    """A loss that reads its logits."""
+    return ForCausalLMLoss(logits, *args, **kwargs) + 0.1 * logits.float().square().mean()
+
+
+def read(way, model, given):
+    if way == "use_fused_loss":
+        return model(**given).loss
+    found = causal_lm_loss(model, given["input_ids"], labels=given["labels"])
+    return found.sum() / (next_tokens(given["labels"]) != -100).sum()
+
+
+def sharded(way, **sizes):
+    model = parallelize(make("llama"), *meshes(**sizes))
+    return use_fused_loss(model) if way == "use_fused_loss" else model
+
+
+@pytest.mark.parametrize(
+    "way, change",
+    [("use_fused_loss", "hook"), ("use_fused_loss", "loss"), ("use_fused_loss", "logits"), ("read", "hook")],
+)
+@ranks(2)
+def test_a_change_on_one_rank_is_raised_on_every_rank(way, change):
+    given, model = batch(2, 10), sharded(way, tp=2)
+    expected = make("llama")(**given).loss
+    assert error(read(way, model, given), expected) < 3e-6
+    if dist.get_rank() == 1:
+        CHANGES[change](model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=_CHANGED):
+            read(way, model, given)
+
+
+@ranks(2)
+def test_a_change_on_all_ranks_is_proved_anew():
+    given = batch(2, 10)
+    expected = make("llama")(**given).loss
+    model = sharded("read", tp=2)
+    assert error(read("read", model, given), expected) < 3e-6
+    CHANGES["hook"](model)
+    plain = make("llama")
+    CHANGES["hook"](plain)
+    expected, true = loss_and_gradients(plain, **given)
+    for _ in range(2):
+        found = read("read", model, given)
+        assert error(found, expected) < 3e-6
+        found.backward()
+        check_gradients(model, true)
+        model.zero_grad()
+    model = sharded("use_fused_loss", tp=2)
+    model(**given)
+    CHANGES["loss"](model)
+    torch.testing.assert_close(model(**given).loss, 2 * make("llama")(**given).loss)
+    CHANGES["logits"](model)
+    with pytest.raises(ValueError, match="its forward reads its logits by"):
+        model(**given)
+
+
+@ranks(2)
+def test_a_change_of_config_on_all_ranks_stays_fused():
+    given = batch(2, 10)
+    expected, true = loss_and_gradients(make("llama"), **given)
+    for way in ("use_fused_loss", "read"):
+        model = sharded(way, tp=2)
+        for value in (1, 2, 2):
+            model.config.tokens_seen = value
+            found = read(way, model, given)
+            assert error(found, expected) < 3e-6
+            found.backward()
+            check_gradients(model, true)
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("fault", ["hook", "proof", "raises"])
+@ranks(2)
+def test_one_rank_without_a_proof_decides_for_all(fault):
+    given, model = batch(2, 10), sharded("read", tp=2)
+    expected, true = loss_and_gradients(make("llama"), **given)
+
+    def fails(*args):
+        if fault == "raises":
+            raise RuntimeError("out of memory")
+        return Proof.refused("differs on these tokens", 9)
+
+    compare = loss_proof.compare
+    if dist.get_rank() == 1:
+        compare = fails if fault != "hook" else compare
+        if fault == "hook":
+            model.lm_head.register_forward_hook(lambda module, given, out: None)
+    with mock.patch.object(loss_proof, "compare", compare):
+        for _ in range(2):
+            found = read("read", model, given)
+            assert error(found, expected) < 3e-6
+            found.backward()
+            check_gradients(model, true)
+            model.zero_grad()
+        with pytest.raises(ValueError, match="call megatron_ext.dtensor.causal_lm_loss"):
+            use_fused_loss(model)(**given)
+
+
+@pytest.mark.parametrize("way", ["use_fused_loss", "read"])
+@ranks(2)
+def test_later_steps_send_what_the_model_sends(way):
+    given, model = batch(2, 10), sharded(way, tp=2)
+    counts = []
+    for _ in range(3):
+        with count_collectives() as sent:
+            read(way, model, given).backward()
+        counts.append(sum(sent.values()))
+    assert counts[0] - counts[1] <= 2
+    assert counts[1] == counts[2]
+
+
+@pytest.mark.parametrize("wrap", ["parallelize", "fsdp2", "fsdp2, the head by itself"])
+@pytest.mark.parametrize("when", ["at the first call", "later"])
+@ranks(2)
+def test_data_parallel_ranks_prove_alone(wrap, when):
+    """A rank that has other code keeps that, as stock does, and sends what the others send."""
+    rank, given = dist.get_rank(), batch(2, 10)
+    mine = {name: x[rank : rank + 1] for name, x in given.items()}
+    plain, expected = make("llama"), []
+    for i in range(2):
+        plain.loss_function = with_squares if i else ForCausalLMLoss
+        expected.append(plain(**{name: x[i : i + 1] for name, x in given.items()}).loss)
+    sum(expected).div(2).backward()
+    true = {name: p.grad for name, p in plain.named_parameters()}
+    model = make("llama")
+    if wrap == "parallelize":
+        model = use_fused_loss(parallelize(model, *meshes(dp=2)))
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        if wrap != "fsdp2":
+            fully_shard(model.lm_head)
+        model = use_fused_loss(fully_shard(model))
+    if when == "later":
+        assert model(**mine).logits is None
+    if rank == 1:
+        CHANGES["logits"](model)
+    for _ in range(2):
+        found = model(**mine)
+        assert (found.logits is None) == (rank == 0)
+        assert error(found.loss, expected[rank]) < 3e-6
+        found.loss.backward()
+        check_gradients(model, true)
+        model.zero_grad()
+
+
+@ranks(2)
+def test_context_parallel_ranks_prove_alone():
+    given, model = batch(2, 8), parallelize(make("llama"), *meshes(cp=2))
+    expected, true = loss_and_gradients(make("llama"), **given)
+    for _ in range(3):
+        found = read("read", model, given)
+        assert error(found, expected) < 3e-6
+        found.backward()
+        check_gradients(model, true)
+        model.zero_grad()
+        if dist.get_rank() == 1:
+            model.lm_head.register_forward_hook(lambda module, given, out: None)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt2"])
+@ranks(2)
+def test_a_decoder_that_communicates_is_not_run_for_a_proof(kind):
+    rank, given = dist.get_rank(), batch(2, 10)
+    mine = {name: x[rank : rank + 1] for name, x in given.items()}
+    plain, model = make(kind), make(kind)
+    if kind == "mixtral":
+        plain.config.output_router_logits = model.config.output_router_logits = True
+    expected, _ = loss_and_gradients(plain, **mine)
+    model = use_fused_loss(fully_shard(model))
+    for _ in range(2):
+        found = model(**mine)
+        assert found.logits is None
+        assert error(found.loss, expected) < 3e-6
+
+
+def test_a_proof_of_one_process_sends_nothing():
+    with count_collectives() as sent:
+        use_fused_loss(make("llama"))(**batch()).loss.backward()
+    assert not sent
+    assert torch.is_grad_enabled()
