@@ -31,7 +31,7 @@ LINES = {
     "megatron_ext/memory": 549,
     "megatron_ext/model_utils": 1514,
     "megatron_ext/numerics": 1008,
-    "megatron_ext/policy": 6874,
+    "megatron_ext/policy": 7012,
     "megatron_ext/proof": 547,
     "megatron_ext/sequence": 1504,
     "megatron_ext/tensor_parallel": 4585,
