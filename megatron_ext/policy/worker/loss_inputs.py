@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head import Entropy, Gather, ReadOut
-from megatron_ext.losses.worker_protocol import LossInputType, rows_together
 from megatron_ext.policy.backend.base import Read
 from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.losses.worker_protocol import LossInputType, rows_together
 from megatron_ext.policy.worker.reader import MicroBatchReader
 
 Divisors = Mapping[str, Tensor]  # `Counts` by name, in its order

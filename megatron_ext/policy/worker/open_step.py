@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from torch.optim import Optimizer
 
-from megatron_ext.losses.worker_protocol import LossFunction, LossType
 from megatron_ext.policy.data.batch_plan import Counts, MicroBatchBounds
+from megatron_ext.policy.losses.worker_protocol import LossFunction, LossType
 
 Metrics = list[dict[str, float]]  # of each micro-batch
 

@@ -18,11 +18,11 @@ import torch
 
 from megatron_ext.dtensor import clip_grad_by_total_norm_
 from megatron_ext.head.validation.option_checks import token_bound
-from megatron_ext.losses.worker_protocol import LossFunction
 from megatron_ext.policy.backend.base import Backend
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Counts, MicroBatchBounds, training_steps
 from megatron_ext.policy.data.timer import Timer, timed
+from megatron_ext.policy.losses.worker_protocol import LossFunction
 from megatron_ext.policy.worker.loss_inputs import loss_inputs
 from megatron_ext.policy.worker.loss_pass import loss_pass
 from megatron_ext.policy.worker.open_step import OpenStep, StepMetrics
