@@ -97,8 +97,8 @@ class Trainer:
                     norms.append(self._update(number))
             if eval_mode:
                 backend.end_inference()
-            else:
-                self._step_schedule()
+            elif self.scheduler is not None:
+                self.scheduler.step()
         return self._report(losses, None if eval_mode else norms, metrics)
 
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
@@ -168,7 +168,8 @@ class Trainer:
             metrics.add(step.metrics, step.counts, step.scale)
             factor = step.scale_of_loss
             norm = self._update(0, factor)
-            self._step_schedule()
+            if self.scheduler is not None:
+                self.scheduler.step()
         return self._report([step.loss * factor], [norm], metrics)
 
     def abort_train_step(self) -> None:
@@ -225,10 +226,6 @@ class Trainer:
         self.optimizer.step()
         backend.zero_grad()
         return norm
-
-    def _step_schedule(self) -> None:
-        assert self.scheduler is not None
-        self.scheduler.step()
 
     def _report(self, losses: list[float], norms: list[float] | None, metrics: StepMetrics) -> dict[str, Any]:
         return {
