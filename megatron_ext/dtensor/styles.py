@@ -4,6 +4,7 @@ Legend: B rows, S tokens, D hidden size, R tensor-parallel ranks.
 """
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -256,3 +257,11 @@ def _pieces(parts: tuple[int, ...], ranks: int, rank: int) -> tuple[list[list[tu
 
     received = [sum(b - a for a, b in runs(chunk, rank)) for chunk in range(ranks)]
     return [runs(rank, reader) for reader in range(ranks)], received
+
+
+def source_of(function: Any) -> str:
+    """The Python source of a function beneath its decorators; "" where there is none to be read."""
+    try:
+        return inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return ""

@@ -167,7 +167,7 @@ def test_fused_attention_is_understood_by_what_it_computes():
 
 
 @ranks(1)
-def test_a_mask_of_the_same_name_is_not_taken_for_transformers_own(monkeypatch):
+def test_a_mask_of_the_same_name_is_not_transformers_own(monkeypatch):
     model = make("llama")
     check_attention(model)
     monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", lambda **_: None)
