@@ -6,25 +6,25 @@ import warnings
 from contextlib import contextmanager
 from unittest import mock
 
-from megatron_ext.head.fixed_bits.linear import OfSoftmaxFixed
+from megatron_ext.head.engine.linear import LinearHead
 from megatron_ext.numerics import batch_invariance
 
 
 @contextmanager
 def fixed_calls():
     """A list that grows with each forward of the head with fixed bits; nothing has been said yet."""
-    calls, forward = [], OfSoftmaxFixed.forward
+    calls, forward = [], LinearHead.forward
 
-    def counted(*arguments):
-        calls.append(1)
-        return forward(*arguments)
+    def counted(ctx, plan, *arguments):
+        calls.extend([1] if plan.call.fixed else [])
+        return forward(ctx, plan, *arguments)
 
-    OfSoftmaxFixed.forward = counted
+    LinearHead.forward = counted
     batch_invariance.say_once.cache_clear()
     try:
         yield calls
     finally:
-        OfSoftmaxFixed.forward = forward
+        LinearHead.forward = forward
 
 
 def switch(on):

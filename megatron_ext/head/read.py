@@ -27,7 +27,6 @@ from megatron_ext.head.engine.chunked.ways import OfChunks, OfLogits
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.engine.linear import LinearHead
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.fixed_bits.linear import OfSoftmaxFixed
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.tokens_that_count import Left, left_in
@@ -175,21 +174,21 @@ def _run(
         asked = plan.head
         first = LogitTransform(asked.softcap, asked.logit_scale, asked.rounds)
         transforms = [first, *(t.head.transform for t in teachers)]
-        read = _apply_eagerly if head.fixed else ReadFunction.apply
-        return read(OfChunks(transforms, sizes, keep), plan, x_TD, weight, bias, low, *inputs)
+        given = OfChunks(transforms, sizes, keep), plan, x_TD, weight, bias, low, *inputs
+        return _apply_eagerly(ReadFunction, *given) if head.fixed else ReadFunction.apply(*given)
     if weight.shape[0] == 0:  # one column that does not count is simpler than none
         nowhere = VocabShard(head.vocab.size, head.vocab.size + 1, head.vocab.size)
         plan.call = replace(head, vocab=nowhere, fuse_main_grad=False)
         weight, bias = F.pad(numbers(weight), (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
         low = None if low is None else F.pad(low, (0, 0, 0, 1))
-    if head.bits != "fast":
-        return _apply_eagerly(OfSoftmaxFixed(sizes, keep), plan, x_TD, weight, bias, low)
+    if head.fixed:
+        return _apply_eagerly(LinearHead, plan, sizes, keep, x_TD, weight, bias, low)
     return LinearHead.apply(plan, sizes, keep, x_TD, weight, bias, low)
 
 
 @_disable_dynamo  # what holds of this processor's products is found out by running some
-def _apply_eagerly(*arguments: Any) -> Sequence[Tensor]:
-    return ReadFunction.apply(*arguments)
+def _apply_eagerly(function: Any, *arguments: Any) -> Sequence[Tensor]:
+    return function.apply(*arguments)
 
 
 def read_logits(head: ResolvedHead, given: GivenLogits, asked: Sequence[ReadOut], callers: ValueError | None) -> Any:

@@ -33,8 +33,10 @@ _MULTIPLE = 16  # of K and N
 # Products that `heights` tries: [K, N], and by how many rows a tile's are moved.
 _SHAPES, _SHIFTS = ((16, 16), (48, 208), (528, 80), (304, 528)), (0, 1, 6, 27, 32)
 
-# Vocabulary columns of a block: at least four blocks, since a rounded 16-bit product errs less the fewer terms it has.
-_COLUMNS, _BLOCKS = 8192, 4
+# Vocabulary columns that one product takes or sums over: a rounded 16-bit product errs less the fewer terms it has.
+COLUMNS = 512
+# What a launch sums at a time on CUDA: a product over columns that ends at a multiple of it goes on in the next one.
+CUDA_STEP = 64
 
 TOKENS = 256  # over which one product of dW sums
 _SUMMED = 32 * TOKENS  # that are multiplied by factors at a time on CUDA
@@ -47,7 +49,8 @@ def aligned(x_MK: Tensor) -> Tensor:
 
 
 def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None, rounds: bool = False) -> Tensor:
-    """`x @ W.T`, as `matmul.logits`; in `out` if given, of the dtype that it has there."""
+    """`x @ W.T` in `out`, if given: on CUDA in fp32 unless it `rounds`, on a CPU in the operands' dtype."""
+    x_TD = aligned(x_TD)
     if out_TV is None:
         out_TV = matrices.new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], matrices.logit_dtype(x_TD, rounds))
     if x_TD.is_cuda:
@@ -58,29 +61,30 @@ def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None, rounds: boo
     return out_TV
 
 
-def product(g_TV: Tensor, w_VD: Tensor, before_TD: Tensor | None = None) -> Tensor:
-    """`G @ W` in fp32 (fp64 for fp64), summed over blocks of columns, one after the other.
+def add_product(total_TD: Tensor | None, g_TV: Tensor, w_VD: Tensor) -> Tensor:
+    """`total + G @ W` in fp32 (fp64 for fp64), in place, over blocks of columns, one after the other.
 
-    `before`: on CUDA, the sum over earlier columns, of a multiple of `PRODUCT_STEP`, that goes on with these.
+    `total`: the sum over earlier columns, of a multiple of `COLUMNS` (on CUDA of `CUDA_STEP`), that goes on with these;
+    None: these are the first.
     """
-    total_TD = before_TD if g_TV.is_cuda else None
+    goes_on = total_TD is not None
     if total_TD is None:
         total_TD = g_TV.new_empty(g_TV.shape[0], w_VD.shape[1], dtype=accumulation_dtype(g_TV.dtype))
     if g_TV.is_cuda:
-        _kernels().product(g_TV, w_VD, total_TD, goes_on=before_TD is not None)
+        _kernels().product(g_TV, w_VD, total_TD, goes_on=goes_on)
         return total_TD
-    if not g_TV.shape[1]:
+    if not (goes_on or g_TV.shape[1]):
         return total_TD.zero_()
     part_TD = g_TV.new_empty(total_TD.shape)
     for block in column_blocks(w_VD.shape[0]):
         _rows_times(g_TV[:, block], w_VD[block], part_TD)
-        total_TD = total_TD.add_(part_TD) if block.start else total_TD.copy_(part_TD)
+        total_TD = total_TD.add_(part_TD) if goes_on or block.start else total_TD.copy_(part_TD)
     return total_TD
 
 
 def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
     """`total += G.T @ x`, token after token: on CUDA of a total in the dtype of sums, and of a multiple of
-    `PRODUCT_STEP` tokens but for the last; on a CPU in blocks of tokens, the last one padded with zeros."""
+    `CUDA_STEP` tokens but for the last; on a CPU in blocks of tokens, the last one padded with zeros."""
     if g_TV.is_cuda:
         _kernels().product(g_TV.t(), x_TD, total_VD, goes_on=True)
         return
@@ -104,19 +108,46 @@ def add_column_sums(total_V: Tensor, g_TV: Tensor, factor_T: Tensor | None = Non
             total_V += _padded(g_tV, TOKENS).sum(0, dtype=total_V.dtype)
 
 
-def transposed(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, adds: bool = False) -> None:
-    """`G.T @ x` on CUDA, rounded once to the dtype of `out`; `adds`: to what is in it."""
-    _kernels().product(g_TV.t(), x_TD, out_VD, adds=adds)
+def transposed(g_TV: Tensor, x_TD: Tensor) -> Tensor:
+    """`G.T @ x` on a CPU, in fp32 (fp64 for fp64)."""
+    total_VD = g_TV.new_zeros(g_TV.shape[1], x_TD.shape[1], dtype=accumulation_dtype(g_TV.dtype))
+    add_transposed(total_VD, g_TV, x_TD)
+    return total_VD
+
+
+def write_transposed(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, accumulate: bool = False) -> None:
+    """`G.T @ x` on CUDA, rounded once to the dtype of `out`; `accumulate`: added to what is in it."""
+    _kernels().product(g_TV.t(), x_TD, out_VD, adds=accumulate)
+
+
+def column_sums(g_TV: Tensor, factor_T: Tensor) -> Tensor:
+    """`(factor * G).sum(0)` in the factor's dtype; on CUDA of a factor that is rounded to the dtype of G."""
+    if not g_TV.is_cuda:
+        return weighed_sum(g_TV, factor_T)
+    total_V = factor_T.new_zeros(g_TV.shape[1])
+    write_transposed(total_V.unsqueeze(1), g_TV, factor_T.to(g_TV.dtype).unsqueeze(1))
+    return total_V
+
+
+def weighed_sum(x_TD: Tensor, factor_T: Tensor) -> Tensor:
+    """`(factor * x).sum(0)` in the factor's dtype."""
+    total_D = factor_T.new_zeros(x_TD.shape[1])
+    add_column_sums(total_D, x_TD, factor_T)
+    return total_D
 
 
 def _kernels() -> Any:
     return importlib.import_module("megatron_ext.numerics.fixed_order_kernels")
 
 
+def multiple(x_TD: Tensor) -> int:
+    """Parts of a leaf that are worked on one after the other begin at multiples of so many columns."""
+    return CUDA_STEP if x_TD.is_cuda else COLUMNS
+
+
 def column_blocks(columns: int) -> list[slice]:
-    """Blocks of vocabulary columns, of a multiple of 64 but for the last."""
-    width = min(_COLUMNS, -(-columns // (_BLOCKS * TILE)) * TILE)
-    return [slice(at, min(at + width, columns)) for at in range(0, columns, max(width, 1))]
+    """Blocks of vocabulary columns, from the first column of a leaf, or of a multiple of `COLUMNS`, on."""
+    return [slice(at, min(at + COLUMNS, columns)) for at in range(0, columns, COLUMNS)]
 
 
 def whole_blocks(chunk: slice) -> int:

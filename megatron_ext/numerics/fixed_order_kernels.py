@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A multiple of what one step of any product adds up: sums that are cut there go on as if they had not been.
-PRODUCT_STEP = 64
+from megatron_ext.numerics.fixed_order import CUDA_STEP
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -145,7 +144,7 @@ def fixed_product(dtype: torch.dtype, goes_on: bool) -> dict[str, Any]:
     """
     if dtype.itemsize == 2:
         columns = 128 if goes_on else 256
-        sizes = {"BLOCK_M": 128, "BLOCK_N": columns, "BLOCK_K": PRODUCT_STEP, "num_warps": 8, "num_stages": 4}
+        sizes = {"BLOCK_M": 128, "BLOCK_N": columns, "BLOCK_K": CUDA_STEP, "num_warps": 8, "num_stages": 4}
     elif dtype.itemsize == 4:
         sizes = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
     else:

@@ -60,3 +60,12 @@ def part_of(x: Tensor, rows: slice, columns: int | None = None) -> Tensor:
 def parts_of(rows: slice, *given: Tensor | None) -> list[Tensor | None]:
     """`part_of` of each that there is."""
     return [None if x is None else part_of(x, rows) for x in given]
+
+
+def pieces(x_ND: Tensor) -> list[slice]:
+    """Rows of `x_ND` for elementwise work between matmuls: few launches on CUDA, on CPU what its cache holds."""
+    count, width = x_ND.shape
+    step = max(1, (1 << (25 if x_ND.is_cuda else 20)) // max(width, 1))
+    if 0 < count <= step:
+        return [slice(0, count)]
+    return [slice(at, min(at + step, count)) for at in range(0, count, step)]

@@ -101,13 +101,6 @@ def _product_steps(device: Device, tokens: int, columns: int, width: int, most: 
     return next(steps for time, steps in found if time <= least * _AS_GOOD)  # smaller ones come first
 
 
-def pieces(x_ND: Tensor) -> list[slice]:
-    """Rows of `x_ND` for elementwise work between matmuls: few launches on CUDA, on CPU what its cache holds."""
-    count, width = x_ND.shape
-    step = max(1, (1 << (25 if x_ND.is_cuda else 20)) // max(width, 1))
-    return [slice(0, count)] if 0 < count <= step else _stepped(slice(0, count), step)
-
-
 def column_blocks(
     tokens: int, columns: int, chunk_tokens: int | None, like: Tensor, width: int | None = None
 ) -> list[slice]:
@@ -164,40 +157,40 @@ def summed_tokens(w_VD: Operand) -> int:
     return _rounded(max(width // 4, _CUDA_BLOCK_BYTES // (4 * max(columns, 1))), TILE_M)
 
 
-class Tile(NamedTuple):
-    """A part of the gradient matrix: its tokens, and its columns of the vocabulary."""
-
-    rows: slice
-    block: slice
-
-
 def tiles(
-    like: Tensor, tokens: int, columns: int, cached: int, as_kept: bool, need_dw: bool, chunk_tokens: int | None
-) -> list[Tile]:
-    """The parts of the gradient matrix that backward makes one after the other, for hidden states like `like`.
+    like: Tensor,
+    tokens: int,
+    columns: int,
+    cached: int,
+    as_kept: bool,
+    all_at_once: bool,
+    head: ResolvedHead,
+    multiple: int,
+) -> list[tuple[slice, list[slice]]]:
+    """The parts of a leaf's gradient matrix that backward makes one after the other: tokens, and blocks of columns.
 
     None crosses `cached`, the number of columns of which something is kept; with `as_kept` that is the gradient matrix
-    itself, and all of it is one tile. All tokens by blocks of columns: each row of dW is written once, with no
-    accumulator, and dx is summed in fp32. Without dW chunks of tokens, and a chunk's dx is all that is summed.
+    itself, and all of it is one block. All tokens by blocks of columns, which begin at a `multiple`: each row of dW is
+    written once, with no accumulator, and dx is summed in fp32. Unless `all_at_once` chunks of tokens, for dx alone.
+    `like`: hidden states.
     """
+    whole = slice(0, tokens)
     if not columns or (as_kept and cached == columns):
-        return [Tile(slice(0, tokens), slice(0, columns))]
+        return [(whole, [slice(0, columns)])]
     parts = [part for part in (slice(0, cached), slice(cached, columns)) if part.stop > part.start]
-    if not need_dw and tokens:
+    if not all_at_once and tokens:
         room = block_room(tokens, columns, like)
-        return [
-            Tile(rows, part)
-            for rows in product_chunks(slice(0, tokens), chunk_tokens, columns, like, room)
-            for part in parts
-        ]
+        return [(rows, parts) for rows in product_chunks(whole, head.chunk_tokens, columns, like, room)]
     found = []
     for part in parts:
         if as_kept and part.stop <= cached:
             found.append(part)
             continue
-        blocks = column_blocks(tokens, part.stop - part.start, chunk_tokens, like, like.shape[1])
+        blocks = column_blocks(tokens, part.stop - part.start, head.chunk_tokens, like, like.shape[1])
+        if multiple > 1 and len(blocks) > 1:
+            blocks = _stepped(slice(0, part.stop - part.start), -(-blocks[0].stop // multiple) * multiple)
         found += [slice(part.start + block.start, part.start + block.stop) for block in blocks]
-    return [Tile(slice(0, tokens), block) for block in found]
+    return [(whole, found)]
 
 
 def cached_columns(call: ResolvedHead, tokens: int, columns: int, like: Tensor, later: int = 0) -> int:
@@ -270,10 +263,8 @@ def _rounded(n: int, multiple: int) -> int:
     return max(multiple, n // multiple * multiple)
 
 
-def fixed_chunks(call: ResolvedHead, tokens: int, kept_tokens: int, columns: int, on_gpu: bool = False) -> list[slice]:
-    """Tokens in chunks of a multiple of `TOKENS`, none of which holds both kept ones and others."""
+def fixed_chunks(call: ResolvedHead, tokens: int, columns: int, on_gpu: bool) -> list[slice]:
+    """Tokens in chunks of a multiple of `TOKENS`."""
     given = slice(0, call.chunk_tokens or tokens)
     first = given if call.chunk_tokens else (chunks(given, None, columns, on_gpu) or [given])[0]
-    step = fixed_order.whole_blocks(first)
-    parts = [slice(0, kept_tokens), slice(kept_tokens, tokens)]
-    return [slice(at, min(at + step, part.stop)) for part in parts for at in range(part.start, part.stop, step)]
+    return _stepped(slice(0, tokens), fixed_order.whole_blocks(first))

@@ -84,31 +84,16 @@ def added(x_RT: Tensor, call: ResolvedHead) -> Tensor:
     return in_tree(x_RT.unbind(0), torch.add) if call.fixed else x_RT.sum(0)
 
 
-def total_of(columns: int, weight: Tensor, dtype: torch.dtype, fused: Tensor | None = None) -> Tensor:
-    """Room for `weight`'s gradient, summed over tokens: a row for each of the leaves' `columns`. They may be more than
-    the weight has (the vocabulary ends in the last leaf) or fewer (padding).
+def of_shard(total: Tensor, weight: Tensor, fused: Tensor | None = None) -> Tensor:
+    """The rows of `weight` in a gradient's sum over all leaves' columns, in the weight's dtype, or added to `fused`.
 
-    Of a `fused` buffer of that dtype it is that, or begins with its values: sums in another order have other bits.
+    The columns may be more than the weight has (the vocabulary ends in the last leaf) or fewer (padding, whose rows are
+    0).
     """
-    fused = fused if fused is not None and fused.dtype == dtype else None
-    if fused is not None and len(fused) == columns:
-        return fused
-    found = weight.new_zeros(columns, *weight.shape[1:], dtype=dtype)
-    if fused is not None:
-        found[: len(fused)] = fused[:columns]
-    return found
-
-
-def of_shard(total: Tensor, weight: Tensor, fused: Tensor | None = None, begun: bool = True) -> Tensor:
-    """Return the part of `total` for the rows of `weight`, in its dtype; 0 for those that no leaf has. It is left in a
-    `fused` buffer. `begun`: with whose values `total` began, if it has its dtype."""
     held = min(len(total), len(weight))
-    if fused is None and held == len(weight):
-        return total[:held].to(weight.dtype)
-    if fused is None:
-        return F.pad(total, (*(0, 0) * (total.dim() - 1), 0, len(weight) - held)).to(weight.dtype)
-    if total is not fused and begun and fused.dtype == total.dtype:
-        fused[:held] = total[:held]
-    elif total is not fused:
+    if fused is not None:
         fused[:held] += total[:held]
-    return fused
+        return fused
+    if held == len(weight):
+        return total[:held].to(weight.dtype)
+    return F.pad(total, (*(0, 0) * (total.dim() - 1), 0, len(weight) - held)).to(weight.dtype)

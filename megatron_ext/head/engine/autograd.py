@@ -13,11 +13,10 @@ from torch import Tensor
 
 from megatron_ext import main_grad
 from megatron_ext.autograd import differentiable_once, without_autocast
-from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.head.call.statistics import Statistics
+from megatron_ext.head.engine.linear_passes import start_sum_of_ranks
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.numerics.tree_sums import sum_of_ranks
 
 
 class Passed(NamedTuple):
@@ -142,17 +141,8 @@ class HeadGradients:
         self._sum: Pending | None = None
 
     def send(self, dx_TD: Tensor) -> None:
-        """Begins to add up every rank's dx, in its memory where it can be.
-
-        Communicates: 1 all-reduce, with the sequence layout 1 reduce-scatter; with fixed bits `sum_of_ranks`.
-        """
-        call, tokens = self._asked.plan.call, self._asked.plan.tokens
-        if call.fixed:
-            self._sum = Pending(sum_of_ranks(dx_TD, self._asked.inputs[0], call.group, self._sizes))
-        elif self._sizes is not None and tokens:
-            self._sum = collectives.start_reduce_scatter(dx_TD, call.group, sizes=self._sizes)
-        else:
-            self._sum = collectives.start_all_reduce(dx_TD, call.group if tokens else None, in_place=True)
+        """Begins to add up every rank's dx. Communicates: see `start_sum_of_ranks`."""
+        self._sum = start_sum_of_ranks(dx_TD, self._asked.inputs[0], self._asked.plan.call, self._sizes)
 
     def given(self) -> tuple[Tensor | None, ...]:
         """Return the gradients for autograd, each in its input's dtype."""

@@ -27,6 +27,7 @@ from megatron_ext.head.call import matmul, statistics
 from megatron_ext.head.call.matmul import is_quantised
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import Statistics
+from megatron_ext.head.engine.linear import leaf_weights
 from megatron_ext.head.engine.linear_passes import FirstPass, finished_dx, statistics_pass
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.weight_gradient import WeightGradient
@@ -111,7 +112,8 @@ def products(hidden_TD: Tensor, weight_VD: Tensor, readouts: Any, call: Resolved
         )
     plan = plan_steps(readouts, call, hidden_TD)
     with torch.autocast(hidden_TD.device.type, enabled=False):
-        first = statistics_pass(hidden_TD, weight_VD, None, plan, sizes=None, keep=backward)
+        _, leaves = leaf_weights(weight_VD, None, None, plan, hidden_TD)
+        (first,) = statistics_pass(hidden_TD, weight_VD, leaves, plan, passes_of(hidden_TD), sizes=None, keep=backward)
         product_TD = matmul.add_product(None, first.exp_TV, weight_VD) if backward else None
     return Products(hidden_TD, plan, first, product_TD)
 
@@ -137,7 +139,8 @@ def result(found: Products, stats_RKT: Tensor, weight_VD: Tensor) -> Result:
     unit_TD = None
     if found.product_TD is not None:
         grad = _gradient(plan, stats, saved, torch.ones_like(results[0][0]))
-        unit_TD = finished_dx(slice(0, plan.tokens), found.product_TD, grad, weight_VD, None, plan, passing=False)
+        _, (leaf,) = leaf_weights(weight_VD, None, None, plan, found.x_TD)
+        unit_TD = finished_dx(slice(0, plan.tokens), found.product_TD, grad, leaf, plan.call, passing=False)
     return Result(results, unit_TD, found._replace(product_TD=None), stats, saved)
 
 
@@ -152,7 +155,8 @@ def weight_gradient(found: Result, grad_T: Tensor, weight: Tensor) -> Tensor | N
     call = plan.call
     grad = _gradient(plan, found.stats, found.saved, grad_T)
     out_VD = main_grad.buffer_of(weight) if call.fuse_main_grad else torch.empty_like(weight)
-    total = WeightGradient(out_VD, x_TD, None, grad, plan, accumulate=call.fuse_main_grad)
+    _, (leaf,) = leaf_weights(weight, None, None, plan, x_TD)
+    total = WeightGradient(out_VD, x_TD, leaf, grad, plan, accumulate=call.fuse_main_grad)
     total.add(slice(0, weight.shape[0]), first.exp_TV)
     total.finish()
     return main_grad.finish(weight, weight.dtype) if call.fuse_main_grad else out_VD

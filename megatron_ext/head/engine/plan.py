@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.call import agreement, logit_gradient, statistics
+from megatron_ext.head.call.arithmetic import FAST, FIXED
 from megatron_ext.head.call.leaves import leaf_count
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.resolved_head import ResolvedHead
@@ -30,6 +31,7 @@ class Plan:
     Attributes:
         head: that is read.
         call: the same as the passes take it, with the sums that any read-out wants.
+        arithmetic: its products and sums.
         readouts: copies of the caller's, in the order in which they were asked for.
         tokens: T.
         softmax: whether any wants the softmax of whole rows.
@@ -41,7 +43,7 @@ class Plan:
         ids: token ids that the call asks for, and which tokens count: all ranks must ask for the same.
         asked: one of them: an id past a rank's columns shows that it has a shard, not the whole.
         all_tokens: how many tokens all ranks know of, if some were left out, at `places_T` of which these are.
-        leaf_count: into how many leaves chunks of logits are cut, see `fixed_bits/leaves.py`.
+        leaf_count: into how many leaves chunks of logits are cut, see `call/leaves.py`.
         leaves: what `chunked/by_leaf.py` makes of it, once chunks of logits are read.
         rows: statistics of the read-outs' own, of all leaves.
         held: the dtype of hidden states that were widened for the call, which they have until backward; None: as they
@@ -68,6 +70,7 @@ class Plan:
         if largest is not None or mean or expected or hits:
             taken = replace(taken, largest=largest, mean=mean, expected=expected, hits=hits)
         self.head, self.call, self.readouts, self._options = call, taken, readouts, options or {}
+        self.arithmetic = FAST if call.bits == "fast" else FIXED
         self.tokens = self.all_tokens = tokens
         self.places_T: Tensor | None = None
         self.held: torch.dtype | None = None

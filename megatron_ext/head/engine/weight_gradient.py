@@ -11,22 +11,13 @@ one.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from megatron_ext import main_grad
-from megatron_ext.head.call.chunk_sizes import pieces
 from megatron_ext.head.call.logit_gradient import GradientParts
-from megatron_ext.head.call.matmul import Operand, column_spans, tensors_of
-from megatron_ext.head.engine.linear_passes import counted, weighed_sum
+from megatron_ext.head.engine.linear_passes import LeafWeight, counted_columns
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.numerics import cpu_products
-from megatron_ext.numerics.matrices import on_tensor_cores
-
-# Rows of dW at a time on CPU with 16-bit operands: their fp32 sum takes little memory, and the product comes faster
-# than as a whole (294 ms against 380 at T 4096, D 512, V 32768). The tokens are summed in this many chunks.
-_CPU_ROWS, _CPU_CHUNKS = 2048, 4
+from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
+from megatron_ext.numerics.matrices import pieces
 
 # Elements of a piece of the scaled hidden states on CPU. On CUDA they are one: their product with G has as many tiles
 # as it can, in memory that dx's fp32 product has left or, while that is there, dW does not need in 16 bits.
@@ -34,48 +25,51 @@ _SCALED = 1 << 25
 
 
 class WeightGradient:
-    """Fills `out_VD` (`accumulate`: adds to it, a main_grad) block by block of rows; `finish` once all are there."""
+    """Fills `out_VD` (`accumulate`: adds to it, a main_grad) block by block of a leaf's rows; `finish` once all are
+    there. `x`: hidden states, of which each row of `out` has a factor."""
 
     def __init__(
-        self, out_VD: Tensor, x_TD: Tensor, bias_V: Tensor | None, grad: GradientParts, plan: Plan, accumulate: bool
+        self, out_VD: Tensor, x_TD: Tensor, leaf: LeafWeight, grad: GradientParts, plan: Plan, accumulate: bool
     ):
-        self._out_VD, self._x_TD, self._grad, self._target_T = out_VD, x_TD, grad, plan.target_T
-        self._labelled = plan.labelled
+        self._out_VD, self._x_TD, self._grad, self._target_T = out_VD, x_TD, grad, leaf.target_T
+        self._fixed, self._arithmetic = plan.call.bits != "fast", plan.arithmetic
+        self._labelled = plan.labelled and not self._fixed
         self._counted_V = None
         if grad.offset is not None:
-            self._counted_V = counted(bias_V, out_VD.shape[0], plan.call, grad.offset)
-            self._offset_D = weighed_sum(x_TD, grad.offset)
+            self._counted_V = counted_columns(leaf, plan.call, grad.offset)[: out_VD.shape[0]]
+            self._offset_D = self._arithmetic.weighed_sum(x_TD, grad.offset)
         self._accumulate = accumulate
-        self._rounds_once = not x_TD.is_cuda and x_TD.element_size() == 2
-        step = x_TD.shape[1] if x_TD.is_cuda else max(64, _SCALED // max(x_TD.shape[0], 1))
-        self._parts = [slice(at, min(at + step, x_TD.shape[1])) for at in range(0, x_TD.shape[1], max(step, 1))]
+        summed = not x_TD.is_cuda and (self._fixed or x_TD.element_size() == 2)
+        self._rows = plan.arithmetic.rows if summed else None
+        self._passes = passes_of(x_TD)
+        width = x_TD.shape[1]
+        step = width if x_TD.is_cuda or self._fixed else max(64, _SCALED // max(x_TD.shape[0], 1))
+        self._parts = [slice(at, min(at + step, width)) for at in range(0, width, max(step, 1))]
         self._whole: Tensor | None = None
 
     def add(self, block: slice, g_TV: Tensor) -> None:
-        """The product for the rows of `block`, and on CPU with 16-bit operands their exact terms."""
+        """The product for the rows of `block`; on a CPU, where it is made in fp32, with their exact terms."""
+        stop = min(block.stop, self._out_VD.shape[0])
+        if stop <= block.start:  # the vocabulary ends before
+            return
         for part in self._parts:
             x_TD = self._scaled(part)
-            if not self._rounds_once:
-                out_VD = self._out_VD if block.stop - block.start == self._out_VD.shape[0] else self._out_VD[block]
+            if self._rows is None:
+                out_VD = self._out_VD if stop - block.start == self._out_VD.shape[0] else self._out_VD[block]
                 out_VD = out_VD if len(self._parts) == 1 else out_VD[:, part]
-                _product(out_VD, g_TV, x_TD, self._accumulate)
+                of_rows = g_TV if stop == block.stop else g_TV[:, : out_VD.shape[0]]
+                self._arithmetic.write_transposed(out_VD, of_rows, x_TD, self._accumulate)
                 continue
-            for start in range(block.start, block.stop, _CPU_ROWS):
-                rows = slice(start, min(start + _CPU_ROWS, block.stop))
-                out_VD = self._out_VD[rows, part]
-                sum_VD = self._grad.scale.new_empty(out_VD.shape)
-                tokens = x_TD.shape[0]
-                step = max(64, -(-tokens // _CPU_CHUNKS))
-                for at in range(0, tokens or 1, step):  # of no token the product is 0
-                    g_VT = g_TV[at : at + step, rows.start - block.start : rows.stop - block.start].t()
-                    product_VD = cpu_products.mm(g_VT, x_TD[at : at + step])
-                    sum_VD = sum_VD.add_(product_VD) if at else sum_VD.copy_(product_VD)
-                    del product_VD  # before the next one is made
-                self._add_exact(sum_VD, rows, part)
+            for start in range(block.start, stop, self._rows):
+                rows = slice(start, min(start + self._rows, block.stop))
+                own = slice(start, min(rows.stop, stop))
+                of_rows = g_TV[:, rows.start - block.start : rows.stop - block.start]
+                sum_VD = self._arithmetic.transposed(of_rows, x_TD)[: own.stop - start]
+                self.add_exact(sum_VD, own, part)
                 if self._accumulate:
-                    out_VD += sum_VD
+                    self._out_VD[own, part] += sum_VD
                 else:
-                    out_VD.copy_(sum_VD)
+                    self._out_VD[own, part] = sum_VD
 
     def release(self) -> None:
         """Frees what is made again where it is needed: the scaled hidden states."""
@@ -83,11 +77,14 @@ class WeightGradient:
 
     def finish(self) -> None:
         """Adds the exact terms where `add` did not."""
-        self.release()
-        if not self._rounds_once:
-            self._add_exact(self._out_VD, slice(0, self._out_VD.shape[0]), slice(0, self._x_TD.shape[1]))
+        self._whole = None
+        if self._rows is None:
+            self.add_exact()
 
-    def _add_exact(self, out_VD: Tensor, rows: slice, part: slice) -> None:
+    def add_exact(self, out_VD: Tensor | None = None, rows: slice = slice(None), part: slice = slice(None)) -> None:
+        """Adds to these rows, or all, the terms that no product has: the labels', and that of every column that
+        counts."""
+        out_VD = self._out_VD if out_VD is None else out_VD
         row_T, labelled = self._target_T, self._labelled
         if out_VD.shape[0] != self._out_VD.shape[0]:
             inside_T = (row_T >= rows.start) & (row_T < rows.stop)
@@ -96,8 +93,9 @@ class WeightGradient:
         if self._counted_V is not None:
             common_D, counted_V = self._offset_D[part], self._counted_V[rows]
         x_TD = self._x_TD if len(self._parts) == 1 else self._x_TD[:, part]
+        passes = PYTORCH if self._fixed and not x_TD.is_cuda else self._passes
         given = out_VD, x_TD, row_T, self._grad.target, common_D, counted_V
-        passes_of(out_VD).add_label_rows(*given, labelled=labelled)
+        passes.add_label_rows(*given, in_order=self._fixed, labelled=labelled)
 
     def _scaled(self, part: slice) -> Tensor:
         """`scale * x`, rounded once; on CPU by pieces of D: at large T and D a whole one would be a tensor too many."""
@@ -107,41 +105,29 @@ class WeightGradient:
         out_TD = x_TD.new_empty(x_TD.shape)
         for rows in [slice(0, x_TD.shape[0])] if x_TD.is_cuda else pieces(x_TD):
             if rows.stop - rows.start == x_TD.shape[0]:
-                passes_of(x_TD).scale_rows(out_TD, x_TD, self._grad.scale)
+                self._passes.scale_rows(out_TD, x_TD, self._grad.scale)
             else:
-                passes_of(x_TD).scale_rows(out_TD[rows], x_TD[rows], self._grad.scale[rows])
+                self._passes.scale_rows(out_TD[rows], x_TD[rows], self._grad.scale[rows])
         if len(self._parts) == 1:
             self._whole = out_TD
         return out_TD
 
 
 def weight_gradients(
-    w_VD: Operand,
     outs: Sequence[Tensor | None],
+    spans: Sequence[slice],
     x_TD: Tensor,
-    bias_V: Tensor | None,
+    leaf: LeafWeight,
     grad: GradientParts,
     plan: Plan,
     accumulate: bool,
 ) -> list[WeightGradient]:
-    """Return the gradients of an operand's parts, each with its columns of `x`; `outs`: None where a part wants none,
-    and where there is none. `accumulate`: the first part's is added to what is there."""
-    spans = column_spans(tensors_of(w_VD))
-    sides = [x_TD] if len(spans) == 1 else [x_TD[:, span] for span in spans]
-    return [
-        WeightGradient(out_VD, side_TD, bias_V, grad, plan, accumulate and at == 0)
-        for at, (out_VD, side_TD) in enumerate(zip(outs, sides, strict=False))
-        if out_VD is not None
-    ]
-
-
-def _product(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, accumulate: bool) -> None:
-    """`out = G.T @ x`, rounded once to `out`'s dtype; `out += ...` if `accumulate`."""
-    if accumulate:
-        main_grad.add_product(out_VD, g_TV, x_TD)
-    elif out_VD.dtype == g_TV.dtype:
-        torch.mm(g_TV.t(), x_TD, out=out_VD)
-    elif on_tensor_cores(g_TV) and out_VD.dtype == torch.float32:
-        torch.mm(g_TV.t(), x_TD, out_dtype=torch.float32, out=out_VD)
-    else:
-        out_VD.copy_(torch.mm(g_TV.t(), x_TD))
+    """Return the gradients of an operand's parts in a leaf's rows, each with its columns `spans` of `x`; `outs`: None
+    where a part wants none. `accumulate`: the first part's is added to what is there."""
+    found = []
+    for at, (out_VD, span) in enumerate(zip(outs, spans, strict=True)):
+        if out_VD is not None and leaf.rows.stop > leaf.rows.start:
+            of_leaf = out_VD if leaf.rows.stop - leaf.rows.start == len(out_VD) else out_VD[leaf.rows]
+            side_TD = x_TD if len(spans) == 1 else x_TD[:, span]
+            found.append(WeightGradient(of_leaf, side_TD, leaf, grad, plan, accumulate and at == 0))
+    return found

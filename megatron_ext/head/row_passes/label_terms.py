@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_ext.head.call.chunk_sizes import column_blocks, pieces
+from megatron_ext.head.call.chunk_sizes import column_blocks
+from megatron_ext.numerics.matrices import pieces
 from megatron_ext.numerics.readable_values import has_values
 
 

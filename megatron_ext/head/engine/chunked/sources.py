@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
-from megatron_ext.head.call import matmul
+from megatron_ext.head.call.arithmetic import FAST, FIXED, Arithmetic
 from megatron_ext.head.call.leaves import leaves_of
 from megatron_ext.head.call.matmul import in_one, operand
 from megatron_ext.head.call.resolved_head import ResolvedHead
@@ -36,7 +36,6 @@ class Rule(NamedTuple):
     softcap: float | None = None
     scale: float = 1.0
     rounds: bool = False  # whether the product is rounded to the operands' 16 bits
-    fixed: bool = False  # whether logits have the same bits whatever other tokens there are
 
     @property
     def changes(self) -> bool:
@@ -85,8 +84,9 @@ class Product:
 
     memory_TV: Tensor | None = None
 
-    def __init__(self, x_TD: Tensor, w_VD: Any, rule: Rule, repeats: int = 1):
+    def __init__(self, x_TD: Tensor, w_VD: Any, rule: Rule, arithmetic: Arithmetic, repeats: int = 1):
         self.x_TD, self.w_VD, self.rule, self.repeats = x_TD, w_VD, rule, repeats
+        self._arithmetic = arithmetic
 
     def __call__(self, rows: slice) -> Tensor:
         if self.repeats == 1:
@@ -96,9 +96,9 @@ class Product:
         return z_tV[rows.start - first * self.repeats :][: rows.stop - rows.start]
 
     def _made(self, rows: slice) -> Tensor:
-        kept_TV, logits = self.memory_TV, fixed_order.logits if self.rule.fixed else matmul.logits
+        kept_TV = self.memory_TV
         out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
-        return logits(self.x_TD[rows], self.w_VD, out_tV, self.rule.rounds)
+        return self._arithmetic.logits(self.x_TD[rows], self.w_VD, out_tV, self.rule.rounds)
 
 
 def of_logits(logits: Sequence[Tensor], rules: Sequence[Rule]) -> list[Given]:
@@ -118,18 +118,18 @@ def of_hidden(
         biases[0] = None if biases[0] is None else biases[0].index_select(0, call.chosen)
     if sizes and any(sizes):
         hidden = gather_tokens(hidden, call.group, sizes)
-    leaves = leaves_of(call) if call.fixed else []
+    leaves = leaves_of(call) if call.bits != "fast" else []
     found: list[list[Product]] = [[] for _ in range(max(len(leaves), 1))]
     for x_TD, weight_VD, bias_V, rule in zip(hidden, weights, biases, rules, strict=True):
         w_VD, repeats = weight_VD.to(x_TD.dtype), max(len(hidden[0]) // max(len(x_TD), 1), 1)
         wide_V = None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
         if not leaves:
-            found[0].append(Product(x_TD, w_VD, Rule(wide_V, *rule), repeats))
+            found[0].append(Product(x_TD, w_VD, Rule(wide_V, *rule), FAST, repeats))
             continue
-        whole_VD, x_TD = in_one(w_VD), fixed_order.aligned(x_TD)
+        x_TD, whole_VD = fixed_order.aligned(x_TD), in_one(w_VD)
         for leaf, made in zip(leaves, found, strict=True):
-            own = Rule(None if wide_V is None else leaf.cut(wide_V), *rule, fixed=True)
-            made.append(Product(x_TD, leaf.cut(whole_VD), own, repeats))
+            own_V = None if wide_V is None else leaf.cut(wide_V)
+            made.append(Product(x_TD, leaf.cut(whole_VD), Rule(own_V, *rule), FIXED, repeats))
     return found
 
 

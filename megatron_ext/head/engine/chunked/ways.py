@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext import main_grad
-from megatron_ext.head.call import chunk_sizes, matmul, statistics
-from megatron_ext.head.call.leaves import of_shard, total_of
+from megatron_ext.head.call import chunk_sizes, statistics
+from megatron_ext.head.call.leaves import of_shard
 from megatron_ext.head.call.matmul import WeightSums, column_spans
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
@@ -27,7 +26,7 @@ from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import Chunk
 from megatron_ext.head.row_passes import engine_order
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.numerics import fixed_order, matrices
+from megatron_ext.numerics import matrices
 from megatron_ext.numerics.matrices import accumulation_dtype, part_of
 from megatron_ext.numerics.tree_sums import TreeSum
 
@@ -93,14 +92,14 @@ class OfChunks(Way):
             for each in made:
                 each[0].x_TD = x_TD
         gradients, wide, x_TD = _chunk_gradients(asked, made), accumulation_dtype(x_TD.dtype), source.x_TD
-        fixed, fused = plan.call.fixed, out.fused if chosen is None else None
+        arithmetic, fixed, fused = plan.arithmetic, plan.call.fixed, out.fused if chosen is None else None
         width = source.w_VD.shape[0]
         spans = [slice(at * width, (at + 1) * width) for at in range(len(made))]
 
         def room(wanted: bool, like: Any, begun: Tensor | None = None) -> Tensor | None:
             if wanted and begun is not None and not fixed:
                 return begun
-            return total_of(spans[-1].stop, like, wide, begun) if wanted else None
+            return like.new_zeros(spans[-1].stop, *like.shape[1:], dtype=wide) if wanted else None
 
         low = [] if low_VR is None else [low_VR]
         own_totals = [room(out.dw, weight_VD, fused), *(room(out.dlow, x) for x in low)]
@@ -120,13 +119,11 @@ class OfChunks(Way):
                 dz_tV, w_VD = matrices.new_matrix(x_TD, rows.stop - rows.start, width), leaf.w_VD
                 gradient.write(rows, dz_tV)
                 if dx_TD is not None:
-                    tree.add(fixed_order.product(dz_tV, w_VD) if fixed else matmul.add_product(None, dz_tV, w_VD))
+                    tree.add(arithmetic.add_product(None, dz_tV, w_VD))
                 if sums.wanted:
-                    own_sums.add(dz_tV, x_TD[rows], fixed_order.add_transposed if fixed else main_grad.add_product)
-                if total_V is not None and fixed:
-                    fixed_order.add_column_sums(total_V[span], dz_tV)
-                elif total_V is not None:
-                    total_V += dz_tV.sum(0, dtype=wide)
+                    own_sums.add(dz_tV, x_TD[rows], arithmetic.add_transposed)
+                if total_V is not None:
+                    arithmetic.add_column_sums(total_V[span], dz_tV)
                 del dz_tV  # before the next one is made
             if dx_TD is not None:
                 dx_TD[rows] = tree.total()
@@ -181,7 +178,7 @@ def _row_chunks(plan: Plan, columns: int, tokens: int | None = None) -> list[sli
     if alike := plan.chunks():
         return alike
     if call.fixed:
-        return chunk_sizes.fixed_chunks(call, plan.tokens, 0, columns, on_gpu)
+        return chunk_sizes.fixed_chunks(call, plan.tokens, columns, on_gpu)
     if on_gpu and not plan.needs_logits and not call.chunk_tokens:
         return [whole]  # each pass is one launch, and nothing is made of a chunk
     return chunk_sizes.chunks(whole, call.chunk_tokens or tokens, columns, on_gpu)
