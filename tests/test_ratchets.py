@@ -30,7 +30,7 @@ LINES = {
     "megatron_ext/megatron": 4254,
     "megatron_ext/memory": 549,
     "megatron_ext/model_utils": 1514,
-    "megatron_ext/numerics": 1008,
+    "megatron_ext/numerics": 1047,
     "megatron_ext/policy": 7413,
     "megatron_ext/proof": 547,
     "megatron_ext/sequence": 1504,
