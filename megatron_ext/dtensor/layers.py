@@ -16,14 +16,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from megatron_ext.dtensor.decoder import text_model
 from megatron_ext.dtensor.experts import ExpertsByColumn, ExpertsByExpert, are_stacked, column_layout
-from megatron_ext.dtensor.piecewise import adds_up
+from megatron_ext.dtensor.piecewise import adds_up, heads_add_up
 from megatron_ext.dtensor.styles import (
     AttentionHeads,
     FusedColwise,
     ShardedNorm,
     ShardwiseModule,
     WholeTokens,
-    source_of,
 )
 
 Plan = dict[str, ParallelStyle]
@@ -54,12 +53,8 @@ class ParallelSizes:
         return Shard(1) if self.sequence_parallel and self.tp > 1 else Replicate()
 
 
-_MASKS = {
-    "create_causal_mask",
-    "create_sliding_window_causal_mask",
-    "create_masks_for_generate",
-    "create_masks_for_vision_model",  # where tokens are of an image; such tokens are refused
-}
+_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_masks_for_generate")
+_VISION_MASKS = {"create_masks_for_vision_model"}  # where tokens are of an image; such tokens are refused
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SPLIT = ({"gate_proj", "up_proj", "down_proj"}, {"up_proj", "down_proj"}, {"c_fc", "c_proj"}, {"w1", "w2", "w3"})
 _ROWWISE = ("down_proj", "c_proj", "w2")
@@ -68,11 +63,12 @@ _LATENT = {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mq
 
 def check_attention(model: nn.Module) -> None:
     """Raises Unknown unless every layer of `model` attends causally, with or without a window, by transformers'
-    attention interface."""
+    attention interface. Functions of transformers are known by identity, not by name."""
     text = text_model(model)
     config, module = text.config, sys.modules[type(text).__module__]
-    masks = {name for name in vars(module) if name.startswith("create_") and "mask" in name}
-    if odd := masks - _MASKS:
+    known = [getattr(sys.modules.get("transformers.masking_utils"), name, None) for name in _MASKS]
+    masks = {name: make for name, make in vars(module).items() if name.startswith("create_") and "mask" in name}
+    if odd := {name for name, make in masks.items() if make not in known} - _VISION_MASKS:
         raise Unknown(f"masks made by {', '.join(sorted(odd))}")
     if odd := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
         raise Unknown(f"layers of type {', '.join(sorted(odd))}")
@@ -107,7 +103,10 @@ def check_draws(model: nn.Module, heads_are_cut: bool) -> None:
 
 def takes_attention_functions(model: nn.Module) -> bool:
     """Return whether `model` attends by transformers' attention interface; older forwards do it themselves."""
-    return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(text_model(model)).__module__])
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    module = sys.modules[type(text_model(model)).__module__]
+    return getattr(module, "ALL_ATTENTION_FUNCTIONS", None) is ALL_ATTENTION_FUNCTIONS
 
 
 def model_plan(model: nn.Module, layout: ParallelSizes) -> Plan:
@@ -211,8 +210,7 @@ def _heads(attention: Any) -> tuple[int, int, int]:
         if found != {"q_proj": heads * size, "k_proj": groups * size, "v_proj": groups * size}:
             raise Unknown(f"{kind} with projections of sizes {found}")
     elif names == {"qkv_proj", "o_proj"}:
-        # The module must cut q, k and v, in this order, by counts that can be made those of a rank.
-        if "query_pos = self.config.num_attention_heads * self.head_dim" not in source_of(type(attention).forward):
+        if not heads_add_up(attention, heads // groups, size):
             raise Unknown(f"{kind}, which cuts its qkv_proj in a way")
         if attention.qkv_proj.weight.shape[0] != (heads + 2 * groups) * size:
             raise Unknown(f"{kind} with a qkv_proj of size {attention.qkv_proj.weight.shape[0]}")

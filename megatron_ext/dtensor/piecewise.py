@@ -1,12 +1,14 @@
-"""Feed-forward blocks in pieces: whether those of all tensor-parallel ranks add up to the block, tried at small sizes.
+"""Blocks in pieces: whether those of all tensor-parallel ranks add up to the block, tried at small sizes.
 
 Nothing is read in a block's source: its own forward runs with small weights, whole and in the pieces of two ranks.
 
-Legend: D hidden size, F intermediate size, R tensor-parallel ranks.
+Legend: B rows, S positions, D hidden size, F intermediate size, R tensor-parallel ranks, H channels of a head.
 """
 
+import copy
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,63 @@ def adds_up(block: nn.Module, column: Collection[str], row: Collection[str], hal
     except Exception:  # a forward may fail in any way on weights that are not its own
         return None
     return torch.allclose(torch.as_tensor(found), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def heads_add_up(attention: Any, ratio: int, channels: int) -> bool:
+    """Tell whether `attention` cuts the outputs of its `qkv_proj` into q, k and v, in this order, by the counts of
+    heads in its config, so that pieces with fewer heads add up to it.
+
+    Args:
+        ratio: query heads of a key head.
+        channels: H.
+    """
+    device = next(attention.parameters()).device
+    draw = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to("cpu" if device.type == "meta" else device) / 3
+
+    def cut(x: Tensor) -> list[Tensor]:
+        """Each rank's rows of q, k and v together."""
+        parts = [part.chunk(_R) for part in x.split([ratio * _R * channels, *[_R * channels] * 2])]
+        return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
+
+    whole = {name: drawn(*x.shape) for name, x in [*attention.named_parameters(), *attention.named_buffers()]}
+    rows = (ratio + 2) * _R * channels
+    small = {"qkv_proj.weight": (rows, _D), "qkv_proj.bias": (rows,), "o_proj.bias": (_D,)}
+    small["o_proj.weight"] = (_D, ratio * _R * channels)
+    whole |= {name: drawn(*shape) for name, shape in small.items() if name in whole}
+    pieces = [dict(whole) for _ in range(_R)]
+    for rank, piece in enumerate(pieces):
+        piece |= {name: cut(x)[rank] for name, x in whole.items() if name.startswith("qkv_proj.")}
+        piece["o_proj.weight"] = whole["o_proj.weight"].chunk(_R, 1)[rank]
+        if "o_proj.bias" in whole:
+            piece["o_proj.bias"] = whole["o_proj.bias"] / _R
+    hidden, rotary = drawn(1, 3, _D), (drawn(1, 3, channels), drawn(1, 3, channels))
+
+    def output(weights: Mapping[str, Tensor], groups: int) -> Tensor:
+        given = {"hidden_states": hidden, "position_embeddings": rotary, "attention_mask": None}
+        return functional_call(_with_heads(attention, groups * ratio, groups), dict(weights), kwargs=given)[0]
+
+    try:
+        with _evaluation(attention), torch.no_grad():
+            expected = output(whole, _R)
+            found = torch.stack([output(piece, 1) for piece in pieces]).sum(0)
+    except Exception:  # a forward may fail in any way on weights that are not its own
+        return False
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def _with_heads(attention: Any, heads: int, groups: int) -> nn.Module:
+    """`attention` as a rank has it with so many heads, on the same children: see `styles.AttentionHeads`."""
+    own = copy.copy(attention)
+    own.config = copy.copy(attention.config)
+    own.config.num_attention_heads, own.config.num_key_value_heads = heads, groups
+    own.config._attn_implementation = "eager"
+    for name, count in (("num_heads", heads), ("num_attention_heads", heads), ("num_key_value_heads", groups)):
+        if isinstance(own.__dict__.get(name), int):
+            own.__dict__[name] = count
+    return own
 
 
 def _output(block: nn.Module, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:

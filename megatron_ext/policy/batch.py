@@ -24,7 +24,7 @@ class BatchedDataDict(UserDict[str, Any]):
         Raises:
             ValueError: values have different numbers of rows.
         """
-        sizes = {name: len(value) for name, value in self.items()}
+        sizes = dict(zip(self, map(len, self.values()), strict=True))
         if len(set(sizes.values())) > 1:
             raise ValueError(f"data has rows {sizes}: every value must have as many; cut or repeat the odd one")
         return next(iter(sizes.values()), 0)
@@ -39,13 +39,10 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def select_indices(self, indices: Sequence[int]) -> "BatchedDataDict":
         """The rows of these indices, in their order."""
-
-        def select(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value[torch.as_tensor(indices, dtype=torch.int64, device=value.device)]
-            return [value[i] for i in indices]
-
-        return BatchedDataDict({name: select(value) for name, value in self.items()})
+        found, rows = BatchedDataDict(), torch.as_tensor(indices, dtype=torch.int64)
+        for name, value in self.items():
+            found[name] = value[rows.to(value.device)] if isinstance(value, Tensor) else [value[i] for i in indices]
+        return found
 
     def cut(self, length: int) -> "BatchedDataDict":
         """The first `length` positions of every tensor as long as `input_ids`; the other values as they are."""

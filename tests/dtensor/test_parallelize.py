@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,6 +19,7 @@ from megatron_ext.dtensor import (
     tie_word_embeddings,
     translate_parallel_style,
 )
+from megatron_ext.dtensor.layers import Unknown, check_attention
 from megatron_ext.dtensor.styles import FusedColwise
 from tests.dtensor.models import (
     FAMILIES,
@@ -177,6 +179,47 @@ def test_projections_that_are_no_heads_are_not_understood():
     model.model.layers[1].self_attn.q_proj = torch.nn.Linear(32, 40)
     with pytest.raises(ValueError, match="sequence parallelism of .*with projections of sizes .*'q_proj': 40"):
         parallelize(model, *meshes(tp=2), sequence_parallel=True)
+
+
+class _Reordered(nn.Linear):
+    """A `qkv_proj` whose module cuts keys off first: so does the attention that it is given to."""
+
+    def forward(self, hidden):
+        q, k, v = super().forward(hidden).tensor_split([self.out_features // 2, 3 * self.out_features // 4], -1)
+        return torch.cat([k, q, v], -1)
+
+
+def _attention_of(model, keys_first):
+    """Gives each attention a forward of its own, which computes the same, or cuts its fused projection otherwise."""
+    for layer in model.model.layers:
+        kind = type(layer.self_attn)
+
+        def forward(own, *args, **kwargs):
+            return type(own).__mro__[1].forward(own, *args, **kwargs)
+
+        layer.self_attn.__class__ = type("Own", (kind,), {"forward": forward})
+        if keys_first:
+            layer.self_attn.qkv_proj.__class__ = _Reordered
+    return model
+
+
+@ranks(2)
+def test_fused_attention_is_understood_by_what_it_computes():
+    """Not by its text: a forward of another text that computes the same is cut, one that computes another is not."""
+    tokens = drawn(2, 16)
+    model = parallelize(_attention_of(make("phi3"), False), *meshes(tp=2), sequence_parallel=True)
+    _check_trains_as(reference("phi3", False, tokens), model, tokens)
+    with pytest.raises(ValueError, match="Own, which cuts its qkv_proj in a way"):
+        parallelize(_attention_of(make("phi3"), True), *meshes(tp=2), sequence_parallel=True)
+
+
+@ranks(1)
+def test_a_mask_of_the_same_name_is_not_transformers_own(monkeypatch):
+    model = make("llama")
+    check_attention(model)
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", lambda **_: None)
+    with pytest.raises(Unknown, match="masks made by create_causal_mask"):
+        check_attention(model)
 
 
 @pytest.mark.parametrize("name", [name for name in ("qwen2_moe", "deepseek_v3") if name in FAMILIES])

@@ -161,7 +161,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def exported(worker: Any) -> dict[str, Tensor]:
     """The weights as a generator gets them, by transformers' names."""
-    return {name: export.make() for name, export in worker._exports().items()}
+    return {name: export.make() for name, export in worker.backend.exports().items()}
 
 
 def gradients_of_steps(worker: Any) -> dict[str, Tensor]:
@@ -194,7 +194,7 @@ def check_trains(worker: Any, config: dict, data: BatchedDataDict, loss_fn: Any,
 def held_by(worker: Any) -> dict[str, Tensor]:
     """Copies of a worker's weights, whole, and of its optimizer's state."""
     state = [x for s in worker.optimizer.state.values() for x in s.values()]
-    return {name: x.clone() for name, x in whole(worker._state() | dict(enumerate(state))).items()}
+    return {name: x.clone() for name, x in whole(worker.return_state_dict() | dict(enumerate(state))).items()}
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def new_checkpoint():
 
 
 def has_weights(worker, held):
-    return all(torch.equal(x, held[name]) for name, x in whole(worker._state()).items())
+    return all(torch.equal(x, held[name]) for name, x in whole(worker.return_state_dict()).items())
 
 
 def train(worker, seed):
@@ -55,7 +55,7 @@ def check_continues(first, second):
     assert other.scheduler.last_epoch == 2
     found = [train(other, seed) for seed in (2, 3)]
     torch.testing.assert_close(found, true, rtol=1e-5, atol=0)
-    assert largest_error(whole(other._state()), whole(worker._state())) < 2e-5
+    assert largest_error(whole(other.return_state_dict()), whole(worker.return_state_dict())) < 2e-5
 
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])

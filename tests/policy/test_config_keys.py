@@ -7,9 +7,9 @@ import torch
 from transformers import Gemma3Config
 
 from megatron_ext.policy import DistillationLossFn, DPOLossFn, DTensorPolicyWorker
+from megatron_ext.policy.backend.model_factories import model_factories
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.config_keys import OF_EXPERTS, ONLY, ONLY_OFF, READ, WITHOUT_INFLUENCE
-from megatron_ext.policy.worker.model_factories import model_factories
 from tests.policy.problems import ended, tiny_batch, tiny_config, tiny_model
 from tests.ranks import ranks
 

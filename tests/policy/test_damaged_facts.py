@@ -63,7 +63,7 @@ def held(worker):
         copy.deepcopy(held_by(worker)),
         copy.deepcopy(checkpoints._groups(worker.optimizer)),
         copy.deepcopy(worker.scheduler.state_dict()),
-        worker._loss_scale.state_dict(),
+        worker.trainer.loss_scale.state_dict(),
         torch.get_rng_state(),
     )
 

@@ -233,7 +233,7 @@ def test_whole_logits_exist_for_losses_of_logits_alone(cls):
 @pytest.mark.slow
 @ranks(1)
 def test_what_is_refused():
-    assert not worker_of(generation={"top_k": -1, "top_p": None})._narrowed(tiny_batch(8))
+    assert not worker_of(generation={"top_k": -1, "top_p": None}).scorer.reader.narrows(tiny_batch(8))
     with pytest.raises(ValueError, match="score.. is of reward models"):
         worker_of().score(tiny_batch(8))
     with pytest.raises(ValueError, match="reward_model_cfg.enabled is True: .*use DTensorPolicyWorker"):

@@ -51,7 +51,7 @@ def test_sampled_and_scored_log_probs_agree(layout):
             output = worker.generate(data, greedy, seed=5)
             true = scored(tiny_model(), output, 0.7, 20, 0.8)
             torch.testing.assert_close(output["logprobs"], true, rtol=1e-5, atol=1e-5)
-    assert worker._generator is None
+    assert worker.generation.generator is None
     worker.train(shard(tiny_batch(), worker), NLLLoss())
     trained = AutoModelForCausalLM.from_config(tiny_model())
     trained.load_state_dict(dict(worker.iter_weights()))
@@ -85,7 +85,7 @@ def test_rows_and_padding():
     drawn = [worker.generate(data)["output_ids"].tolist() for _ in range(2)]
     assert drawn[0] != drawn[1]
     worker.shutdown()
-    assert worker._generator is None
+    assert worker.generation.generator is None
 
 
 @ranks(1)

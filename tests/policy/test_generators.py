@@ -97,7 +97,7 @@ def test_refit_of_vllm(kind):
     assert engine.workers[0].model_runner.model.largest_difference(changed) > 1e-4
     refit_vllm(Policy(worker), engine)
     assert [x.model_runner.model.largest_difference(changed) for x in engine.workers] == [0.0, 0.0]
-    assert worker._held is None
+    assert worker.refitter.held is None
     worker.shutdown()
 
 

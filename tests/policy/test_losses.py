@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megatron_ext.policy import ClippedPGLoss, DistillationLossFn, DPOLossFn, NLLLoss
-from megatron_ext.policy.worker.partial_train_step import TrainSteps
-from tests.policy.problems import counts_for, tiny_batch
+from megatron_ext.policy.config import read_config
+from megatron_ext.policy.worker.trainer import Trainer
+from tests.policy.problems import VOCAB, counts_for, tiny_batch, tiny_config
 
 
 def problem(rows=6, seed=1):
@@ -229,13 +230,16 @@ def test_shapes_that_would_be_broadcast_are_refused(name):
 
 
 def test_positive_examples_are_refused_in_a_step_of_parts():
-    worker = Mock()
+    backend = Mock(settings=read_config(tiny_config()), vocabulary=VOCAB, places_multiple=1)
+    trainer = Trainer(backend, init_optimizer=False)
+    trainer.optimizer = Mock()
     with pytest.raises(ValueError, match="positive_example_nll_weight is 0.5: .* use train"):
-        TrainSteps.begin_train_step(worker, ClippedPGLoss(positive_example_nll_weight=0.5))
-    worker._zero_grad.assert_not_called()
+        trainer.begin_train_step(ClippedPGLoss(positive_example_nll_weight=0.5))
+    backend.zero_grad.assert_not_called()
     for loss_fn in (ClippedPGLoss(), lambda *_: None):
-        TrainSteps.begin_train_step(worker, loss_fn)
-        assert worker._open_step.loss_fn is loss_fn
+        trainer.begin_train_step(loss_fn)
+        assert trainer.open_step.loss_fn is loss_fn
+        trainer.abort_train_step()
 
 
 def test_metrics_of_a_generator_that_differs():

@@ -68,7 +68,7 @@ def test_cpu_offload():
 def test_custom_plan():
     plan = {"custom_parallel_plan": f"{__name__}.MLP_ALONE"}
     worker = DTensorPolicyWorker(tiny_config(tp=2, dtensor_cfg=plan))
-    cut = {name for name, x in worker._state().items() if x.to_local().shape != x.shape}
+    cut = {name for name, x in worker.return_state_dict().items() if x.to_local().shape != x.shape}
     assert cut == {f"model.layers.{i}.mlp.{name}_proj.weight" for i in range(2) for name in ("gate", "up", "down")}
     check(worker)
 
@@ -126,18 +126,18 @@ def test_too_large_loss_scale_is_halved_and_the_step_skipped():
     worker = DTensorPolicyWorker(tiny_config(precision="float16"))
     data = shard(tiny_batch(), worker)
     before = held_by(worker)
-    worker._loss_scale.value = 2.0**40
+    worker.trainer.loss_scale.value = 2.0**40
     with unchanged(worker):
         result = worker.train(data, NLLLoss())
     assert not result["grad_norm"].isfinite().any()
-    assert worker._loss_scale.value == 2.0**39
-    worker._loss_scale.value = 2.0**13
+    assert worker.trainer.loss_scale.value == 2.0**39
+    worker.trainer.loss_scale.value = 2.0**13
     assert worker.train(data, NLLLoss())["grad_norm"].isfinite().all()
     folder = shared_folder()
     paths = str(folder / "weights"), str(folder / "optimizer")
     worker.save_checkpoint(*paths)
     other = DTensorPolicyWorker(tiny_config(precision="float16"), None, *paths)
-    assert other._loss_scale.state_dict() == {"value": 2.0**13, "good_steps": 1}
+    assert other.trainer.loss_scale.state_dict() == {"value": 2.0**13, "good_steps": 1}
     after = held_by(worker)
     assert any(not torch.equal(after[name], x) for name, x in before.items())
 

@@ -71,7 +71,7 @@ def test_shared_memory(tied, tp):
     worker.offload_after_refit()
     dist.barrier()
     assert not any(is_open(address) for address in seen)
-    true = whole(worker._state())
+    true = whole(worker.return_state_dict())
     if dist.get_rank() == 1:
         assert all(torch.equal(plain.state_dict()[name], x) for name, x in true.items())
     worker.prepare_for_training()
@@ -106,7 +106,7 @@ def test_collective(precision):
     if dist.get_rank() == 1:
         thread.join(30)
         assert not faults
-    true = whole(worker._state())
+    true = whole(worker.return_state_dict())
     if dist.get_rank() == 1:
         dtype = getattr(torch, precision)
         assert all(torch.equal(plain.state_dict()[name], x.to(dtype).float()) for name, x in true.items())
@@ -136,13 +136,13 @@ def test_a_generator_that_comes_too_late_needs_a_new_group():
         thread.start()
     worker.init_collective("127.0.0.1", port, 2)
     if dist.get_rank() == 0:
-        worker._to_generators._store.set_timeout(timedelta(seconds=1))
+        worker.refitter.to_generators._store.set_timeout(timedelta(seconds=1))
     with pytest.raises(RuntimeError, match=r"ranks \[1\] of the 2 that meet for weights did not come"):
         worker.broadcast_weights_for_collective()
     given_up.set()
     worker.init_collective("127.0.0.1", port, 2)
     worker.broadcast_weights_for_collective()
-    true = whole(worker._state())
+    true = whole(worker.return_state_dict())
     if dist.get_rank() == 1:
         thread.join(TIMEOUT_S)
         assert [error[: error.index(" that")] for error in found] == ["ranks [1] of the 2"]
@@ -219,7 +219,7 @@ def test_only_the_devices_that_are_asked_for():
     worker = DTensorPolicyWorker(tiny_config(), init_optimizer=False, init_reference_model=False)
     names, here = list(worker.prepare_refit_info()), worker.report_device_id()
     assert worker.get_weights_ipc_handles(names, ["GPU-of-another-host"]) == {}
-    assert worker._held is None
+    assert worker.refitter.held is None
     found = worker.get_weights_ipc_handles(names, [here, "GPU-of-another-host"])
     assert list(found) == [here] * (dist.get_rank() == 0)
     worker.shutdown()

@@ -68,7 +68,7 @@ def check(model_config, kind="fixed", **layout):
     optimizer.step()
     trained = worker.train(shard(data, worker), PreferenceLoss())
     assert trained["global_loss"].item() == pytest.approx(loss.item(), rel=1e-5)
-    updated = whole(worker._state())
+    updated = whole(worker.return_state_dict())
     assert updated.keys() == dict(model.named_parameters()).keys()
     for name, x in model.named_parameters():  # a bias of all rewards alike stays 0
         assert (updated[name] - x).norm() < 1e-4 * max(x.norm(), config["optimizer"]["kwargs"]["lr"]), name

@@ -43,7 +43,7 @@ def check(layout, cuts, loss_fn=GRPO, model=None, **batch):
         torch.testing.assert_close(found["global_loss"].tolist(), true[0], rtol=1e-5, atol=1e-6, msg=case)
         torch.testing.assert_close(found["grad_norm"].tolist(), true[3], rtol=1e-4, atol=0.0, msg=case)
         assert largest_error(gradients, true[1]) < TOLERANCE, case
-        assert largest_error(whole(worker._state()), true[2]) < TOLERANCE, case
+        assert largest_error(whole(worker.return_state_dict()), true[2]) < TOLERANCE, case
         assert all(parameter.grad is None for parameter in worker.model.parameters()), case  # whose memory is free
 
 

@@ -52,7 +52,7 @@ def test_parts_are_the_whole_step(loss_fn, kind):
     found = in_parts.finish_train_step(timer=timer)
     torch.testing.assert_close(found["global_loss"], want["global_loss"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found["grad_norm"], want["grad_norm"], rtol=1e-5, atol=1e-6)
-    assert largest_error(whole(in_parts._state()), whole(at_once._state())) < 1e-5
+    assert largest_error(whole(in_parts.return_state_dict()), whole(at_once.return_state_dict())) < 1e-5
     for name, values in want["all_mb_metrics"].items():
         if name not in ("lr", "global_valid_seqs", "global_valid_toks") and not ("_min" in name or "_max" in name):
             total = sum(found["all_mb_metrics"][name])
@@ -66,7 +66,7 @@ def test_parts_are_the_whole_step(loss_fn, kind):
 def test_what_is_refused_and_aborted():
     worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
     data = shard(tiny_batch(), worker)
-    before = whole(worker._state())
+    before = whole(worker.return_state_dict())
     for call in (lambda: worker.train_microbatch(data), worker.finish_train_step):
         with pytest.raises(RuntimeError, match="call begin_train_step"):
             call()
@@ -98,7 +98,7 @@ def test_what_is_refused_and_aborted():
         worker.train_microbatch(data)
     with pytest.raises(RuntimeError, match="call begin_train_step"):  # the fault has closed the step
         worker.finish_train_step()
-    assert all(torch.equal(x, before[name]) for name, x in whole(worker._state()).items())
+    assert all(torch.equal(x, before[name]) for name, x in whole(worker.return_state_dict()).items())
     for loss_fn in (NLLLoss(), ClippedPGLoss(token_level_loss=False)):  # of which nothing counts
         worker.begin_train_step(loss_fn)
         worker.train_microbatch(data | {"sample_mask": torch.zeros(len(data["sample_mask"]))})

@@ -13,7 +13,7 @@ from megatron_ext.policy.refit.weight_transfer import WeightsHandle, buckets, lo
 
 
 class RayRefit(RayActors):
-    """Actors whose workers hand weights on: see `megatron_ext.policy.worker.refitting`."""
+    """Actors whose workers hand weights on: see `megatron_ext.policy.worker.refitter`."""
 
     def get_gpu_info(self) -> list[dict[str, Any]]:
         """Each rank's device and memory."""

@@ -1,1 +1,1 @@
-"""The policy worker and its calls: training, scoring, generation."""
+"""The policy worker and its parts: scorer, trainer, refitter, generation, checkpoints."""

@@ -12,62 +12,153 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from megatron_ext.policy import checkpoint
+from megatron_ext.policy.backend.base import Backend
 from megatron_ext.policy.checkpoint.fact_checks import check_keys, check_like, check_loss_scale, refuse_fact
 from megatron_ext.policy.checkpoint.sharded_files import Found, Part
 from megatron_ext.policy.data.agreement_of_ranks import agree
-from megatron_ext.policy.worker.backend import Backend
+from megatron_ext.policy.data.timer import Timer, timed
+from megatron_ext.policy.worker.trainer import Trainer
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def save_policy(worker: Backend, weights_path: str, optimizer_path: str | None) -> None:
-    """Writes both, or leaves what the paths held."""
-    parts = [Part("weights", Path(weights_path), worker._state(), {})]
-    if optimizer_path is not None:
-        optimizer = _optimizer(worker)
-        tensors: dict[str, Tensor] = {}
-        assert worker.scheduler is not None
-        facts: dict[str, Any] = {
-            "scheduler": worker.scheduler.state_dict(),
-            "loss_scale": worker._loss_scale.state_dict(),
-        }
-        if optimizer.state:
-            tensors, numbers = _optimizer_state(worker)
-            facts["numbers"] = _of_all_ranks(numbers)
-        else:  # DCP would take a step to have something to save
-            facts["groups"] = _groups(optimizer)
-        parts.append(Part("optimizer", Path(optimizer_path), _as_global(worker, tensors), facts))
-    checkpoint.save_together(*parts)
+class Checkpoints:
+    """The weights of a policy, its optimizer and its tokenizer in folders, and back."""
 
+    def __init__(self, backend: Backend, trainer: Trainer, tokenizer: Any = None):
+        self.backend, self.trainer, self._tokenizer = backend, trainer, tokenizer
 
-@torch.no_grad()
-def load_policy(worker: Backend, weights_path: str, optimizer_path: str | None) -> None:
-    """Both folders are checked, and compared with the worker, before either is read."""
-    weights = worker._state()
-    if optimizer_path is None:
-        [saved] = checkpoint.find(weights=weights_path)
+    def save_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+        checkpointing_cfg: Mapping[str, Any] | None = None,
+        timer: Timer | None = None,
+    ) -> None:
+        """Writes the weights, and where asked optimizer with schedule, and tokenizer, to folders of these names.
+
+        Weights and optimizer change together, or not at all, and only when every rank sees all that was written; see
+        `megatron_ext.policy.checkpoint.sharded_files`. A path that is a link is followed.
+
+        Args:
+            checkpointing_cfg: NeMo-RL's configuration of checkpoints. What asks for files of another kind is refused;
+                the other keys say when to save and what to keep, which is the caller's.
+            timer: as NeMo-RL's, measures "save_checkpoint".
+
+        Raises:
+            ValueError: the ranks do not share a path, or it holds something else; on every rank.
+            OSError: the files cannot be written, or read as they were written; on every rank.
+                What the paths held before is still there.
+        """
+        if tokenizer_path is not None and self._tokenizer is None:
+            raise ValueError("tokenizer_path without a tokenizer: give the worker one, or leave the path out")
+        _check_format(checkpointing_cfg or {})
+        self.backend.refuse_reference("save_checkpoint()")
+
+        def save_tokenizer() -> None:
+            if self.backend.rank == 0:
+                self._tokenizer.save_pretrained(tokenizer_path)
+
+        with timed(timer, "save_checkpoint"):
+            self._save(weights_path, optimizer_path)
+            if tokenizer_path is not None:
+                agree(save_tokenizer)
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """Reads what `save_checkpoint` wrote, in this or another layout. Executes nothing of it.
+
+        Raises:
+            ValueError: on every rank, if it is incomplete, damaged, of another model or optimizer, or of two saves.
+                Nothing has changed.
+        """
+        self.backend.refuse_reference("load_checkpoint()")
+        self.trainer.refuse_open_step("load_checkpoint()")
+        self._load(weights_path, optimizer_path)
+
+    def _save(self, weights_path: str, optimizer_path: str | None) -> None:
+        """Writes both, or leaves what the paths held."""
+        parts = [Part("weights", Path(weights_path), self.backend.state(), {})]
+        if optimizer_path is not None:
+            optimizer, scheduler = self._optimizer()
+            tensors: dict[str, Tensor] = {}
+            facts: dict[str, Any] = {
+                "scheduler": scheduler.state_dict(),
+                "loss_scale": self.trainer.loss_scale.state_dict(),
+            }
+            if optimizer.state:
+                tensors, numbers = self._optimizer_state(optimizer)
+                facts["numbers"] = _of_all_ranks(numbers)
+            else:  # DCP would take a step to have something to save
+                facts["groups"] = _groups(optimizer)
+            parts.append(Part("optimizer", Path(optimizer_path), self._as_global(tensors), facts))
+        checkpoint.save_together(*parts)
+
+    @torch.no_grad()
+    def _load(self, weights_path: str, optimizer_path: str | None) -> None:
+        """Both folders are checked, and compared with the policy, before either is read."""
+        weights = self.backend.state()
+        if optimizer_path is None:
+            [saved] = checkpoint.find(weights=weights_path)
+            checkpoint.must_hold(saved, weights)
+            checkpoint.read(saved, weights)
+            return
+        optimizer, scheduler = self._optimizer()
+        saved, saved_optimizer = checkpoint.find(weights=weights_path, optimizer=optimizer_path)
+        facts = saved_optimizer.facts
         checkpoint.must_hold(saved, weights)
-        checkpoint.read(saved, weights)
-        return
-    optimizer = _optimizer(worker)
-    saved, saved_optimizer = checkpoint.find(weights=weights_path, optimizer=optimizer_path)
-    facts = saved_optimizer.facts
-    checkpoint.must_hold(saved, weights)
-    assert worker.scheduler is not None
-    schedule = worker.scheduler.state_dict()
-    agree(lambda: _check_facts(optimizer_path, facts, schedule))
-    if "groups" in facts:
-        agree(lambda: _same_groups(optimizer_path, facts["groups"], _groups(optimizer)))
-        checkpoint.read(saved, weights)
-        optimizer.state.clear()
-        for group, values in zip(optimizer.param_groups, facts["groups"], strict=True):
-            group.update(values)
-    else:
-        _load_both(worker, optimizer, saved, saved_optimizer)
-    worker.scheduler.load_state_dict(facts["scheduler"])
-    worker._loss_scale.load_state_dict(facts["loss_scale"])
+        schedule = scheduler.state_dict()
+        agree(lambda: _check_facts(optimizer_path, facts, schedule))
+        if "groups" in facts:
+            agree(lambda: _same_groups(optimizer_path, facts["groups"], _groups(optimizer)))
+            checkpoint.read(saved, weights)
+            optimizer.state.clear()
+            for group, values in zip(optimizer.param_groups, facts["groups"], strict=True):
+                group.update(values)
+        else:
+            self._load_both(optimizer, saved, saved_optimizer)
+        scheduler.load_state_dict(facts["scheduler"])
+        self.trainer.loss_scale.load_state_dict(facts["loss_scale"])
+
+    def _load_both(self, optimizer: Optimizer, weights: Found, state: Found) -> None:
+        fresh = not optimizer.state
+        try:
+            tensors, numbers = self._optimizer_state(optimizer)
+            own = _of_all_ranks(numbers)
+            _same_keys(state.path, "optimizer", state.facts["numbers"], own)
+            check_like(state.path, "numbers", state.facts["numbers"], own)
+            parts = self._as_global(tensors)
+            checkpoint.must_hold(state, parts)
+            checkpoint.read(weights, self.backend.state())
+            checkpoint.read(state, parts)
+        except ValueError:
+            if fresh:
+                optimizer.state.clear()
+            raise
+        flat: Any = {**tensors, **{name: state.facts["numbers"][name] for name in numbers}}
+        set_optimizer_state_dict(self.backend.model, optimizer, flat, options=_FLAT)
+
+    def _optimizer(self) -> tuple[Optimizer, LRScheduler]:
+        if self.trainer.optimizer is None or self.trainer.scheduler is None:
+            raise ValueError("optimizer_path without an optimizer: the worker was made with init_optimizer=False")
+        return self.trainer.optimizer, self.trainer.scheduler
+
+    def _optimizer_state(self, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The optimizer's tensors, by "state.<weight>.<name>", and its numbers, by "param_groups.<weight>.<name>"."""
+        flat: dict[str, Any] = get_optimizer_state_dict(self.backend.model, optimizer, options=_FLAT)
+        tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
+        return tensors, {name: x for name, x in flat.items() if name not in tensors}
+
+    def _as_global(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Each of them cut like its weight; numbers (the step) are the same everywhere."""
+        found = {}
+        for name, x in tensors.items():
+            weight = name.removeprefix("state.").rpartition(".")[0]
+            found[name] = self.backend.as_global(weight, x) if x.dim() else x
+        return found
 
 
 def _check_facts(path: str, facts: Any, schedule: Mapping[str, Any]) -> None:
@@ -76,25 +167,6 @@ def _check_facts(path: str, facts: Any, schedule: Mapping[str, Any]) -> None:
     check_loss_scale(path, facts["loss_scale"])
     _same_keys(path, "schedule", facts["scheduler"], schedule)
     check_like(path, "scheduler", facts["scheduler"], schedule)
-
-
-def _load_both(worker: Backend, optimizer: Optimizer, weights: Found, state: Found) -> None:
-    fresh = not optimizer.state
-    try:
-        tensors, numbers = _optimizer_state(worker)
-        own = _of_all_ranks(numbers)
-        _same_keys(state.path, "optimizer", state.facts["numbers"], own)
-        check_like(state.path, "numbers", state.facts["numbers"], own)
-        parts = _as_global(worker, tensors)
-        checkpoint.must_hold(state, parts)
-        checkpoint.read(weights, worker._state())
-        checkpoint.read(state, parts)
-    except ValueError:
-        if fresh:
-            optimizer.state.clear()
-        raise
-    flat: Any = {**tensors, **{name: state.facts["numbers"][name] for name in numbers}}
-    set_optimizer_state_dict(worker.model, optimizer, flat, options=_FLAT)
 
 
 def _same_groups(path: str, saved: Any, own: list[dict[str, Any]]) -> None:
@@ -125,28 +197,16 @@ def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def _optimizer(worker: Backend) -> Optimizer:
-    if worker.optimizer is None:
-        raise ValueError("optimizer_path without an optimizer: the worker was made with init_optimizer=False")
-    return worker.optimizer
-
-
-def _optimizer_state(worker: Backend) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer's tensors, by "state.<weight>.<name>", and its numbers, by "param_groups.<weight>.<name>"."""
-    flat: dict[str, Any] = get_optimizer_state_dict(worker.model, _optimizer(worker), options=_FLAT)
-    tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
-    return tensors, {name: x for name, x in flat.items() if name not in tensors}
-
-
 def _of_all_ranks(numbers: dict[str, Any]) -> dict[str, Any]:
     """Join the numbers of every rank: the stages of a pipeline have different weights."""
     return {name: value for found in agree(lambda: numbers) for name, value in found.items()}
 
 
-def _as_global(worker: Backend, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each of them cut like its weight; numbers (the step) are the same everywhere."""
-    found = {}
-    for name, x in tensors.items():
-        weight = name.removeprefix("state.").rpartition(".")[0]
-        found[name] = worker._as_global(weight, x) if x.dim() else x
-    return found
+def _check_format(checkpointing: Mapping[str, Any]) -> None:
+    """Raises ValueError where NeMo-RL's configuration asks for files that `save_checkpoint` does not write."""
+    for key in ("model_save_format", "save_consolidated", "is_peft", "is_async"):
+        if checkpointing.get(key) not in (None, "torch_save" if key == "model_save_format" else False):
+            raise ValueError(
+                f"checkpointing_cfg.{key} is {checkpointing[key]!r}: checkpoints are torch.distributed.checkpoint's "
+                f"files of whole weights, written before save_checkpoint() returns; leave the key out"
+            )

@@ -11,22 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_ext.policy.backend.base import Backend
+from megatron_ext.policy.backend.model_factories import model_factories
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.data.batch_plan import checked
-from megatron_ext.policy.worker.model_factories import model_factories
-from megatron_ext.policy.worker.refitting import Refitting
+from megatron_ext.policy.worker.refitter import Refitter
 from megatron_ext.policy.worker.sampling import Sampler, SamplingSettings, row_seeds
 
 _NEEDS = ("input_ids", "input_lengths")
 
 
-class Generating(Refitting):
-    """A policy that samples. The methods are those of NeMo-RL's `GenerationInterface`."""
+class Generation:
+    """Answers of a policy, and the copy of its model that makes them. The methods are those of NeMo-RL's
+    `GenerationInterface`."""
 
-    tokenizer: Any
-    _generator: nn.Module | None = None
-    _generations = 0
+    def __init__(self, backend: Backend, refitter: Refitter, config: Mapping[str, Any], tokenizer: Any):
+        self.backend, self.settings, self._refitter = backend, backend.settings, refitter
+        self._config, self._tokenizer = config, tokenizer
+        self.generator: nn.Module | None = None
+        self._generations = 0
 
     @torch.no_grad()
     def prepare_for_generation(self, *_: Any, **__: Any) -> None:
@@ -38,7 +42,7 @@ class Generating(Refitting):
         """
         if self.settings.gives_rewards:
             raise ValueError("this worker has a reward model, which samples nothing: leave reward_model_cfg out")
-        generator = self._generator
+        generator = self.generator
 
         def build() -> None:
             nonlocal generator
@@ -47,19 +51,19 @@ class Generating(Refitting):
                     generator = model_factories(
                         self.settings.model, overrides=self.settings.config_overrides
                     ).make_empty()
-                generator.to(self.device, self.settings.dtype).eval()
+                generator.to(self.backend.device, self.settings.dtype).eval()
                 _keep_stops(generator)
 
         agree(build)  # memory may be short on one rank
         assert generator is not None
         state = generator.state_dict()
-        for name, weight in self.iter_weights(hub_names=False):
+        for name, weight in self._refitter.iter_weights(hub_names=False):
             state[name].copy_(weight)
-        self._generator = generator
+        self.generator = generator
 
     def finish_generation(self, *_: Any, **__: Any) -> None:
         """Frees the copy."""
-        self._generator = None
+        self.generator = None
 
     @torch.no_grad()
     def generate(
@@ -89,20 +93,20 @@ class Generating(Refitting):
         Raises:
             ValueError: prompts or settings that cannot be used; of prompts on this rank alone.
         """
-        settings = SamplingSettings.of(self.cfg, self.tokenizer, self.settings)
-        prepared = self._generator is not None
+        settings = SamplingSettings.of(self._config, self._tokenizer, self.settings)
+        prepared = self.generator is not None
         if not prepared:
             self.prepare_for_generation()
         try:
             prompts = {name: data[name] for name in _NEEDS if name in data}
-            batch = checked(prompts, _NEEDS, self._vocabulary, least=1)
+            batch = checked(prompts, _NEEDS, self.backend.vocabulary, least=1)
             self._generations += 1
             seed = self.settings.seed * 1_000_003 + self._generations if seed is None else seed
             numbers = range(batch.size) if rows is None else rows
-            sampler = Sampler(settings, None if greedy else row_seeds(seed, numbers), self.device)
-            assert self._generator is not None
-            with self._mode():
-                return _generated(self._generator, batch.to(self.device), settings, sampler)
+            sampler = Sampler(settings, None if greedy else row_seeds(seed, numbers), self.backend.device)
+            assert self.generator is not None
+            with self.backend.mode():
+                return _generated(self.generator, batch.to(self.backend.device), settings, sampler)
         finally:
             if not prepared:
                 self.finish_generation()

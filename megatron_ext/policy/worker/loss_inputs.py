@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head import Entropy, Gather, ReadOut
-from megatron_ext.losses.worker_protocol import LossInputType, rows_together
+from megatron_ext.policy.backend.base import Read
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.worker.scoring import Read, Scoring
+from megatron_ext.policy.losses.worker_protocol import LossInputType, rows_together
+from megatron_ext.policy.worker.reader import MicroBatchReader
 
 Divisors = Mapping[str, Tensor]  # `Counts` by name, in its order
 # Of what was read, its micro-batch, and the counts that the loss divides by: loss and metrics.
@@ -38,30 +39,30 @@ class LossInputs(NamedTuple):
     call: Call
 
 
-def inputs_of(worker: Scoring, loss_fn: Any) -> LossInputs:
-    """Return the functions by which `worker` gets what `loss_fn` reads."""
+def loss_inputs(reader: MicroBatchReader, loss_fn: Any) -> LossInputs:
+    """Return the functions by which `loss_fn` gets its inputs."""
     kind = getattr(loss_fn, "input_type", None)
     value = getattr(kind, "value", kind)
-    if worker.settings.gives_rewards and value != LossInputType.LOGIT.value:
+    if reader.settings.gives_rewards and value != LossInputType.LOGIT.value:
         raise ValueError(
             f"{type(loss_fn).__name__}.input_type is {value!r}, and the worker has a reward model: it must be 'logit', "
             f"as NeMo-RL's PreferenceLossFn has it"
         )
     if value in (None, LossInputType.LOGPROB.value):
-        return _log_probs(worker, loss_fn, by_keywords=value is not None)
+        return _log_probs(reader, loss_fn, by_keywords=value is not None)
     if value == LossInputType.LOGIT.value:
-        return _logits(worker, loss_fn)
+        return _logits(reader, loss_fn)
     if value == LossInputType.DISTILLATION.value:
-        return _distillation(worker, loss_fn)
+        return _distillation(reader, loss_fn)
     known = ", ".join(repr(known.value) for known in LossInputType)
     raise ValueError(f"{type(loss_fn).__name__}.input_type is {value!r}: a policy worker has inputs for {known} alone")
 
 
-def _log_probs(worker: Scoring, loss_fn: Any, by_keywords: bool) -> LossInputs:
+def _log_probs(reader: MicroBatchReader, loss_fn: Any, by_keywords: bool) -> LossInputs:
     penalized = bool(getattr(loss_fn, "reference_policy_kl_penalty", 0))
 
     def read(micro_batch: BatchedDataDict) -> Tensor:
-        return worker._row_log_probs(micro_batch, penalized and worker._narrowed(micro_batch))
+        return reader.log_probs(micro_batch, penalized and reader.narrows(micro_batch))
 
     def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
         if by_keywords:  # NeMo-RL's have none of the first token
@@ -75,8 +76,8 @@ def _log_probs(worker: Scoring, loss_fn: Any, by_keywords: bool) -> LossInputs:
     return LossInputs(read, call)
 
 
-def _logits(worker: Scoring, loss_fn: Any) -> LossInputs:
-    rewards, kind = worker.settings.gives_rewards, worker.settings.batching.kind
+def _logits(reader: MicroBatchReader, loss_fn: Any) -> LossInputs:
+    rewards, kind = reader.settings.gives_rewards, reader.settings.batching.kind
     if rewards and kind != "fixed" and not (hasattr(loss_fn, "unit") or rows_together(loss_fn) > 1):
         raise ValueError(
             f"{type(loss_fn).__name__} has no `unit`, and {kind} micro-batches may part rows that belong together: set "
@@ -85,13 +86,13 @@ def _logits(worker: Scoring, loss_fn: Any) -> LossInputs:
 
     def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
         if rewards:
-            found = found[torch.arange(len(found), device=found.device), worker._last_tokens(micro_batch)]
+            found = found[torch.arange(len(found), device=found.device), reader.last_tokens(micro_batch)]
         return loss_fn(logits=found, data=micro_batch, **counts)
 
-    return LossInputs(worker._row_logits, call)
+    return LossInputs(reader.logits, call)
 
 
-def _distillation(worker: Scoring, loss_fn: Any) -> LossInputs:
+def _distillation(reader: MicroBatchReader, loss_fn: Any) -> LossInputs:
     zero = bool(loss_fn.zero_outside_topk)
     with_entropy = zero and loss_fn.kl_type != "forward"
 
@@ -100,7 +101,7 @@ def _distillation(worker: Scoring, loss_fn: Any) -> LossInputs:
 
     def read(micro_batch: BatchedDataDict) -> Tensor:
         ids_BSK = micro_batch["teacher_topk_indices"]
-        return worker._row_read(micro_batch, of_student, ids_BSK.shape[2] + with_entropy, ids_BSK)
+        return reader.read_outs(micro_batch, of_student, ids_BSK.shape[2] + with_entropy, ids_BSK)
 
     def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
         k = micro_batch["teacher_topk_indices"].shape[2]

@@ -1,34 +1,58 @@
-"""The base of both policy workers: one rank's part of the model is trained, scored, saved and refitted.
+"""The policy worker: one rank's part of a policy is trained, scored, sampled, saved and refitted.
 
-`PolicyWorker` is what the backends have in common: training, scoring and refitting from the modules of these names, on
-what `backend` asks them for; and here checkpoints, and where things lie. The interface is NeMo-RL's
-`DTensorPolicyWorker`, but: losses get log-probabilities unless they ask for logits, the handles of weights are for our
-`load_weights`, `prepare_refit_info` always has an answer, and what NeMo-RL's worker calls only itself is missing.
+A worker has parts, each with the state that is its own: a `Backend` (the model), a `Scorer`, a `Trainer` (the
+optimizer), a `Refitter` (weights for generators), a `Generation` and `Checkpoints`. Its methods are theirs, under the
+names of NeMo-RL's `DTensorPolicyWorker`, but: losses get log-probabilities unless they ask for logits, the handles of
+weights are for our `load_weights`, `prepare_refit_info` always has an answer, and what NeMo-RL's worker calls only
+itself is missing. Here are the methods that move parts between a GPU and the host, and the rank's device.
 
 Legend: B rows of this data-parallel rank, S positions. Global ranks go through the mesh (dp, cp, tp), tp fastest.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import wraps
+from operator import attrgetter
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ext.policy import device_memory
-from megatron_ext.policy.data.agreement_of_ranks import agree
-from megatron_ext.policy.data.timer import Timer, timed
-from megatron_ext.policy.worker.checkpoints import load_policy, save_policy
-from megatron_ext.policy.worker.generation import Generating
-from megatron_ext.policy.worker.partial_train_step import TrainSteps
+from megatron_ext.policy.backend.base import Backend
+from megatron_ext.policy.config import read_config
+from megatron_ext.policy.worker.checkpoints import Checkpoints
+from megatron_ext.policy.worker.generation import Generation
+from megatron_ext.policy.worker.refitter import Refitter
+from megatron_ext.policy.worker.scorer import Scorer
+from megatron_ext.policy.worker.trainer import Trainer
 from megatron_ext.sequence import cp_utils
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Arguments that NeMo-RL's policy gives its workers, and these do without.
 _OTHERS = {"processor", "worker_sharding_annotations", "pre_init_communication_queue"}
 
 
-class PolicyWorker(TrainSteps, Generating):
+def _method(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """The method of a worker that calls this method of its part, with the same signature and docstring."""
+
+    @wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(getattr(self, part), *args, **kwargs)
+
+    return call
+
+
+def _attribute(name: str) -> Any:
+    """The attribute of a worker that is `part.attribute`: to set it sets that."""
+    part, _, own = name.partition(".")
+    return property(attrgetter(name), lambda worker, value: setattr(getattr(worker, part), own, value))
+
+
+class PolicyWorker:
     """A policy's model, optimizer and reference model, as far as they lie on this rank.
 
     Runs under torchrun, in an actor, or in a process alone: it joins the default process group, or makes it (NCCL on
@@ -47,6 +71,9 @@ class PolicyWorker(TrainSteps, Generating):
         ValueError: the configuration, or a checkpoint, cannot be used.
     """
 
+    parallel_key: ClassVar[str]  # the part of the configuration with the parallel sizes
+    backend_class: ClassVar[type[Backend]]
+
     def __init__(
         self,
         config: Mapping[str, Any],
@@ -63,31 +90,68 @@ class PolicyWorker(TrainSteps, Generating):
             )
         if optimizer_path is not None and weights_path is None:
             raise ValueError(f"optimizer_path is {optimizer_path} without weights_path: give the weights saved with it")
-        self.tokenizer = tokenizer
+        self.cfg, self.tokenizer = config, tokenizer
+        self.backend = self.backend_class(read_config(config, self.parallel_key), init_reference_model)
         try:
-            super().__init__(config, init_optimizer, init_reference_model)
+            self.scorer = Scorer(self.backend)
+            self.trainer = Trainer(self.backend, init_optimizer)
+            self.refitter = Refitter(self.backend)
+            self.generation = Generation(self.backend, self.refitter, config, tokenizer)
+            self.checkpoints = Checkpoints(self.backend, self.trainer, tokenizer)
             if weights_path is not None:
                 self.load_checkpoint(weights_path, optimizer_path)
         except BaseException:
-            self.shutdown()
+            self.backend.close()
             raise
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={self.rank}]"
+
+    settings, device, rank = _attribute("backend.settings"), _attribute("backend.device"), _attribute("backend.rank")
+    mesh, dp_rank, dp_size = _attribute("backend.mesh"), _attribute("backend.dp_rank"), _attribute("backend.dp_size")
+    model, reference = _attribute("backend.model"), _attribute("backend.reference")
+    optimizer, scheduler = _attribute("trainer.optimizer"), _attribute("trainer.scheduler")
+
+    get_logprobs = _method("scorer", Scorer.get_logprobs)
+    get_topk_logits = _method("scorer", Scorer.get_topk_logits)
+    score = _method("scorer", Scorer.score)
+    get_reference_policy_logprobs = _method("scorer", Scorer.get_reference_policy_logprobs)
+    use_reference_model = _method("backend", Backend.use_reference_model)
+
+    train = _method("trainer", Trainer.train)
+    begin_train_step = _method("trainer", Trainer.begin_train_step)
+    train_microbatch = _method("trainer", Trainer.train_microbatch)
+    finish_train_step = _method("trainer", Trainer.finish_train_step)
+    abort_train_step = _method("trainer", Trainer.abort_train_step)
+
+    prepare_refit_info = _method("refitter", Refitter.prepare_refit_info)
+    iter_weights = _method("refitter", Refitter.iter_weights)
+    iter_weight_buckets = _method("refitter", Refitter.iter_weight_buckets)
+    prepare_weights_for_ipc = _method("refitter", Refitter.prepare_weights_for_ipc)
+    get_weights_ipc_handles = _method("refitter", Refitter.get_weights_ipc_handles)
+    init_collective = _method("refitter", Refitter.init_collective)
+    broadcast_weights_for_collective = _method("refitter", Refitter.broadcast_weights_for_collective)
+
+    prepare_for_generation = _method("generation", Generation.prepare_for_generation)
+    finish_generation = _method("generation", Generation.finish_generation)
+    generate = _method("generation", Generation.generate)
+
+    save_checkpoint = _method("checkpoints", Checkpoints.save_checkpoint)
+    load_checkpoint = _method("checkpoints", Checkpoints.load_checkpoint)
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Model on the device, optimizer in host memory; with `keep_train_buffers` it stays where it is.
 
         The gradients of an open training step are kept in either case.
         """
-        self._move_model(self.device)
+        self.backend.move_model(self.device)
         self.model.eval()
         if not keep_train_buffers:
             self.offload_before_refit()
 
     def prepare_for_training(self, *_: Any, **__: Any) -> None:
         """Model and optimizer on the device. Arguments are for other implementations of the interface."""
-        self._move_model(self.device)
+        self.backend.move_model(self.device)
         self.model.train()
         if not self.settings.cpu_offload:
             device_memory.move_optimizer(self.optimizer, self.device)
@@ -98,8 +162,8 @@ class PolicyWorker(TrainSteps, Generating):
 
     def finish_inference(self) -> None:
         """Model to host memory, after scores that are all for now."""
-        self._refuse_open_step("finish_inference()")
-        self._move_model(torch.device("cpu"))
+        self.trainer.refuse_open_step("finish_inference()")
+        self.backend.move_model(torch.device("cpu"))
         self.model.eval()
         device_memory.free_cached_memory(self.device)
 
@@ -110,63 +174,15 @@ class PolicyWorker(TrainSteps, Generating):
 
     def offload_after_refit(self) -> None:
         """Model and optimizer to host memory; weights that were shared with other processes are released."""
-        self._refuse_open_step("offload_after_refit()")
-        self._free_held()
-        self._move_model(torch.device("cpu"))
+        self.trainer.refuse_open_step("offload_after_refit()")
+        self.refitter.free_held()
+        self.backend.move_model(torch.device("cpu"))
         self.model.eval()
         self.offload_before_refit()
 
-    def save_checkpoint(
-        self,
-        weights_path: str,
-        optimizer_path: str | None = None,
-        tokenizer_path: str | None = None,
-        checkpointing_cfg: Mapping[str, Any] | None = None,
-        timer: Timer | None = None,
-    ) -> None:
-        """Writes the weights, and where asked optimizer with schedule, and tokenizer, to folders of these names.
-
-        Weights and optimizer change together, or not at all, and only when every rank sees all that was written; see
-        `megatron_ext.policy.checkpoint.sharded_files`. A path that is a link is followed.
-
-        Args:
-            checkpointing_cfg: NeMo-RL's configuration of checkpoints. What asks for files of another kind is refused;
-                the other keys say when to save and what to keep, which is the caller's.
-            timer: as NeMo-RL's, measures "save_checkpoint".
-
-        Raises:
-            ValueError: the ranks do not share a path, or it holds something else; on every rank.
-            OSError: the files cannot be written, or read as they were written; on every rank.
-                What the paths held before is still there.
-        """
-        if tokenizer_path is not None and self.tokenizer is None:
-            raise ValueError("tokenizer_path without a tokenizer: give the worker one, or leave the path out")
-        _check_format(checkpointing_cfg or {})
-        self._refuse_reference("save_checkpoint()")
-
-        def save_tokenizer() -> None:
-            if self.rank == 0:
-                self.tokenizer.save_pretrained(tokenizer_path)
-
-        with timed(timer, "save_checkpoint"):
-            save_policy(self, weights_path, optimizer_path)
-            if tokenizer_path is not None:
-                agree(save_tokenizer)
-
-    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Reads what `save_checkpoint` wrote, in this or another layout. Executes nothing of it.
-
-        Raises:
-            ValueError: on every rank, if it is incomplete, damaged, of another model or optimizer, or of two saves.
-                Nothing has changed.
-        """
-        self._refuse_reference("load_checkpoint()")
-        self._refuse_open_step("load_checkpoint()")
-        load_policy(self, weights_path, optimizer_path)
-
     def return_state_dict(self) -> dict[str, Tensor]:
         """The weights by name: DTensors that share the model's memory, or the same on all ranks."""
-        return self._state()
+        return self.backend.state()
 
     def return_model_config(self) -> Any:
         """The model's configuration: transformers' or Megatron's object."""
@@ -233,16 +249,6 @@ class PolicyWorker(TrainSteps, Generating):
 
     def shutdown(self) -> None:
         """Leaves nothing behind that outlives this process."""
-        self._free_held()
+        self.refitter.close()
         self.finish_generation()
-        self._to_generators = None
-
-
-def _check_format(checkpointing: Mapping[str, Any]) -> None:
-    """Raises ValueError where NeMo-RL's configuration asks for files that `save_checkpoint` does not write."""
-    for key in ("model_save_format", "save_consolidated", "is_peft", "is_async"):
-        if checkpointing.get(key) not in (None, "torch_save" if key == "model_save_format" else False):
-            raise ValueError(
-                f"checkpointing_cfg.{key} is {checkpointing[key]!r}: checkpoints are torch.distributed.checkpoint's "
-                f"files of whole weights, written before save_checkpoint() returns; leave the key out"
-            )
+        self.backend.close()

@@ -9,23 +9,25 @@ from torch import Tensor
 from megatron_ext.distributed.group_between_jobs import JobsGroup
 from megatron_ext.dtensor.pretrained.hub_names import Rename, hub_rename, renamed
 from megatron_ext.policy import device_memory
+from megatron_ext.policy.backend.base import Backend
+from megatron_ext.policy.backend.model_factories import model_factories
 from megatron_ext.policy.config import check_positive
 from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.ray.heartbeat import outside_wait
 from megatron_ext.policy.refit import weight_transfer
-from megatron_ext.policy.worker.backend import Backend
-from megatron_ext.policy.worker.model_factories import model_factories
 
 
-class Refitting(Backend):
-    """A policy that hands its weights on."""
+class Refitter:
+    """The weights of a policy for generators, with what it has laid open for them, and the group they meet in."""
 
-    _held: weight_transfer.HeldWeights | None = None
-    _to_generators: JobsGroup | None = None
+    def __init__(self, backend: Backend):
+        self.backend, self.settings = backend, backend.settings
+        self.held: weight_transfer.HeldWeights | None = None
+        self.to_generators: JobsGroup | None = None
 
     def prepare_refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Names, whole shapes and dtype of the weights that generators get, in order."""
-        return {name: (x.shape, self.settings.dtype) for name, x in self._exports().items()}
+        return {name: (x.shape, self.settings.dtype) for name, x in self.backend.exports().items()}
 
     @torch.no_grad()
     def iter_weights(self, hub_names: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -41,9 +43,9 @@ class Refitting(Backend):
 
         Communicates: the all-gathers that make each weight whole.
         """
-        self._refuse_reference("iter_weights()")
-        self._move_model(self.device)
-        weights = ((name, x.make().to(self.settings.dtype)) for name, x in self._exports().items())
+        self.backend.refuse_reference("iter_weights()")
+        self.backend.move_model(self.backend.device)
+        weights = ((name, x.make().to(self.settings.dtype)) for name, x in self.backend.exports().items())
         yield from renamed(weights, self._hub_rename) if hub_names else weights
 
     def iter_weight_buckets(
@@ -67,7 +69,7 @@ class Refitting(Backend):
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """The size of each weight in bytes, and how many of them should be asked for at a time."""
-        self._move_model(self.device)
+        self.backend.move_model(self.backend.device)
         sizes = [(name, shape.numel() * dtype.itemsize) for name, (shape, dtype) in self.prepare_refit_info().items()]
         return sizes, float(self.settings.refit_buffer_bytes)
 
@@ -88,11 +90,11 @@ class Refitting(Backend):
         Raises:
             ValueError: a name that the model lacks; or other arguments on another rank, on every rank.
         """
-        self._refuse_reference("get_weights_ipc_handles()")
-        self._free_held()
+        self.backend.refuse_reference("get_weights_ipc_handles()")
+        self.free_held()
         info = self.prepare_refit_info()
         keys = list(keys)
-        here = device_memory.device_id(self.device)
+        rank, here = self.backend.rank, device_memory.device_id(self.backend.device)
 
         def asked() -> tuple[str, list[str], list[str] | None]:
             if unknown := [key for key in keys if key not in info]:
@@ -105,23 +107,23 @@ class Refitting(Backend):
                 f"get_weights_ipc_handles() was called with other keys or devices on ranks {different} than on rank 0: "
                 f"all of them make each weight whole together; pass the same, in the same order, on every rank"
             )
-        own = [place for place, *_ in asked_for].index(here) == self.rank and (devices is None or here in devices)
+        own = [place for place, *_ in asked_for].index(here) == rank and (devices is None or here in devices)
         chosen = weight_transfer.buckets({key: info[key] for key in keys})
 
         def lay_open() -> None:
             if own and chosen:
-                self._held = weight_transfer.HeldWeights(chosen[0], self.device)
+                self.held = weight_transfer.HeldWeights(chosen[0], self.backend.device)
 
         agree(lay_open)  # memory may be short on one rank
-        exports = self._exports()
+        exports = self.backend.exports()
         for row in chosen[0].rows if chosen else ():
             weight = exports[row.name].make()
-            if self._held is not None:
-                row.view(self._held.buffer).copy_(weight)
-        if self._held is None:
+            if self.held is not None:
+                row.view(self.held.buffer).copy_(weight)
+        if self.held is None:
             return {}
-        self._held.finish()
-        return {here: self._held.handle}
+        self.held.finish()
+        return {here: self.held.handle}
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Rank 0 joins the generators, who call `join_collective`, in a group of `world_size`, as its rank 0.
@@ -131,9 +133,9 @@ class Refitting(Backend):
         """
 
         def join() -> None:
-            if self.rank == 0:
+            if self.backend.rank == 0:
                 with outside_wait("the generators to join"):
-                    self._to_generators = JobsGroup(ip, port, 0, world_size, self.device)
+                    self.to_generators = JobsGroup(ip, port, 0, world_size, self.backend.device)
 
         agree(join)
 
@@ -148,27 +150,32 @@ class Refitting(Backend):
             ValueError: before `init_collective`, or a generator expects other buckets; on every rank.
             RuntimeError: a generator did not come in time, on every rank; then `init_collective` must come again.
         """
-        self._refuse_reference("broadcast_weights_for_collective()")
+        self.backend.refuse_reference("broadcast_weights_for_collective()")
         info, budget = self.prepare_refit_info(), self.settings.refit_buffer_bytes
 
         def joined() -> None:
-            if self.rank == 0 and self._to_generators is None:
+            if self.backend.rank == 0 and self.to_generators is None:
                 raise ValueError("broadcast_weights_for_collective() came before init_collective(); call that first")
-            if self._to_generators is not None:
+            if self.to_generators is not None:
                 with outside_wait("the generators to receive"):
-                    weight_transfer.require_same_buckets(info, self._to_generators, budget)
+                    weight_transfer.require_same_buckets(info, self.to_generators, budget)
 
         agree(joined)
-        weights = ((name, x.make()) for name, x in self._exports().items())
+        weights = ((name, x.make()) for name, x in self.backend.exports().items())
         try:
-            if self._to_generators is not None:
+            if self.to_generators is not None:
                 with outside_wait("the generators to receive"):
-                    weight_transfer.send_weights(weights, info, self._to_generators, budget)
+                    weight_transfer.send_weights(weights, info, self.to_generators, budget)
         finally:
             for _ in weights:  # the other ranks need this one's part, also where the generators are gone
                 pass
 
-    def _free_held(self) -> None:
-        if self._held is not None:
-            self._held.free()
-            self._held = None
+    def free_held(self) -> None:
+        """Free the weights that were laid open for processes on the same device."""
+        if self.held is not None:
+            self.held.free()
+            self.held = None
+
+    def close(self) -> None:
+        self.free_held()
+        self.to_generators = None

@@ -1,11 +1,6 @@
-"""NeMo-RL's losses of a policy, by its names of losses and options, on the formulas of `megatron_ext.losses`.
+"""Losses by NeMo-RL's names and options on the formulas of `megatron_ext.losses`: NLL, DPO, distillation.
 
-A loss is called with log-probabilities and a micro-batch, and gives this micro-batch's part of the loss of the global
-batch: it divides by the counts of the global batch, so that parts add up over micro-batches and data-parallel ranks to
-the same loss, whatever the cut; so do the metrics, but for those with "_min" or "_max" in their names.
-
-Legend: B rows, S positions, P pairs, K ids per token. `x_BS[:, t]` belongs to token t; t = 0, which nothing predicts,
-never counts. `token_mask` `[B, S]` says which tokens count, `sample_mask` `[B]` which rows.
+Legend: B rows, S positions, P pairs, K ids per token.
 """
 
 from collections.abc import Mapping
@@ -17,29 +12,14 @@ from torch import Tensor
 from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.losses import DPOLoss, TopKDistillationLoss
 from megatron_ext.losses.checks import above_0, at_least_0, check_number, raise_if_any
-from megatron_ext.losses.clipped_policy_gradient import ClippedPGLoss
 from megatron_ext.losses.preference import split_pairs
 from megatron_ext.losses.reductions import divide, row_means, row_sums, token_mean
-from megatron_ext.losses.worker_protocol import (
-    LossFunction,
+from megatron_ext.policy.losses.worker_protocol import (
     LossInputType,
     LossType,
     MetricNormalizer,
     token_weights,
-    valid_counts,
 )
-
-__all__ = [
-    "ClippedPGLoss",
-    "DPOLossFn",
-    "DistillationLossFn",
-    "LossFunction",
-    "LossInputType",
-    "LossType",
-    "MetricNormalizer",
-    "NLLLoss",
-    "valid_counts",
-]
 
 _COUNTS = dict.fromkeys(("num_valid_samples", "num_unmasked_tokens"), MetricNormalizer.NONE)
 

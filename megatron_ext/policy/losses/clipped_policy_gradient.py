@@ -15,7 +15,7 @@ from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.losses import policy_gradient as pg
 from megatron_ext.losses.checks import above_0, at_least_0, check_number, check_per_token
 from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
-from megatron_ext.losses.worker_protocol import LossType, MetricNormalizer, token_weights
+from megatron_ext.policy.losses.worker_protocol import LossType, MetricNormalizer, token_weights
 
 _TRUNCATIONS: dict[str | None, pg.Truncation | None] = {
     None: None,

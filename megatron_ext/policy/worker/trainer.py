@@ -1,0 +1,236 @@
+"""Training steps on global batches, each at once or in parts, and the optimizer that makes them.
+
+In parts, by NeMo-RL's protocol:
+
+    begin_train_step(loss_fn) -> train_microbatch(data), any number of times -> finish_train_step()
+
+Until the end nobody knows how many rows and tokens the global batch has. So the loss function is called with 1 in place
+of these counts, gradients add up undivided, and the end divides them, the loss and the metrics, each of these by the
+count that the loss function names in `metric_normalizations`.
+
+Legend: B rows of this data-parallel rank, S positions.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_ext.dtensor import clip_grad_by_total_norm_
+from megatron_ext.head.validation.option_checks import token_bound
+from megatron_ext.policy.backend.base import Backend
+from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.data.batch_plan import Counts, MicroBatchBounds, training_steps
+from megatron_ext.policy.data.timer import Timer, timed
+from megatron_ext.policy.losses.worker_protocol import LossFunction
+from megatron_ext.policy.worker.loss_inputs import loss_inputs
+from megatron_ext.policy.worker.loss_pass import loss_pass
+from megatron_ext.policy.worker.open_step import OpenStep, StepMetrics
+from megatron_ext.policy.worker.optimizer import LossScale, make_optimizer, make_scheduler
+from megatron_ext.policy.worker.reader import MicroBatchReader
+
+
+class Trainer:
+    """The optimizer of a policy with its schedule, the scale of its losses, and the step that is open."""
+
+    def __init__(self, backend: Backend, init_optimizer: bool = True):
+        self.backend, self.settings, self.reader = backend, backend.settings, MicroBatchReader(backend)
+        settings, parameters = backend.settings, backend.model.parameters()
+        self.optimizer = make_optimizer(parameters, settings.optimizer) if init_optimizer else None
+        self.scheduler = None if self.optimizer is None else make_scheduler(self.optimizer, settings.scheduler)
+        self.loss_scale = LossScale(dynamic=settings.dtype == torch.float16)
+        self.open_step: OpenStep | None = None
+
+    def train(
+        self,
+        data: Mapping[str, Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step for every global batch in `data`; with `eval_mode` none, only losses.
+
+        Losses and gradients are those of the global batch in one piece, whatever the micro-batches and the layout.
+
+        Args:
+            data: this data-parallel rank's rows, right-padded: `input_ids` `[B, S]`, `sample_mask` `[B]` (which rows
+                count), `input_lengths` `[B]` (needed for dynamic or packed micro-batches), and what the loss reads;
+                `kept_token_ids` as for `get_logprobs`.
+            loss_fn: see `megatron_ext.policy.losses`; it gets log-probabilities `[rows, S]`, 0 in the first column, or
+                what its `input_type` says: see `megatron_ext.policy.worker.loss_inputs`. NeMo-RL's own may be given.
+            gbs: rows of a global batch over all data-parallel ranks; None: `train_global_batch_size`.
+            mbs: rows of a micro-batch on this rank; None: `train_micro_batch_size`.
+            timer: as NeMo-RL's, measures "train".
+
+        Returns:
+            "global_loss" `[steps]` on the CPU; "grad_norm" `[steps]`, before clipping (None with `eval_mode`); "rank";
+            "all_mb_metrics": for each name the numbers of this rank's micro-batches, made to be summed over these and
+            over data-parallel ranks, but for those whose name has "_min" or "_max" in it.
+
+        Communicates: beside the model, three collectives of a few bytes and one for each step.
+
+        Raises:
+            ValueError: data that cannot be trained on, or a loss or gradient that is not finite, on every rank. The
+                weights are those after the last good step.
+            RuntimeError: `loss_fn` raised; on other ranks than its own, where that error appears itself. Or a step is
+                open, see `begin_train_step`.
+        """
+        self.refuse_open_step("train()")
+        if not eval_mode:
+            self._check_trains("train()")
+        backend = self.backend
+        global_batch_size = self.settings.global_batch_size if gbs is None else gbs
+        losses, norms, metrics = [], [], StepMetrics(self.optimizer)
+        with timed(timer, "train"), torch.set_grad_enabled(not eval_mode):
+            steps = training_steps(data, loss_fn, global_batch_size, self._bounds(mbs), backend.coordinates)
+            batch = BatchedDataDict(data).to(backend.device)
+            backend.model.train(not eval_mode)
+            for number, step in enumerate(steps):
+                backend.zero_grad()
+                inputs = loss_inputs(self.reader, loss_fn)
+                loss, found = loss_pass(backend, inputs, number, step, batch, step.counts, self.loss_scale.value)
+                losses.append(loss)
+                metrics.add(found, step.counts, lambda name: 1 / len(steps))
+                if not eval_mode:
+                    norms.append(self._update(number))
+            if eval_mode:
+                backend.end_inference()
+            elif self.scheduler is not None:
+                self.scheduler.step()
+        return self._report(losses, None if eval_mode else norms, metrics)
+
+    def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
+        """Opens a step: gradients are 0.
+
+        Args:
+            loss_fn: as for `train`.
+            gbs: what NeMo-RL's callers pass; a step has the rows that come before its end.
+            mbs: rows of a micro-batch on this rank; None: `train_micro_batch_size`.
+
+        Raises:
+            RuntimeError: a step is open.
+            ValueError: the worker cannot train; the loss has a term that is not a sum over the step's counts.
+        """
+        self.refuse_open_step("begin_train_step()")
+        self._check_trains("begin_train_step()")
+        if weight := getattr(loss_fn, "positive_example_nll_weight", None):
+            raise ValueError(
+                f"begin_train_step() with a loss whose positive_example_nll_weight is {weight}: that term is a mean "
+                f"over each micro-batch, which the step's counts would divide again; use train(), or set it to 0"
+            )
+        self.backend.model.train()
+        with torch.enable_grad():
+            self.backend.zero_grad()
+        self.open_step = OpenStep(loss_fn, self._bounds(mbs))
+
+    def train_microbatch(self, data: Mapping[str, Any], timer: Timer | None = None) -> None:
+        """Forward and backward over some rows of the open step, cut into micro-batches as by `train`.
+
+        Ranks may bring different numbers of rows, each at least one. Communicates as `train` does of one step.
+
+        Raises:
+            RuntimeError: no step is open.
+            ValueError, RuntimeError: as `train`, on every rank. The step is over then, its gradients are gone.
+        """
+        step, backend = self._opened("train_microbatch()"), self.backend
+        try:
+            with timed(timer, "train_microbatch"), torch.enable_grad():
+                part = training_steps(data, step.loss_fn, None, step.bounds, backend.coordinates)[0]
+                batch = BatchedDataDict(data).to(backend.device)
+                backend.model.train()
+                inputs, counts = loss_inputs(self.reader, step.loss_fn), Counts(1.0, 1.0)
+                loss, found = loss_pass(backend, inputs, step.parts, part, batch, counts, self.loss_scale.value)
+        except BaseException:
+            self.abort_train_step()
+            raise
+        step.add(part.counts, loss, found)
+
+    def finish_train_step(self, timer: Timer | None = None) -> dict[str, Any]:
+        """Divides the gradients by the counts of all rows that came, updates the weights, and closes the step.
+
+        Returns:
+            What `train` returns of one global batch.
+
+        Raises:
+            RuntimeError: no step is open, or nothing came.
+            ValueError: the gradients are not finite; on every rank. The step is over, the weights are as before it.
+        """
+        step = self._opened("finish_train_step()")
+        if not step.parts:
+            raise RuntimeError(
+                "finish_train_step() before any train_microbatch(): there are no gradients; call it first"
+            )
+        metrics = StepMetrics(self.optimizer)
+        with timed(timer, "finish_train_step"):
+            self.open_step = None
+            metrics.add(step.metrics, step.counts, step.scale)
+            factor = step.scale_of_loss
+            norm = self._update(0, factor)
+            if self.scheduler is not None:
+                self.scheduler.step()
+        return self._report([step.loss * factor], [norm], metrics)
+
+    def abort_train_step(self) -> None:
+        """Closes the step without an update, its gradients are gone. Without an open step it does nothing."""
+        if self.open_step is not None:
+            self.open_step = None
+            self.backend.zero_grad()
+
+    def refuse_open_step(self, act: str) -> None:
+        if self.open_step is not None:
+            raise RuntimeError(
+                f"{act} while a training step is open: call finish_train_step() or abort_train_step() first"
+            )
+
+    def _check_trains(self, act: str) -> None:
+        self.backend.refuse_reference(act)
+        if self.optimizer is None:
+            raise ValueError(f"{act} without an optimizer: the worker was made with init_optimizer=False")
+
+    def _opened(self, act: str) -> OpenStep:
+        if self.open_step is None:
+            raise RuntimeError(f"{act} without an open step: call begin_train_step() first")
+        self.backend.refuse_reference(act)
+        return self.open_step
+
+    def _bounds(self, mbs: int | None) -> MicroBatchBounds:
+        batching, backend = self.settings.batching, self.backend
+        rows, tokens = batching.train_rows if mbs is None else mbs, batching.train_tokens
+        at_most = token_bound(self.settings.skip_masked_tokens)
+        return MicroBatchBounds(batching.kind, rows, tokens, backend.vocabulary, backend.places_multiple, at_most)
+
+    def _update(self, number: int, factor: float = 1.0) -> float:
+        """Multiplies the gradients by `factor`, clips them and steps the optimizer. The norm before clipping."""
+        assert self.optimizer is not None
+        backend = self.backend
+        backend.reduce_gradients()
+        factor /= self.loss_scale.value
+        if factor != 1:
+            for parameter in backend.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        norm = backend.gradient_norm()
+        if self.loss_scale.overflowed(norm):
+            backend.zero_grad()
+            return norm
+        if not abs(norm) < float("inf"):
+            backend.zero_grad()
+            raise ValueError(
+                f"the gradient norm of global batch {number} is {norm}: it must be finite; the weights are those "
+                f"before it; look into its data, or lower the learning rate"
+            )
+        if self.settings.max_grad_norm is not None:
+            clip_grad_by_total_norm_(backend.model.parameters(), self.settings.max_grad_norm, norm)
+        self.optimizer.step()
+        backend.zero_grad()
+        return norm
+
+    def _report(self, losses: list[float], norms: list[float] | None, metrics: StepMetrics) -> dict[str, Any]:
+        return {
+            "global_loss": torch.tensor(losses),
+            "grad_norm": None if norms is None else torch.tensor(norms),
+            "rank": self.backend.rank,
+            "all_mb_metrics": metrics.by_name(),
+        }
