@@ -49,9 +49,9 @@ def aligned(x_MK: Tensor) -> Tensor:
 
 
 def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None, rounds: bool = False) -> Tensor:
-    """`x @ W.T` in `out`, if given: on CUDA in fp32 unless it `rounds`, on a CPU in the operands' dtype."""
+    """`x @ W.T`: fp32 on CUDA for 16-bit operands, unless it `rounds`; else in their dtype, in `out` if given."""
     x_TD = aligned(x_TD)
-    if out_TV is None:
+    if out_TV is None or matrices.widens(x_TD, rounds):
         out_TV = matrices.new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], matrices.logit_dtype(x_TD, rounds))
     if x_TD.is_cuda:
         _kernels().product(x_TD, w_VD.t(), out_TV)
