@@ -29,7 +29,7 @@ class Checkpoints:
     """The weights of a policy, its optimizer and its tokenizer in folders, and back."""
 
     def __init__(self, backend: Backend, trainer: Trainer, tokenizer: Any = None):
-        self.backend, self.trainer, self._tokenizer = backend, trainer, tokenizer
+        self.backend, self.trainer, self.tokenizer = backend, trainer, tokenizer
 
     def save_checkpoint(
         self,
@@ -54,14 +54,14 @@ class Checkpoints:
             OSError: the files cannot be written, or read as they were written; on every rank.
                 What the paths held before is still there.
         """
-        if tokenizer_path is not None and self._tokenizer is None:
+        if tokenizer_path is not None and self.tokenizer is None:
             raise ValueError("tokenizer_path without a tokenizer: give the worker one, or leave the path out")
         _check_format(checkpointing_cfg or {})
         self.backend.refuse_reference("save_checkpoint()")
 
         def save_tokenizer() -> None:
             if self.backend.rank == 0:
-                self._tokenizer.save_pretrained(tokenizer_path)
+                self.tokenizer.save_pretrained(tokenizer_path)
 
         with timed(timer, "save_checkpoint"):
             self._save(weights_path, optimizer_path)

@@ -28,7 +28,7 @@ class Generation:
 
     def __init__(self, backend: Backend, refitter: Refitter, config: Mapping[str, Any], tokenizer: Any):
         self.backend, self.settings, self._refitter = backend, backend.settings, refitter
-        self._config, self._tokenizer = config, tokenizer
+        self.config, self.tokenizer = config, tokenizer
         self.generator: nn.Module | None = None
         self._generations = 0
 
@@ -93,7 +93,7 @@ class Generation:
         Raises:
             ValueError: prompts or settings that cannot be used; of prompts on this rank alone.
         """
-        settings = SamplingSettings.of(self._config, self._tokenizer, self.settings)
+        settings = SamplingSettings.of(self.config, self.tokenizer, self.settings)
         prepared = self.generator is not None
         if not prepared:
             self.prepare_for_generation()

@@ -9,11 +9,12 @@ itself is missing. Here are the methods that move parts between a GPU and the ho
 Legend: B rows of this data-parallel rank, S positions. Global ranks go through the mesh (dp, cp, tp), tp fastest.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from operator import attrgetter
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,16 +35,22 @@ T = TypeVar("T")
 
 # Arguments that NeMo-RL's policy gives its workers, and these do without.
 _OTHERS = {"processor", "worker_sharding_annotations", "pre_init_communication_queue"}
+_PARTS: dict[str, str] = {}  # the part that has a worker's method, by the method's name
 
 
 def _method(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """The method of a worker that calls this method of its part, with the same signature and docstring."""
+    _PARTS[method.__name__] = part
 
     @wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         return method(getattr(self, part), *args, **kwargs)
 
-    return call
+    @wraps(method)
+    def iterate(self: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
+        yield from cast(Iterator[Any], call(self, *args, **kwargs))
+
+    return iterate if inspect.isgeneratorfunction(method) else call  # Ray's actors hand on what a generator yields
 
 
 def _attribute(name: str) -> Any:
@@ -90,7 +97,6 @@ class PolicyWorker:
             )
         if optimizer_path is not None and weights_path is None:
             raise ValueError(f"optimizer_path is {optimizer_path} without weights_path: give the weights saved with it")
-        self.cfg, self.tokenizer = config, tokenizer
         self.backend = self.backend_class(read_config(config, self.parallel_key), init_reference_model)
         try:
             self.scorer = Scorer(self.backend)
@@ -98,19 +104,35 @@ class PolicyWorker:
             self.refitter = Refitter(self.backend)
             self.generation = Generation(self.backend, self.refitter, config, tokenizer)
             self.checkpoints = Checkpoints(self.backend, self.trainer, tokenizer)
+            self._call_overrides_from_parts()
             if weights_path is not None:
                 self.load_checkpoint(weights_path, optimizer_path)
         except BaseException:
             self.backend.close()
             raise
 
+    def _call_overrides_from_parts(self) -> None:
+        """Give each part the methods by which a subclass replaces its own."""
+        for name, part in _PARTS.items():
+            if getattr(type(self), name) is not getattr(PolicyWorker, name):
+                setattr(getattr(self, part), name, getattr(self, name))
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={self.rank}]"
 
-    settings, device, rank = _attribute("backend.settings"), _attribute("backend.device"), _attribute("backend.rank")
+    settings = property(attrgetter("backend.settings"))  # which all parts have read: a worker keeps those it began with
+    cfg, device, rank = _attribute("generation.config"), _attribute("backend.device"), _attribute("backend.rank")
     mesh, dp_rank, dp_size = _attribute("backend.mesh"), _attribute("backend.dp_rank"), _attribute("backend.dp_size")
     model, reference = _attribute("backend.model"), _attribute("backend.reference")
     optimizer, scheduler = _attribute("trainer.optimizer"), _attribute("trainer.scheduler")
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.checkpoints.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self.checkpoints.tokenizer = self.generation.tokenizer = tokenizer
 
     get_logprobs = _method("scorer", Scorer.get_logprobs)
     get_topk_logits = _method("scorer", Scorer.get_topk_logits)
