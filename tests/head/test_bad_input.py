@@ -24,6 +24,8 @@ SEEN_BY_ALL = [
     ({"label_smoothing": 1}, r"label_smoothing is 1: "),
     ({"label_smoothing": float("nan")}, "label_smoothing is nan"),
     ({"label_smoothing": True}, "label_smoothing is True"),
+    ({"label_smoothing": False}, "label_smoothing is False"),
+    ({"z_loss": False}, "z_loss is False"),
     ({"z_loss": float("inf")}, "z_loss is inf: it must be a number at least 0 and finite"),
     ({"z_loss": -1e-3}, "z_loss is -0.001: it must be a number at least 0 and finite"),
     ({"z_loss": float("nan")}, "z_loss is nan"),

@@ -92,7 +92,7 @@ class CrossEntropy(OfLabels):
     ):
         super().__init__(labels, ignore_index)
         self.label_smoothing, self.z_loss, self.smooth_others = label_smoothing, z_loss, smooth_others
-        if not label_smoothing == z_loss == 0.0:
+        if not type(label_smoothing) is type(z_loss) is float or label_smoothing or z_loss:
             option_checks.check_options(self, _OFF)
         self.z_apart, self.count = z_apart, 1 + z_apart
         self.mean = label_smoothing > 0
