@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
+from megatron_ext.policy.backend.dtensor import DTensorBackend
 from megatron_ext.policy.worker.policy_worker import PolicyWorker
 from tests.policy.problems import ended, shard, tiny_batch, tiny_config
 from tests.ranks import ranks, shared_folder
@@ -54,6 +55,29 @@ def test_methods_of_a_subclass_are_called_by_the_worker_itself():
         with pytest.raises(ValueError):
             worker.train_microbatch({"input_ids": data["input_ids"]})
         assert worker.calls[1:] == ["abort_train_step"]
+
+
+class OwnBackend(DTensorBackend):
+    """A backend that notes when the reference's weights are asked for."""
+
+    asked = 0
+
+    def use_reference_model(self):
+        self.asked += 1
+        return super().use_reference_model()
+
+
+class OnOwnBackend(DTensorPolicyWorker):
+    """A worker on that backend."""
+
+    backend_class = OwnBackend
+
+
+@ranks(1)
+def test_methods_of_a_users_backend_are_called():
+    with ended(OnOwnBackend(tiny_config())) as worker:
+        with worker.use_reference_model():
+            assert worker.backend.asked == 1
 
 
 def test_iterators_are_generator_functions_as_ray_asks():

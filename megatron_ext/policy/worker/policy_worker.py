@@ -44,7 +44,9 @@ def _method(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Con
 
     @wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        return method(getattr(self, part), *args, **kwargs)
+        own = getattr(self, part)
+        found: T = getattr(type(own), method.__name__)(own, *args, **kwargs)  # a backend's class may be a user's
+        return found
 
     @wraps(method)
     def iterate(self: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
