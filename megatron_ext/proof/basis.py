@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_WRITTEN = ("architectures", "dtype", "torch_dtype")  # to a config of transformers by whoever saves it: one rank, maybe
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -39,9 +40,11 @@ def module_parts(module: nn.Module) -> tuple[Any, ...]:
 
 
 def config_values(config: Any) -> tuple[Any, ...]:
-    """The plain values of a configuration object, and of those inside of it, with their names."""
+    """The plain values of a configuration object, and of those inside of it, with their names; not what saving writes."""
     found: list[Any] = []
     for name, value in vars(config).items():
+        if name in _WRITTEN:
+            continue
         if isinstance(value, _PLAIN):
             found += (name, value)
         elif hasattr(value, "__dict__") and type(value).__name__.endswith("Config"):

@@ -14,7 +14,7 @@ from megatron_ext.dtensor.output import loss_proof
 from megatron_ext.proof import Proof
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import batch, check_gradients, error, loss_and_gradients, make, meshes, parallelize
-from tests.ranks import ranks
+from tests.ranks import ranks, shared_folder
 
 CHANGES = {
     "hook": lambda model: model.lm_head.register_forward_hook(lambda module, given, out: 2 * out),
@@ -207,3 +207,19 @@ def test_a_proof_of_one_process_sends_nothing():
         use_fused_loss(make("llama"))(**batch()).loss.backward()
     assert not sent
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("way", ["use_fused_loss", "read"])
+@ranks(2)
+def test_saving_a_model_between_two_steps_changes_nothing(way):
+    """The first rank alone writes the config, with the dtype that its weights have, and the class."""
+    given, model = batch(2, 10), sharded(way, tp=2)
+    model.config.dtype = model.config.architectures = None  # as from_config leaves them
+    before, folder = read(way, model, given), shared_folder()
+    model.save_pretrained(folder)
+    assert torch.equal(before, read(way, model, given))
+    whole = {name: x.full_tensor() for name, x in model.state_dict().items()}
+    if dist.get_rank() == 0:  # as transformers' Trainer does
+        model.save_pretrained(folder, state_dict=whole)
+        assert model.config.dtype == "float32"
+    assert torch.equal(before, read(way, model, given))
