@@ -40,7 +40,10 @@ def module_parts(module: nn.Module) -> tuple[Any, ...]:
 
 
 def config_values(config: Any) -> tuple[Any, ...]:
-    """The plain values of a configuration object, and of those inside of it, with their names; not what saving writes."""
+    """The plain values of a configuration object, and of those inside of it, with their names.
+
+    Left out is what saving writes.
+    """
     found: list[Any] = []
     for name, value in vars(config).items():
         if name in _WRITTEN:
