@@ -47,15 +47,10 @@ def module_parts(module: nn.Module) -> tuple[Any, ...]:
 
 
 def config_values(config: Any) -> tuple[Any, ...]:
-    """The plain values of a configuration object, and of those inside of it, with their names.
-
-    Left out is what saving writes.
-    """
+    """The plain values of a configuration, and of those inside of it, with their names; not what saving writes."""
     found: list[Any] = []
     for name, value in vars(config).items():
-        if name in _WRITTEN:
-            continue
-        if isinstance(value, _PLAIN):
+        if isinstance(value, _PLAIN) and name not in _WRITTEN:
             found += (name, value)
         elif hasattr(value, "__dict__") and type(value).__name__.endswith("Config"):
             found += (name, config_values(value))
