@@ -19,6 +19,7 @@ GREENLET = "greenlet>=3"
 SHOWN = ["tqdm>=4.60", "matplotlib>=3.8"]
 RAY = ["ray>=2.40", "psutil"]
 HF = ["transformers>=4.51,<6", "accelerate>=1.6", "safetensors"]
+TRL = ["trl>=1.16", "datasets"]
 
 setup(
     name="megatron-ext",
@@ -49,7 +50,7 @@ setup(
     entry_points={"console_scripts": ["megatron-ext = megatron_ext.__main__:main"]},
     extras_require={
         "test": [*MEGATRON, "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "numpy", GREENLET],
-        "examples": [*MEGATRON, GREENLET, *HF, *RAY, *SHOWN, "tokenizers>=0.20", "filelock", "numpy"],
+        "examples": [*MEGATRON, GREENLET, *HF, *TRL, *RAY, *SHOWN, "tokenizers>=0.20", "filelock", "numpy"],
         "triton": [TRITON],
         "pipeline": [*MEGATRON, GREENLET],
         "te": ["transformer-engine[pytorch]>=2.0"],

@@ -15,6 +15,8 @@ COUNTS = (
     "hidden_size",
     "num_attention_heads",
     "seq_length",
+    "num_query_groups",
+    "rotary_base",
     "micro_batch_size",
     "global_batch_size",
     "train_iters",
@@ -34,10 +36,18 @@ def parse_arguments(argv: list[str] | None = None) -> Namespace:
     switch("--sequence-parallel", help="between layers, each tensor-parallel rank has a part of the sequence")
     number("--num-layers", default=4)
     number("--hidden-size", default=192)
+    number("--ffn-hidden-size", help="of the MLP; default: 4 times the hidden size")
     number("--num-attention-heads", default=6)
+    switch("--group-query-attention", help="heads share keys and values, in --num-query-groups groups")
+    number("--num-query-groups", default=1)
     number("--seq-length", default=256)
     number("--vocab-size", default=16384, help="of the tokenizer, which is trained on the text")
     switch("--untie-embeddings-and-output-weights")
+    switch("--swiglu", help="gated MLPs")
+    switch("--disable-bias-linear", help="linear layers have no bias")
+    choice("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
+    fraction("--norm-epsilon", default=1e-5)
+    number("--rotary-base", default=10000)
     fraction("--hidden-dropout", default=0.1)
     fraction("--attention-dropout", default=0.1)
     number("--micro-batch-size", default=4, help="sequences that a rank sees at once")
@@ -51,6 +61,7 @@ def parse_arguments(argv: list[str] | None = None) -> Namespace:
     fraction("--clip-grad", default=1.0)
     number("--seed", default=1234)
     path("--data", nargs="+", help="files to learn; default: Python's own documentation and sources")
+    switch("--mock-data", help="no text: ids that count upwards")
     path("--save", help="folder for checkpoints; the last one is written when the run is done")
     number("--save-interval", help="iterations between checkpoints")
     path("--load", help="folder that --save was given: go on from its newest checkpoint")
@@ -73,6 +84,10 @@ def check_arguments(args: Namespace, world_size: int) -> None:
     for name in COUNTS:
         if getattr(args, name) < 1:
             raise ValueError(f"{_flag(name)} is {getattr(args, name)}: it must be at least 1")
+    if args.ffn_hidden_size is not None and args.ffn_hidden_size < 1:
+        raise ValueError(f"--ffn-hidden-size is {args.ffn_hidden_size}: it must be at least 1")
+    if not args.norm_epsilon > 0:
+        raise ValueError(f"--norm-epsilon is {args.norm_epsilon}: it must be above 0")
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"{_flag(name)} is {getattr(args, name)}: it must be at least 0 and below 1")
@@ -85,6 +100,8 @@ def check_arguments(args: Namespace, world_size: int) -> None:
     for file in args.data or []:
         if not Path(file).is_file():
             raise ValueError(f"--data names {file!r}, which is not a file")
+    if args.data and args.mock_data:
+        raise ValueError("--data names files, and --mock-data trains without any: leave one of them out")
     if args.load:
         done = checkpoint.iteration_of(checkpoint.find_latest(args.load))
         if args.train_iters <= done:
@@ -100,6 +117,15 @@ def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
     replicas = world_size // (tp * pp)
     _divides("--num-attention-heads", args.num_attention_heads, "--hidden-size", args.hidden_size)
     _divides("--tensor-model-parallel-size", tp, "--num-attention-heads", args.num_attention_heads)
+    if args.group_query_attention:
+        _divides("--num-query-groups", args.num_query_groups, "--num-attention-heads", args.num_attention_heads)
+        _divides("--tensor-model-parallel-size", tp, "--num-query-groups", args.num_query_groups)
+    elif args.num_query_groups != 1:
+        raise ValueError(f"--num-query-groups is {args.num_query_groups}: it needs --group-query-attention beside it")
+    if args.ffn_hidden_size is not None:
+        _divides("--tensor-model-parallel-size", tp, "--ffn-hidden-size", args.ffn_hidden_size)
+    elif args.swiglu:  # for which Megatron-LM has another default
+        raise ValueError("--swiglu is given without --ffn-hidden-size: add the width of the gated MLPs")
     _divides("--tensor-model-parallel-size", tp, "--vocab-size", args.vocab_size)
     _divides("--pipeline-model-parallel-size", pp, "--num-layers", args.num_layers)
     per_round = args.micro_batch_size * replicas

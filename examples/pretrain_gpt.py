@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from interrupt import end_on_interrupt
 from job import has_gpus, megatron_job, ranks
 from torch import Tensor
@@ -50,7 +51,14 @@ def build_model(args: Namespace) -> DistributedDataParallel:
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        gated_linear_unit=args.swiglu,
+        activation_func=F.silu if args.swiglu else F.gelu,
+        add_bias_linear=not args.disable_bias_linear,
+        normalization=args.normalization,
+        layernorm_epsilon=args.norm_epsilon,
         hidden_dropout=args.hidden_dropout,
         attention_dropout=args.attention_dropout,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -76,6 +84,7 @@ def build_model(args: Namespace) -> DistributedDataParallel:
         max_sequence_length=args.seq_length,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
+        rotary_base=args.rotary_base,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     ).to(torch.cuda.current_device())
@@ -143,7 +152,8 @@ def mean_over_job(losses: list[Tensor]) -> float:
 
 def say_what_came_out(args: Namespace, metrics: dict) -> None:
     """The losses, where the checkpoint is, and what was fused: printed by the first rank, asked of the last stage."""
-    fused = [str(fusion_report()) if args.head == "fused" else "head: Megatron-Core's own, through logits"]
+    report = fusion_report()  # of the launcher's patch too
+    fused = [str(report) if report.models else "head: Megatron-Core's own, through logits"]
     dist.broadcast_object_list(fused, src=dist.get_world_size() - 1)
     if dist.get_rank() == 0 and metrics["losses"]:
         first, last = metrics["losses"][0], metrics["losses"][-1]
@@ -158,7 +168,8 @@ def say_what_came_out(args: Namespace, metrics: dict) -> None:
 def train(args: Namespace) -> dict:
     """The run, once `parallel_state` is initialised. Returns its metrics."""
     checkpoint.seed_everything(args.seed)
-    samples = text.Samples(text.load_tokens(args.data, args.vocab_size), args.seq_length, args.seed)
+    tokens = text.mock_tokens(args.vocab_size) if args.mock_data else text.load_tokens(args.data, args.vocab_size)
+    samples = text.Samples(tokens, args.seq_length, args.seed)
     model = build_model(args)
     optimizer, scheduler = build_optimizer(args, model)
     iteration = consumed = 0
@@ -195,8 +206,8 @@ def train(args: Namespace) -> dict:
         if args.save and (done == args.train_iters or (args.save_interval and done % args.save_interval == 0)):
             checkpoint.save(args.save, done, consumed, model, optimizer, scheduler)
 
-    tokens = args.global_batch_size * args.seq_length
-    metrics = {"losses": losses, "tokens_per_s": tokens / statistics.median(seconds) if seconds else None}
+    per_step = args.global_batch_size * args.seq_length
+    metrics = {"losses": losses, "tokens_per_s": per_step / statistics.median(seconds) if seconds else None}
     say_what_came_out(args, metrics)
     if args.metrics and parallel_state.is_pipeline_last_stage():
         tokens_BS, labels_BS, _ = split(next(samples.microbatches(0, 1, args.micro_batch_size, 0, 1)))

@@ -69,6 +69,11 @@ def load_tokens(files: list[str] | None, vocab_size: int) -> np.ndarray:
     return np.load(folder / "tokens.npy", mmap_mode="r")
 
 
+def mock_tokens(vocab_size: int) -> np.ndarray:
+    """Ids that count upwards, again and again, in the place of a text: int32 [number of tokens]."""
+    return np.arange(2**18, dtype=np.int32) % vocab_size
+
+
 class Samples:
     """Sample i is `seq_length + 1` consecutive tokens; each pass over the text has an order of its own.
 
