@@ -23,7 +23,7 @@ HF = ["transformers>=4.51,<6", "accelerate>=1.6", "safetensors"]
 setup(
     name="megatron-ext",
     version=VERSION[1],
-    description="Tensor-parallel core and lm head for NVIDIA Megatron-Core: right, small and fast",
+    description="Fused lm head, tensor-parallel layers and log-probabilities for NVIDIA Megatron-Core",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
