@@ -24,7 +24,7 @@ TRL = ["trl>=1.16", "datasets"]
 setup(
     name="megatron-ext",
     version=VERSION[1],
-    description="Tensor-parallel core and lm head for NVIDIA Megatron-Core: right, small and fast",
+    description="Fused lm head, tensor-parallel layers and log-probabilities for NVIDIA Megatron-Core",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -39,7 +39,6 @@ setup(
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
-        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

@@ -36,7 +36,7 @@ from megatron_ext.head.engine.weight_gradient import WeightGradient, weight_grad
 from megatron_ext.head.row_passes import engine_order
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.numerics import fixed_order
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.matrices import accumulation_dtype, widens
 from megatron_ext.numerics.tree_sums import TreeSum
 
 
@@ -162,8 +162,8 @@ def _gradients(
     in_slices, need_dweights = sizes is not None and tokens > 0, need_dw or need_dlow
     several, fixed, columns = len(leaves) > 1, head.bits != "fast", leaves[0].w_VD.shape[0]
     of_logits, gathered = fixed and linear_passes.keeps_logits(head, hidden_TD), None
-    # Alike on all ranks: each makes logits again, or none does.
-    if in_slices and (need_dweights or of_logits or not keeps_all(head, tokens, hidden_TD)):
+    wider = of_logits and widens(hidden_TD, head.rounds)  # than exponentials: of fewer columns they are kept
+    if in_slices and (need_dweights or wider or not keeps_all(head, tokens, hidden_TD)):  # alike on all ranks
         gathered = collectives.start_all_gather(hidden_TD, head.group, sizes=sizes)
     grads = []
     for leaf, shift_T in zip(leaves, shifts, strict=True):
