@@ -32,7 +32,7 @@ LINES = {
     "megatron_ext/model_utils": 1515,
     "megatron_ext/numerics": 1047,
     "megatron_ext/policy": 7413,
-    "megatron_ext/proof": 572,
+    "megatron_ext/proof": 577,
     "megatron_ext/sequence": 1504,
     "megatron_ext/tensor_parallel": 4585,
     "megatron_ext/verify": 324,

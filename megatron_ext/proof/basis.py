@@ -1,7 +1,7 @@
 """`ProofBasis`: the functions, objects and values that a proof rests on. Compared by identity, never by name."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -22,12 +22,19 @@ class ProofBasis:
     __slots__ = ("_parts",)
 
     def __init__(self, *parts: Any):
-        self._parts = [part for given in parts for part in _flat(given)]
+        self._parts: list[Any] = []
+        _flatten(parts, self._parts)
 
     def same_as(self, other: "ProofBasis") -> bool:
         """Return whether nothing has changed between the two."""
-        mine, others = self._parts, other._parts
-        return len(mine) == len(others) and all(map(_same, mine, others))
+        if len(self._parts) != len(other._parts):
+            return False
+        for a, b in zip(self._parts, other._parts, strict=True):
+            if a is b:
+                continue
+            if type(a) is not type(b) or not isinstance(a, _PLAIN) or (a != b and (a == a or b == b)):  # NaN is alike
+                return False
+        return True
 
 
 def module_parts(module: nn.Module) -> tuple[Any, ...]:
@@ -49,18 +56,20 @@ def config_values(config: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _flat(part: Any) -> Iterator[Any]:
-    if type(part) in (tuple, list):
-        yield len(part)
-        for inner in part:
-            yield from _flat(inner)
-    elif isinstance(part, MethodType):
-        yield _weakly(part.__func__)
-        yield _weakly(part.__self__)
-    elif type(part) is dict or isinstance(part, Mapping):
-        yield from _flat(tuple(part.items()))
-    else:
-        yield part if isinstance(part, _PLAIN) else _weakly(part)
+def _flatten(parts: Any, into: list[Any]) -> None:
+    """Add what is in `parts`, and in lists, tuples and dicts inside of it, to `into`. Each step of a job does so."""
+    into.append(len(parts))
+    for part in parts:
+        if isinstance(part, _PLAIN):
+            into.append(part)
+        elif type(part) in (tuple, list):
+            _flatten(part, into)
+        elif isinstance(part, MethodType):
+            into += (_weakly(part.__func__), _weakly(part.__self__))
+        elif isinstance(part, Mapping):
+            _flatten(tuple(part.items()), into)
+        else:
+            into.append(_weakly(part))
 
 
 def _weakly(part: Any) -> Any:
@@ -69,7 +78,3 @@ def _weakly(part: Any) -> Any:
         return weakref.ref(part)
     except TypeError:
         return part
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and (a == b or (a != a and b != b)))
