@@ -23,7 +23,7 @@ import torch
         (
             ["accelerate", "ray"],
             {
-                "policy.DTensorPolicyWorker._build_model(None)": "needs accelerate",
+                "dtensor.DTensorBackend.build_model(None)": "needs accelerate",
                 "policy.RayPolicy({}, 1)": "needs Ray",
             },
         ),
@@ -35,7 +35,7 @@ def test_what_is_missing_is_named(packages, uses):
         f"import sys; sys.modules.update(dict.fromkeys({packages}))\n"
         "import megatron_ext\n"
         "from megatron_ext import model_utils, policy\n"
-        "from megatron_ext.policy.worker import model_factories\n"
+        "from megatron_ext.policy.backend import dtensor, model_factories\n"
     )
     for use in uses:
         code += f"try:\n    {use}\nexcept ImportError as error:\n    print(error)\n"

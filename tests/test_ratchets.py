@@ -24,7 +24,7 @@ LINES = {
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4694,
     "megatron_ext/experimental": 2380,
-    "megatron_ext/head": 10815,
+    "megatron_ext/head": 10816,
     "megatron_ext/integrations": 719,
     "megatron_ext/losses": 1292,
     "megatron_ext/megatron": 4358,

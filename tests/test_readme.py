@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,5 +57,6 @@ def test_table_of_the_demo_is_what_it_prints(tmp_path):
     for row in shown[0].splitlines():
         name = row[:35].strip()
         assert name in printed
-        if name.startswith(SAME):
-            assert row == printed[name]
+        if name.startswith(SAME):  # a part of the memory depends on the processor's products
+            numbers, now = ([float(x) for x in re.findall(r"\d+\.?\d*", line[35:])] for line in (row, printed[name]))
+            assert numbers == pytest.approx(now, rel=0.05)

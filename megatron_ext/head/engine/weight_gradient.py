@@ -70,6 +70,7 @@ class WeightGradient:
                     self._out_VD[own, part] += sum_VD
                 else:
                     self._out_VD[own, part] = sum_VD
+                del sum_VD  # before the next one is made
 
     def release(self) -> None:
         """Frees what is made again where it is needed: the scaled hidden states."""
