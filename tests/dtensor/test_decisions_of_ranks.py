@@ -41,6 +41,16 @@ def sharded(way, **sizes):
     return use_fused_loss(model) if way == "use_fused_loss" else model
 
 
+def check_two_reads(model, given, expected, true):
+    """Two losses of a model, with all gradients, beside those of the plain one."""
+    for _ in range(2):
+        found = read("read", model, given)
+        assert error(found, expected) < 3e-6
+        found.backward()
+        check_gradients(model, true)
+        model.zero_grad()
+
+
 @pytest.mark.parametrize(
     "way, change",
     [("use_fused_loss", "hook"), ("use_fused_loss", "loss"), ("use_fused_loss", "logits"), ("read", "hook")],
@@ -67,12 +77,7 @@ def test_a_change_on_all_ranks_is_proved_anew():
     plain = make("llama")
     CHANGES["hook"](plain)
     expected, true = loss_and_gradients(plain, **given)
-    for _ in range(2):
-        found = read("read", model, given)
-        assert error(found, expected) < 3e-6
-        found.backward()
-        check_gradients(model, true)
-        model.zero_grad()
+    check_two_reads(model, given, expected, true)
     model = sharded("use_fused_loss", tp=2)
     model(**given)
     CHANGES["loss"](model)
@@ -114,12 +119,7 @@ def test_one_rank_without_a_proof_decides_for_all(fault):
         if fault == "hook":
             model.lm_head.register_forward_hook(lambda module, given, out: None)
     with mock.patch.object(loss_proof, "compare", compare):
-        for _ in range(2):
-            found = read("read", model, given)
-            assert error(found, expected) < 3e-6
-            found.backward()
-            check_gradients(model, true)
-            model.zero_grad()
+        check_two_reads(model, given, expected, true)
         with pytest.raises(ValueError, match="call megatron_ext.dtensor.causal_lm_loss"):
             use_fused_loss(model)(**given)
 
