@@ -35,6 +35,7 @@ _SHAPES, _SHIFTS = ((16, 16), (48, 208), (528, 80), (304, 528)), (0, 1, 6, 27, 3
 
 # Vocabulary columns that one product takes or sums over: a rounded 16-bit product errs less the fewer terms it has.
 COLUMNS = 512
+CPU_ROWS = COLUMNS  # of dW at a time
 # What a launch sums at a time on CUDA: a product over columns that ends at a multiple of it goes on in the next one.
 CUDA_STEP = 64
 

@@ -178,6 +178,9 @@ def write_transposed(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, accumulate: boo
         out_VD.copy_(torch.mm(g_TV.t(), x_TD))
 
 
+add_transposed = main_grad.add_product
+
+
 def add_column_sums(total_V: Tensor, g_TV: Tensor) -> None:
     """`total += G.sum(0)`."""
     total_V += g_TV.sum(0, dtype=total_V.dtype)

@@ -137,8 +137,7 @@ def _of_all_shards(stats_RKT: Tensor, first: Sequence[FirstPass], plan: Plan, li
     call, (own_KT, _, shift_T) = plan.call, first[0]
     if len(first) > 1 and call.softcap is not None:  # its slope at the label is one leaf's
         own_KT = torch.stack([each.stats_KT for each in first]).amax(0)
-    stats = statistics.combine(stats_RKT, own_KT, shift_T, call)
-    return engine_order.rounded(stats, stats_RKT) if engine_order.applies(call, like) else stats
+    return engine_order.combined(stats_RKT, own_KT, shift_T, call, like)
 
 
 def _joined(first: Sequence[FirstPass], plan: Plan) -> Tensor:

@@ -40,7 +40,7 @@ class WeightGradient:
             self._offset_D = self._arithmetic.weighed_sum(x_TD, grad.offset)
         self._accumulate = accumulate
         summed = not x_TD.is_cuda and (self._fixed or x_TD.element_size() == 2)
-        self._rows = plan.arithmetic.rows if summed else None
+        self._rows = plan.arithmetic.CPU_ROWS if summed else None
         self._passes = passes_of(x_TD)
         width = x_TD.shape[1]
         step = width if x_TD.is_cuda or self._fixed else max(64, _SCALED // max(x_TD.shape[0], 1))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.head.call import statistics
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import MAX, SUM_EXP, Statistics
 
@@ -27,9 +28,10 @@ def write_sums(z_tV: Tensor, stats_Kt: Tensor, bias_V: Tensor | None, counted: i
     _kernels().write_sums(z_tV, stats_Kt, bias_V, counted, call.softcap, call.temperature)
 
 
-def rounded(stats: Statistics, stats_RKT: Tensor) -> Statistics:
-    """`stats` of a whole vocabulary with the roundings of fp32."""
-    if len(stats_RKT) > 1:
+def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead, like: Tensor) -> Statistics:
+    """`statistics.combine`, of a whole vocabulary with an engine's roundings, in fp32, where they apply."""
+    stats = statistics.combine(stats_RKT, own_KT, shift_T, call)
+    if len(stats_RKT) > 1 or not applies(call, like):
         return stats
     total_T = stats_RKT[0, SUM_EXP, :-1].masked_fill(stats_RKT[0, MAX, :-1] == -torch.inf, 1.0)
     return stats._replace(log_sum=_kernels().log(total_T).double(), target=stats.target.float().double())

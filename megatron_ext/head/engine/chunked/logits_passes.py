@@ -228,9 +228,7 @@ def _read(
     stats_RKT = plan.exchange(stats_KT)
     stats = None
     if plan.softmax and call.fixed:
-        stats = statistics.combine(stats_RKT, stats_KT, shifts[0], call)
-        if engine_order.applies(call, like):
-            stats = engine_order.rounded(stats, stats_RKT)
+        stats = engine_order.combined(stats_RKT, stats_KT, shifts[0], call, like)
     elif plan.softmax:
         stats = passes_of(stats_RKT).combined(stats_RKT, stats_KT, shifts[0], call)
     found = ForwardOutputs(stats, *plan.results(stats, stats_RKT, stats_KT, own_KT))
