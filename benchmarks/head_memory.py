@@ -22,7 +22,7 @@ def case(tokens: int) -> Case:
 def table(lengths: tuple[int, ...] = (8192, 32768)) -> str:
     """In Markdown: a row for each head, a column for each number of tokens."""
     lines = [
-        "| GiB of the head at | " + " | ".join(f"{tokens} tokens" for tokens in lengths) + " |",
+        "| GiB at | " + " | ".join(f"{tokens} tokens" for tokens in lengths) + " |",
         "|---" * (len(lengths) + 1) + "|",
     ]
     for name, head in HEADS.items():

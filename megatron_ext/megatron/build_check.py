@@ -15,18 +15,16 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel import layers as megatron_layers
 
 from megatron_ext.megatron.fused_loss import known_code, patch_points
 from megatron_ext.megatron.fusion_report import name_of
+from megatron_ext.megatron.substitute import megatrons_own_layer
 from megatron_ext.replace import Replacement, apply_all, restore_all
-from megatron_ext.tensor_parallel import layers as our_layers
+from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 # Ours and Megatron's own, also where ours stand in their place.
-_LAYERS: dict[str, tuple[type, ...]] = {
-    home: (layers.ColumnParallelLinear, layers.RowParallelLinear, layers.VocabParallelEmbedding)
-    for home, layers in (("megatron_ext", our_layers), ("megatron", megatron_layers))
-}
+_OURS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+_LAYERS = {"megatron_ext": _OURS, "megatron": tuple(map(megatrons_own_layer, _OURS))}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import functools
 import gc
-import importlib
+import importlib.util
 import subprocess
 import sys
 from unittest import mock
@@ -65,6 +65,28 @@ def test_streams_go_on_where_they_are():
         got.append(draw())
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(a, b)
+
+
+@ranks(1)
+def test_megatrons_layers_are_known_after_an_import_while_ours_stood():
+    """What is first imported between substituting and putting back knows Megatron's own classes all the same."""
+    with model_parallel():
+        with ours_everywhere():
+            known_code, build_check = (
+                _executed_anew(f"megatron_ext.megatron.{name}") for name in ("fused_loss.known_code", "build_check")
+            )
+        layer = tiny_gpt(stock_spec, num_layers=1)[0].output_layer
+        assert type(layer).__module__.startswith("megatron.core")
+        assert known_code.why_not_known(layer) is None
+        assert isinstance(layer, build_check._LAYERS["megatron"])
+
+
+def _executed_anew(name):
+    spec = importlib.util.find_spec(name)
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {name: module}):  # where its dataclasses look themselves up
+        spec.loader.exec_module(module)
+    return module
 
 
 @ranks(1)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel import layers as megatron_layers
 
 from megatron_ext.megatron.fused_loss import patch_points
 from megatron_ext.megatron.output_layer import OutputLayer
+from megatron_ext.megatron.substitute import megatrons_own_layer
 from megatron_ext.tensor_parallel import layers as our_layers
 
 _HOMES = ("megatron.core.", "megatron_ext.")
@@ -137,6 +137,6 @@ def _where(value: Any) -> str:
 
 # What others have put in these places before this module was imported is not known.
 _LOSSES = [one for one in (LanguageModule.compute_language_model_loss,) if is_own(one)]
-_LINEAR = (megatron_layers.ColumnParallelLinear, our_layers.ColumnParallelLinear, OutputLayer)
+_LINEAR = (megatrons_own_layer(our_layers.ColumnParallelLinear), our_layers.ColumnParallelLinear, OutputLayer)
 _FORWARDS = [kind.forward for kind in _LINEAR if is_own(kind.forward)]
 _seen_as_own: list[Any] = []
