@@ -33,6 +33,10 @@ LIMIT_S = 240  # a change after which tests take longer is noticed: they hang
 _clock = [time.time()]
 OF_DEFAULTS = "tests/test_public_defaults.py::test_defaults_of_public_arguments_stay"  # they are made at the import
 QUICK = "not slow and not gpu"
+BESIDE = [  # quick tests that run nothing of the package
+    *("--ignore=tests/megatron_on_cpu", "--ignore=tests/test_layout.py"),
+    *("--ignore=tests/test_iteration_order.py", "--ignore=tests/test_ratchets.py"),
+]
 
 
 def drawn(seed: int, count: int, only: list[str]) -> list[Mutant]:
@@ -63,7 +67,7 @@ def record(arguments: list[str], files: list[str]) -> None:
     shutil.copytree(TREE / "megatron_ext", folder / "sources")
     (folder / "began").touch()
     environment = os.environ | {RECORD: str(folder), "PYTHONPATH": str(TREE)}
-    command = [sys.executable, "-m", "pytest", "-m", QUICK, "-p", "no:randomly", "--tb=no", *arguments, *files]
+    command = [sys.executable, "-m", "pytest", "-m", QUICK, "-p", "no:randomly", "--tb=no", *BESIDE, *arguments, *files]
     subprocess.run(command, cwd=TREE, env=environment)
 
 
