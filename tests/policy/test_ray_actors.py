@@ -1,90 +1,14 @@
 """Actors that start, are called and end together, with a stand-in for Ray that runs them in this process, at once."""
 
-import importlib
 import os
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
 from megatron_ext.policy.data.agreement_of_ranks import FailedElsewhere
-from megatron_ext.policy.ray import actors
 from megatron_ext.policy.ray.actors import RayActors, Timeouts
-from megatron_ext.policy.ray.liveness import Whereabouts
+from tests.policy.ray_at_once import RayError, ray  # noqa: F401  # a fixture
 
 pytest.importorskip("ray")
-
-
-class RayError(Exception):
-    pass
-
-
-class RayTaskError(RayError):
-    def __init__(self, cause):
-        super().__init__("in an actor")
-        self.cause = cause
-
-
-class Answer:
-    def __init__(self, value):
-        self.value = value
-
-
-class Method:
-    def __init__(self, function):
-        self.function = function
-
-    def remote(self, *args):
-        try:
-            return Answer(self.function(*args))
-        except RayError as died:
-            return Answer(died)
-        except Exception as error:
-            return Answer(RayTaskError(error))
-
-
-class RayAtOnce:
-    """Ray's part in a group of actors; a result "never" does not come."""
-
-    exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
-
-    def __init__(self):
-        self.killed, self.removed, self.needs, self.room = [], [], [], True
-
-    def remote(self, cls):
-        def options(**needs):
-            self.needs.append(needs)
-            actor = cls()
-            names = ("where", "build", "call")
-            methods = SimpleNamespace(**{name: Method(getattr(actor, name)) for name in names})
-            return SimpleNamespace(remote=lambda: methods)
-
-        return SimpleNamespace(options=options)
-
-    def wait(self, asked, timeout):
-        done = [one for one in asked if one.value != "never"]
-        return done, [one for one in asked if one.value == "never"]
-
-    def get(self, one):
-        if isinstance(one.value, Exception):
-            raise one.value
-        return one.value
-
-    def kill(self, actor):
-        self.killed.append(actor)
-
-    def cluster_resources(self):
-        return {"CPU": 1}
-
-
-class Actor(actors._Actor):
-    def where(self):
-        self._store = None
-        return Whereabouts("node", "host", 1), ("192.0.2.7", 29)
-
-    def build(self, *args):
-        with mock.patch.dict(os.environ):
-            super().build(*args)
 
 
 class Worker:
@@ -114,29 +38,13 @@ class Worker:
         return result
 
 
-@pytest.fixture
-def ray(monkeypatch):
-    found = RayAtOnce()
-
-    def group(bundles, strategy):
-        return SimpleNamespace(bundles=bundles, wait=lambda timeout_s: found.room)
-
-    monkeypatch.setattr(actors, "import_ray", lambda: found)
-    monkeypatch.setattr(actors, "_Actor", Actor)
-    monkeypatch.setattr(actors, "_GRACE_S", 0.05)
-    module = importlib.import_module("ray.util.placement_group")
-    monkeypatch.setattr(module, "placement_group", group)
-    monkeypatch.setattr(module, "remove_placement_group", found.removed.append)
-    return found
-
-
-def started(ray, bundle=None, call_s=None, weights_path=None):
+def started(ray, bundle=None, call_s=None, weights_path=None):  # noqa: F811
     group = RayActors(Worker, {"config": 3}, 2, bundle or {"CPU": 0.5}, {"NAME": "x"}, Timeouts(5, call_s, None))
     group._start(weights_path, None)
     return group
 
 
-def test_workers_get_their_rank_address_arguments_and_room(ray):
+def test_workers_get_their_rank_address_arguments_and_room(ray):  # noqa: F811
     group = started(ray, weights_path="weights")
     joined = ["2", "192.0.2.7", "29", "0", "True"]
     made = {"config": 3, "weights_path": "weights", "optimizer_path": None}
@@ -152,7 +60,7 @@ def test_workers_get_their_rank_address_arguments_and_room(ray):
     assert (ray.needs[0]["num_gpus"], ray.needs[0]["runtime_env"]) == (1, {"env_vars": {"NAME": "x"}})
 
 
-def test_an_error_names_its_rank_before_those_that_heard_of_it(ray):
+def test_an_error_names_its_rank_before_those_that_heard_of_it(ray):  # noqa: F811
     group = started(ray)
     with pytest.raises(ValueError, match="enough") as caught:
         group._all("on", "all", FailedElsewhere("rank 1 failed"), ValueError("enough"))
@@ -162,7 +70,7 @@ def test_an_error_names_its_rank_before_those_that_heard_of_it(ray):
     assert not ray.killed
 
 
-def test_a_dead_rank_ends_the_group_until_it_is_restarted(ray):
+def test_a_dead_rank_ends_the_group_until_it_is_restarted(ray):  # noqa: F811
     group = started(ray)
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 died: of old age\. The other workers were ended"):
         group._all("on", 1, RayError("\tactor_id: 77\nof old\nage"))
@@ -183,7 +91,7 @@ def test_a_dead_rank_ends_the_group_until_it_is_restarted(ray):
     assert (len(ray.killed), len(ray.removed)) == (6, 3)
 
 
-def test_ranks_that_do_not_answer_are_named(ray):
+def test_ranks_that_do_not_answer_are_named(ray):  # noqa: F811
     group = started(ray)
     with pytest.raises(RuntimeError, match=r"^ranks \[1\] of 2 did not answer within 0.05 s$"):
         group._collect(group._begin("on", 1, "never"), 0.05)
@@ -196,7 +104,7 @@ def test_ranks_that_do_not_answer_are_named(ray):
         group._all("on", 0, "never")
 
 
-def test_no_room_for_the_actors_is_said(ray):
+def test_no_room_for_the_actors_is_said(ray):  # noqa: F811
     ray.room = False
     with pytest.raises(RuntimeError, match=r"no room for 2 actors with {'CPU': 0.5} each; it has {'CPU': 1}"):
         started(ray)
