@@ -19,7 +19,7 @@ def shards(world_size, shape, dtype=torch.float32):
 
 def in_a_graph(compiling):
     """Collectives are those of compiled functions, if `compiling`."""
-    return mock.patch("torch.compiler.is_compiling", lambda: compiling)
+    return mock.patch("torch.compiler.is_compiling", return_value=compiling)
 
 
 @ranks(1, 2, 4)
