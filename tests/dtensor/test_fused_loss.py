@@ -145,6 +145,7 @@ class Delegating(LlamaForCausalLM):
     """A model that adds a term to the loss of its base class."""
 
     def forward(self, *args, **kwargs):
+        self.calls = getattr(self, "calls", 0) + 1
         out = super().forward(*args, **kwargs)
         out.loss = 2 * out.loss + 0.5
         return out
@@ -175,6 +176,14 @@ def test_a_forward_of_the_models_own_is_followed(name):
     """To its cross entropy: its loss, its gradients, no logits."""
     torch.manual_seed(1)
     check_fused(FUSED[name](), **batch())
+
+
+def test_attributes_that_a_forward_sets_are_the_models():
+    model = use_fused_loss(Delegating(make("llama").config))
+    model(**batch())
+    before = model.calls
+    model(**batch())
+    assert model.calls == before + 1
 
 
 @pytest.mark.parametrize(
