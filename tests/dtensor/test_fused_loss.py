@@ -141,6 +141,14 @@ class Cut(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
+class Hidden(LlamaForCausalLM):
+    """A model that makes logits, and has a loss of its hidden states."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, **kwargs)[0]
+        return CausalLMOutputWithPast(loss=hidden.square().mean(), logits=self.lm_head(hidden))
+
+
 class Delegating(LlamaForCausalLM):
     """A model that adds a term to the loss of its base class."""
 
@@ -192,6 +200,10 @@ def test_attributes_that_a_forward_sets_are_the_models():
         (adapted, "LlamaForCausalLM keeps its own loss .its gradient of "),
         (_with_a_loss_of_its_own, r"LlamaForCausalLM keeps its own loss \(its forward reads its logits by square\)"),
         (lambda model: Squared(model.config), "Squared keeps its own loss .its forward reads its logits by pow"),
+        (
+            lambda model: Hidden(model.config),
+            "Hidden keeps its own loss .it is no cross entropy of the logits",
+        ),
         (lambda model: Weighted(model.config), "Weighted keeps its own loss .its forward reads its logits by cross_en"),
     ],
 )
