@@ -12,6 +12,7 @@ from megatron_ext.policy.backend.megatron import Inputs
 from megatron_ext.policy.data.batch_plan import RankCoordinates
 from megatron_ext.policy.data.packed_rows import Rows
 from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
+from megatron_ext.policy.refit.shared_memory import SharedBlock
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.ranks import ranks
 
@@ -54,6 +55,12 @@ def test_a_model_moves_unless_its_parameters_are_offloaded(offloaded):
     backend = SimpleNamespace(model=model, settings=SimpleNamespace(cpu_offload=offloaded))
     Backend.move_model(backend, torch.device("meta"))
     assert model.weight.is_meta != offloaded
+
+
+def test_shared_memory_without_linux_is_refused(monkeypatch):
+    monkeypatch.delattr("os.memfd_create")
+    with pytest.raises(OSError, match="weights in shared memory need Linux"):
+        SharedBlock(4)
 
 
 def test_ranks_without_copies_and_stages_are_data_parallel():
