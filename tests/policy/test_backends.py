@@ -37,7 +37,7 @@ def test_packed_rows_lie_end_to_end_each_in_a_multiple():
 
 
 @ranks(2)
-def test_whole_logits_of_an_uneven_vocabulary_take_gradients_back():
+def test_whole_logits_of_an_uneven_vocabulary_and_gradients():
     z = torch.arange(10.0).view(2, 5)
     vocab = VocabShard.split(5, dist.group.WORLD)
     own = z[:, vocab.start : vocab.stop].clone().requires_grad_()
