@@ -108,6 +108,7 @@ def test_a_sample_says_what_a_process_has_used():
     sleeper.kill()
     sleeper.wait()
     assert not host_monitor._runs(sleeper.pid)
+    assert not host_monitor._children_run(sleeper.pid)
     assert host_monitor._sample(sleeper.pid) is None
 
 
