@@ -413,6 +413,7 @@ QUICK = {
             (_BF16, (2500, 2400, _ALL, 0)),
         )
     ],
+    "kept rows": [(compare_kept_in_bf16, (*columns, _ALL)) for columns in ((2500, 2400, 2000), (17000, 16990, 15000))],
 }
 
 
