@@ -20,14 +20,14 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1332,
+    "megatron_ext/*.py": 1333,
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4694,
     "megatron_ext/experimental": 2380,
-    "megatron_ext/head": 10789,
+    "megatron_ext/head": 10795,
     "megatron_ext/integrations": 719,
     "megatron_ext/losses": 1292,
-    "megatron_ext/megatron": 4358,
+    "megatron_ext/megatron": 4411,
     "megatron_ext/memory": 549,
     "megatron_ext/model_utils": 1515,
     "megatron_ext/numerics": 1048,
