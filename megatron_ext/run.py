@@ -96,6 +96,7 @@ def command_line(
     parser.add_argument("--label-smoothing", type=float, metavar="X", help="0 to 1, as in torch's cross_entropy")
     parser.add_argument("--softcap", type=float, metavar="X", help="logits are X * tanh(logits / X) in the loss")
     parser.add_argument("--temperature", type=float, metavar="X", help="logits are divided by it in the loss")
+    parser.add_argument("--entropy", action="store_const", const=True, help="log the entropy of the distributions")
     parser.add_argument(
         "--skip-ignored", type=_bound, metavar="N", help="masked tokens make no product; any, or N: no more count"
     )
@@ -128,8 +129,8 @@ def command_line(
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the fused head that were given."""
-    names = ("chunk_tokens", "cache", "z_loss", "label_smoothing", "softcap", "temperature", "skip_ignored", "proof")
-    return {name: value for name in (*names, "bits", "logit_dtype") if (value := getattr(options, name)) is not None}
+    names = "chunk_tokens cache z_loss label_smoothing softcap temperature entropy skip_ignored proof bits logit_dtype"
+    return {name: value for name in names.split() if (value := getattr(options, name)) is not None}
 
 
 def _tokens(text: str) -> int:

@@ -116,7 +116,7 @@ def _lines_of_functions(path: str) -> set[int]:
 def tests_for(mutant: Mutant, callers, tests) -> list[str]:
     """The quickest tests that run the changed line, or call its function, as many as the time allows.
 
-    A line outside of functions is run by the import, in whichever test that is: any test of the file's functions may do.
+    A line outside of functions is run by the import, in whichever test that is: any of the file's functions may do.
     """
     folder = f"tests/{mutant.path.split('/')[0].removesuffix('.py')}"
     (first, last), inside = mutant.function, _lines_of_functions(mutant.path)

@@ -82,6 +82,16 @@ def test_config_of_transformers_gives_the_sizes(tmp_path, capsys):
     assert "512 tokens, hidden size 64, vocabulary 4096 over 1 rank, fp16:" in capsys.readouterr().out
 
 
+def test_code_of_a_model_folder_is_never_run(tmp_path, capsys, monkeypatch):
+    """Transformers would ask on the terminal, where somebody may say yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}')
+    (tmp_path / "mine.py").write_text("raise SystemError('run')")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--model", str(tmp_path), "--tokens", "512"])
+    assert "its own code is never run: give --hidden and --vocab instead" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "given, said",
     [

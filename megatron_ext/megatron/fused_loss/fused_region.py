@@ -20,8 +20,8 @@ from megatron_ext.megatron.fused_loss import (
     fusion_decision,
     fusion_proof,
     known_code,
+    megatron_log,
     patch_points,
-    z_loss_log,
 )
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX, HeadRefusal
@@ -145,8 +145,8 @@ class Region:
             return self.refused(fault, labels)
         if found.hits is not None and isinstance(logits, PromisedLogits):
             logits.terms.hits = labels, found.hits
-        if found.z_loss is not None:
-            z_loss_log.remember(self.counters, found.z_loss.transpose(0, 1), labels != IGNORE_INDEX)
+        if found.z_loss is not None or found.entropy is not None:
+            megatron_log.remember(self.counters, found, labels != IGNORE_INDEX)
         return found.loss
 
     def refused(self, fault: ValueError, labels: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Region:
         return torch.zeros(labels.shape, device=labels.device)
 
     def redeemed(self, labels: Tensor, logits: Any, own_loss: Any) -> TrainingLoss:
-        """The losses `[B, S]` of labels `[B, S]`, with hits and z-losses `[S, B]`; `own_loss` of logits if need be."""
+        """The losses `[B, S]` of labels `[B, S]`, and what is beside them `[S, B]`; `own_loss` of logits if need be."""
         _check_labels(labels, logits)
         reason: str | None = None
 
@@ -165,7 +165,7 @@ class Region:
             reason = self.why_not(logits.terms, hidden, weight, labels)
             if reason is not None:  # by one call of the layer too: sharded data parallelism counts them
                 self.quiet = True
-                return TrainingLoss(own_loss(logits.made_of(hidden)).clone(), None, None)
+                return TrainingLoss(own_loss(logits.made_of(hidden)).clone())
             if self.to_verify:
                 self.verify(logits.terms, weight, labels)
             # Within the layer's call: FSDP2 wants no views of what it hooks.
@@ -245,6 +245,7 @@ class Region:
             settings.label_smoothing,
             z_loss=settings.z_loss,
             hits=hits,
+            entropy=settings.entropy,
             skip_ignored=settings.skip_ignored,
         )
 
