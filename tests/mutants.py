@@ -116,11 +116,7 @@ def _lines_of_functions(path: str) -> set[int]:
 def tests_for(mutant: Mutant, callers, seconds) -> list[str]:
     """The quickest tests that run the changed line, or call its function, as many as the time allows.
 
-<<<<<<< HEAD
-    A line outside of functions is run by the import, in whichever test that is: any of the file's functions may do.
-=======
     A line outside of functions is run by the import, in whichever test that is: tests of the functions are taken.
->>>>>>> mut
     """
     folder = f"tests/{mutant.path.split('/')[0].removesuffix('.py')}"
     (first, last), inside = mutant.function, _lines_of_functions(mutant.path)
