@@ -20,7 +20,7 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1333,
+    "megatron_ext/*.py": 1336,
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4709,
     "megatron_ext/experimental": 2380,
@@ -36,7 +36,7 @@ LINES = {
     "megatron_ext/sequence": 1504,
     "megatron_ext/tensor_parallel": 4585,
     "megatron_ext/verify": 324,
-    "megatron_on_cpu/*.py": 1315,
+    "megatron_on_cpu/*.py": 1370,
     "megatron_on_cpu/nccl_rules": 2119,
     "megatron_on_cpu/transformer_engine": 2929,
 }
