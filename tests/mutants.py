@@ -6,8 +6,10 @@ line; of those that run the changed one the folder's own come first, then those 
 """
 
 import argparse
+import ast
 import contextlib
 import difflib
+import functools
 import importlib
 import json
 import os
@@ -29,10 +31,15 @@ LEFT = Path(__file__).parent / "mutants_left.txt"  # lines whose changes nothing
 FOLDER = ROOT / "runs" / "mutants"
 TREE, CALLS = FOLDER / "tree", FOLDER / "calls"
 SECONDS = 25  # of tests for each change, as they were when they were recorded
+EACH = 0.05  # of these beside each test
 LIMIT_S = 240  # a change after which tests take longer is noticed: they hang
 _clock = [time.time()]
 OF_DEFAULTS = "tests/test_public_defaults.py::test_defaults_of_public_arguments_stay"  # they are made at the import
 QUICK = "not slow and not gpu"
+BESIDE = [  # quick tests that run nothing of the package
+    *("--ignore=tests/megatron_on_cpu", "--ignore=tests/test_layout.py"),
+    *("--ignore=tests/test_iteration_order.py", "--ignore=tests/test_ratchets.py"),
+]
 
 
 def drawn(seed: int, count: int, only: list[str]) -> list[Mutant]:
@@ -63,7 +70,7 @@ def record(arguments: list[str], files: list[str]) -> None:
     shutil.copytree(TREE / "megatron_ext", folder / "sources")
     (folder / "began").touch()
     environment = os.environ | {RECORD: str(folder), "PYTHONPATH": str(TREE)}
-    command = [sys.executable, "-m", "pytest", "-m", QUICK, "-p", "no:randomly", "--tb=no", *arguments, *files]
+    command = [sys.executable, "-m", "pytest", "-m", QUICK, "-p", "no:randomly", "--tb=no", *BESIDE, *arguments, *files]
     subprocess.run(command, cwd=TREE, env=environment)
 
 
@@ -99,10 +106,21 @@ def read_record() -> tuple[dict[str, dict[int, set[str]]], dict[str, list[tuple[
     return callers, tests
 
 
+@functools.cache
+def _lines_of_functions(path: str) -> set[int]:
+    nodes = ast.walk(ast.parse((ROOT / "megatron_ext" / path).read_text()))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    return {line for node in functions for line in range(node.body[0].lineno, node.end_lineno + 1)}
+
+
 def tests_for(mutant: Mutant, callers, tests) -> list[str]:
-    """The quickest tests that run the changed line, or call its function, as many as the time allows."""
+    """The quickest tests that run the changed line, or call its function, as many as the time allows.
+
+    A line outside of functions is run by the import, in whichever test that is: any of the file's functions may do.
+    """
     folder = f"tests/{mutant.path.split('/')[0].removesuffix('.py')}"
-    of_file, first, last = callers.get(mutant.path, {}), *mutant.function
+    (first, last), inside = mutant.function, _lines_of_functions(mutant.path)
+    of_file = {line: of for line, of in callers.get(mutant.path, {}).items() if line in inside}
     run = {test for line in range(mutant.start[0], mutant.end[0] + 1) for test in of_file.get(line, ())}
     asked = run | {test for line, of in of_file.items() if first < line <= last for test in of}
     if not asked:  # what Triton's interpreter or a program runs, or nobody
@@ -115,7 +133,7 @@ def tests_for(mutant: Mutant, callers, tests) -> list[str]:
     for _, _, seconds, id in sorted(rounds, key=lambda one: (one[1], one[0] // 3, one[2])):
         if seconds <= left and id not in chosen:
             chosen.append(id)
-            left -= seconds
+            left -= seconds + EACH
     return chosen
 
 
