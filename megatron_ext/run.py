@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("megatron_ext.run")  # whose __name__ is "__main__"
 
 # What Megatron and torch warn of in every job on a CPU, and nobody can change there: kernels that are missing, one of
 # Megatron's own defaults, functions of torch that Megatron calls.
@@ -174,8 +174,11 @@ def _emulate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
     """For the rest of the process: what the script itself leaves to `atexit` still runs on the CPU."""
     from megatron_on_cpu import megatron_on_cpu
     from megatron_on_cpu.nccl_rules import NcclRules
+    from megatron_on_cpu.script_flags import flags_for_cpu
 
     emulation = ExitStack()
+    if not options.transformer_engine:
+        emulation.enter_context(flags_for_cpu(_LOG.info))
     try:
         emulation.enter_context(
             megatron_on_cpu(options.transformer_engine, NcclRules() if options.nccl_rules else None)

@@ -20,14 +20,14 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1349,
+    "megatron_ext/*.py": 1352,
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4758,
     "megatron_ext/experimental": 2380,
-    "megatron_ext/head": 10720,
+    "megatron_ext/head": 10795,
     "megatron_ext/integrations": 719,
     "megatron_ext/losses": 1305,
-    "megatron_ext/megatron": 4414,
+    "megatron_ext/megatron": 4442,
     "megatron_ext/memory": 553,
     "megatron_ext/model_utils": 1515,
     "megatron_ext/numerics": 1048,
@@ -36,7 +36,7 @@ LINES = {
     "megatron_ext/sequence": 1504,
     "megatron_ext/tensor_parallel": 4585,
     "megatron_ext/verify": 324,
-    "megatron_on_cpu/*.py": 1315,
+    "megatron_on_cpu/*.py": 1373,
     "megatron_on_cpu/nccl_rules": 2119,
     "megatron_on_cpu/transformer_engine": 2929,
 }

@@ -38,6 +38,8 @@ class ModelFusion:
             or "te"; None if it asks for none. It runs for the stock losses alone.
         proof: what came of the comparison of the head with the model's own output layer and loss; None before it.
         verified: the losses that were taken both ways, side by side, where the patch was asked for it (`verify=`).
+        layers: how many tensor-parallel layers the model has, by the package that they come from.
+        sizes: the head's sizes and `cache`, at its first loss, as `megatron-ext memory` takes them; "" before it.
         z_loss, entropy: of the last loss, means over tokens that have a label, 0-dim fp32; None where not asked for.
     """
 
@@ -50,6 +52,8 @@ class ModelFusion:
     megatron_kernel: str | None = None
     proof: str | None = None
     verified: TwoRuns | None = None
+    layers: Counter[str] = field(default_factory=Counter)
+    sizes: str = ""
     z_loss: Tensor | None = None
     entropy: Tensor | None = None
 
@@ -71,7 +75,13 @@ class ModelFusion:
             asked = _MEGATRON_KERNELS.get(self.megatron_kernel, self.megatron_kernel)
             runs = "that runs where Megatron's loss does" if self.stock_losses else "the fused head runs instead of it"
             parts.append(f"the config asks for {asked}, {runs}")
-        return ", ".join(parts)
+        lines = [", ".join(parts)]
+        if self.layers:
+            layers = ", ".join(f"{count} of {home}" for home, count in sorted(self.layers.items()))
+            lines.append(f"  tensor-parallel layers: {layers}")
+        if self.sizes:
+            lines.append(f"  the head's peak memory, stock and ours: megatron-ext memory {self.sizes}")
+        return "\n".join(lines)
 
 
 @dataclass

@@ -18,7 +18,9 @@ from megatron_ext.megatron.fusion_report import ModelFusion, fusion_report, rese
 from megatron_ext.megatron.language_model_patch import patch_language_models
 from megatron_ext.megatron.layer_specs import gpt_layer_spec
 from megatron_ext.megatron.spec_head import with_fused_head
-from tests.gpt import causal_mask, data_parallel, model_parallel, stock_spec, tiny_batches, tiny_gpt
+from megatron_ext.memory import __main__ as memory
+from megatron_ext.memory.sizes import Sizes
+from tests.gpt import VOCAB, causal_mask, data_parallel, model_parallel, stock_spec, tiny_batches, tiny_gpt
 from tests.marks import slow
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import (
@@ -331,6 +333,12 @@ def test_the_report_says_what_runs():
             earlier = fusion_report()
             said = str(earlier)
             assert "GPTModel: 1 losses fused, logits made 0 times" in said
+            assert "\n  tensor-parallel layers: 10 of megatron\n" in said  # 4 of each block, embedding, output
+            sizes = said.partition("megatron-ext memory ")[2]
+            tokens, width = labels.numel(), model.config.hidden_size
+            assert sizes == f"--tokens {tokens} --hidden {width} --vocab {VOCAB} --tp 1 --dtype fp32 --cache bounded"
+            counted, ignored = memory._sizes(memory._parser().parse_args(sizes.split()))
+            assert (counted, ignored) == (Sizes(tokens, width, VOCAB, dtype=torch.float32), [])
             assert "asks for Transformer Engine's fused loss, the fused head runs instead" in said
             run(model, labels)
             assert (earlier.losses_fused, fusion_report().losses_fused) == (1, 2)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.distributed.groups import group_size
 from megatron_ext.head.training_loss import (
     LossSettings,
     TrainingLoss,
@@ -15,6 +16,7 @@ from megatron_ext.head.training_loss import (
     training_loss_of_logits,
 )
 from megatron_ext.head.validation.option_checks import rounds
+from megatron_ext.megatron.build_check import layers_of
 from megatron_ext.megatron.fused_loss import (
     acceptance_counts,
     fusion_decision,
@@ -36,6 +38,7 @@ from megatron_ext.megatron.fused_loss.promised_logits import (
     Terms,
     check_graph,
     promise_logits,
+    tp_group,
 )
 from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, counters_of, say_once, tell_once
 from megatron_ext.proof import Proof, cannot_prove_now
@@ -168,6 +171,8 @@ class Region:
                 return TrainingLoss(own_loss(logits.made_of(hidden)).clone())
             if self.to_verify:
                 self.verify(logits.terms, weight, labels)
+            if not self.counters.sizes:
+                self.describe(hidden, weight, labels)
             # Within the layer's call: FSDP2 wants no views of what it hooks.
             return _batch_first(self.fused(logits.terms, hidden, weight, labels))
 
@@ -183,6 +188,18 @@ class Region:
         """The losses `[S, B]` by the head."""
         head = self.settings.lm_head(terms, weight, self.model.config, labels.shape[0])
         return linear_training_loss(head, hidden, labels.transpose(0, 1), self.asked_of_loss(self.hits))
+
+    def describe(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+        """Say in the report what a count of the head's bytes needs to know, and whose layers the model has."""
+        ranks, cache = group_size(tp_group(self.layer)), self.settings.cache
+        dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(hidden.dtype, "fp32")
+        self.counters.layers = layers_of(self.model)
+        self.counters.sizes = (
+            f"--tokens {labels.numel()} --hidden {hidden.shape[-1]} --vocab {weight.shape[0] * ranks} --tp {ranks} "
+            f"--dtype {dtype}{' --sequence-parallel' * getattr(self.layer, 'sequence_parallel', False)}"
+            + f" --cache {cache}"
+            * (cache != "auto")
+        )
 
     def why_not(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> str | None:
         """Why this loss is the model's own, on all ranks; None where the head computes it."""
