@@ -121,6 +121,23 @@ def script(tmp_path):
     return write
 
 
+def test_log_of_the_package_is_shown(tmp_path, script):
+    path = script("""
+        import logging
+        logging.getLogger("megatron_ext.part").info("some news")
+    """)
+    done = forked(tmp_path, path, ranks=1)
+    assert done.stderr.splitlines().count("megatron_ext: some news") == 1, done.stderr
+
+
+def test_last_rank_speaks_on_stderr_or_in_a_file(tmp_path, capsys):
+    run.say_on_last_rank("found")
+    with (tmp_path / "file").open("w") as file:
+        run.say_on_last_rank("elsewhere", file)
+    assert tuple(capsys.readouterr()) == ("", "found\n")
+    assert (tmp_path / "file").read_text() == "elsewhere\n"
+
+
 def test_what_a_script_sees(tmp_path, script):
     path = script("""
         import json, sys

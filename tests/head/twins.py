@@ -385,7 +385,7 @@ _FP32, _BF16 = torch.float32, torch.bfloat16
 QUICK = {
     "label_terms": [
         *((compare_label_terms, (_BF16, (9, 5, 8), smoothed)) for smoothed in (False, True)),
-        (compare_label_terms, (_FP32, (3, 4, 1100), True)),
+        (compare_label_terms, (torch.float64, (3, 4, 1100), True)),
     ],
     "token_terms": [
         (compare_token_terms, (_FP32, ranks, *TOKEN_CALLS[number]))

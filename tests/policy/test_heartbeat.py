@@ -125,3 +125,5 @@ def test_a_sample_says_what_a_process_has_used():
 def test_a_process_moves_that_computes_reads_or_writes(change, moves):
     before = host_monitor.Sample(10.0, psutil.STATUS_SLEEPING, 3, 1.0, 1 << 16, 10)
     assert host_monitor._moved(before, before._replace(clock_s=11.0, **change)) == moves
+    alone = host_monitor.Sample(10.0, psutil.STATUS_SLEEPING, 3, 0.0, 0, 0)
+    assert not host_monitor._moved(alone, alone._replace(clock_s=11.0, processor_s=host_monitor._IDLE_SHARE))

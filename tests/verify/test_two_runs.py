@@ -124,6 +124,12 @@ def runs(stock, ours, tolerance=1e-3):
     return TwoRuns(*steps, tolerance=tolerance)
 
 
+def test_a_table_shows_milliseconds():
+    assert str(runs([(2.0, 1.0)], [(2.0, 1.0)])).splitlines()[2].split()[-2:] == ["-", "-"]
+    steps = [[RecordedStep(2.0, 1.0, 3.0, seconds)] for seconds in (0.25, 0.125)]
+    assert str(TwoRuns(*steps, tolerance=1e-3)).splitlines()[2].split()[-2:] == ["250", "125"]
+
+
 @pytest.mark.parametrize(
     "stock, ours, fault",
     [
