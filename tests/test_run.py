@@ -315,6 +315,40 @@ def test_report_leaves_other_optimizer_hooks_alone(monkeypatch):
     assert (len(said), len(steps)) == (1, 2)
 
 
+FLAGS = ["persist-layer-norm", "gradient-accumulation-fusion", "masked-softmax-fusion", "rope-fusion"]
+PARSER = f"""
+import argparse, sys
+parser = argparse.ArgumentParser(allow_abbrev=False)
+parser.add_argument("--transformer-impl", default="transformer_engine")
+for name in {FLAGS}:
+    parser.add_argument("--no-" + name, action="store_false", dest=name)
+parser.add_argument("--masked-softmax-fusion", action="store_true", dest="masked-softmax-fusion")
+print(vars(parser.parse_args()), sys.argv[1:])
+"""
+ADDED = [f"--no-{name}" for name in FLAGS]
+
+
+@pytest.mark.parametrize(
+    "given, on, added",
+    [
+        ([], [], ["--transformer-impl", "local", *ADDED]),
+        (["--transformer-impl=transformer_engine", "--no-rope-fusion"], ["--transformer-impl"], ADDED[:3]),
+        (["--transformer-impl", "local", "--masked-softmax-fusion"], [FLAGS[2]], [*ADDED[:2], ADDED[3]]),
+    ],
+)
+def test_script_gets_the_flags_that_a_cpu_needs(given, on, added, tmp_path, script):
+    """What a user gives stands, and the launcher says what it added and what a user's flag asks for."""
+    done = forked(tmp_path, "--cpu", script(PARSER), *given, ranks=2)
+    assert done.returncode == 0, done.stderr
+    found = {name: name in on for name in FLAGS}
+    found = {"transformer_impl": "transformer_engine" if "--transformer-impl" in on else "local"} | found
+    assert done.stdout.splitlines() == [f"{found} {given}"] * 2
+    told = [line for line in done.stderr.splitlines() if line.startswith("megatron_ext: ")]
+    assert told[-1] == f"megatron_ext: on a CPU the script gets {' '.join(added)} as well"
+    assert len(told) == 1 + len(on)
+    assert all("stays, and wants" in line for line in told[:-1])
+
+
 def test_without_megatron_it_says_so(script, capsys, monkeypatch):
     path = str(script("raise AssertionError('must not run')"))
     monkeypatch.setattr(sys, "path", sys.path.copy())

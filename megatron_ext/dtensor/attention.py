@@ -25,7 +25,7 @@ from megatron_ext.sequence.attention import Window, attend
 
 NAME = "megatron_ext"
 # What transformers passes to attention functions beside what they compute with: positions, which are in the queries and
-# keys already, boundaries of documents, which the layout has, and what to return.
+# keys already, boundaries of documents, which the layout has, what to return, and of which positions to make logits.
 _WITHOUT_EFFECT = {
     "position_ids",
     "position_embeddings",
@@ -35,6 +35,7 @@ _WITHOUT_EFFECT = {
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
+    "logits_to_keep",
     "return_dict",
     "num_items_in_batch",
     "cu_seq_lens_q",

@@ -7,6 +7,7 @@ the norms on it are sharded along dim 1 of `[B, S, D]`, and each block gathers i
 """
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +200,7 @@ def _heads(attention: Any) -> tuple[int, int, int]:
     names = {name for name, child in attention.named_children() if _has_parameters(child)} - {"q_norm", "k_norm"}
     if odd := _own_parameters(attention) - {"sinks"}:
         raise Unknown(f"{', '.join(sorted(odd))} in {kind}")
+    _require_weights(attention, names)
     size = getattr(attention, "head_dim", None)
     if not isinstance(size, int):
         raise Unknown(f"{kind} without head_dim")
@@ -269,6 +271,7 @@ def _mlp(mlp: Any, layout: ParallelSizes, output: Placement) -> Plan:
     linears = [name for name in names if name not in activations]
     if _own_parameters(mlp) or (set(linears) != {"gate_up_proj", "down_proj"} and set(linears) not in _SPLIT):
         raise Unknown(f"{kind} of {', '.join(sorted({*names} | _own_parameters(mlp)))}")
+    _require_weights(mlp, linears)
     row = [name for name in linears if name in _ROWWISE]
     column = [name for name in linears if name not in row]
     fused = [name for name in column if name == "gate_up_proj"]
@@ -301,6 +304,12 @@ def scalar_functions(block: nn.Module) -> list[str]:
 
 def has_experts(model: nn.Module) -> bool:
     return any(name.endswith(".experts") for name, _ in model.named_modules())
+
+
+def _require_weights(block: nn.Module, names: Iterable[str]) -> None:
+    for name in sorted(names):
+        if not hasattr(child := block.get_submodule(name), "weight"):
+            raise Unknown(f"{name}, a {type(child).__name__} without a weight, in {type(block).__name__}")
 
 
 def _hidden(text: Any) -> int:

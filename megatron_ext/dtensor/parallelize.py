@@ -26,7 +26,7 @@ from megatron_ext.dtensor.layers import ParallelSizes
 from megatron_ext.dtensor.output.hidden_states_or_logits import register
 from megatron_ext.dtensor.plans import Chosen, Plan, choose_plan
 from megatron_ext.dtensor.pretrained.saving import Ranks, save_as_transformers
-from megatron_ext.dtensor.replicated_parameters import check_first_gradients
+from megatron_ext.dtensor.replicated_parameters import check_first_gradients, tell_of_cut_parameters
 from megatron_ext.dtensor.same_model import groups_of, refuse_parallel, require_same_model
 from megatron_ext.head.layer_facts import local_shard
 
@@ -241,6 +241,7 @@ def _parallelize_with(
     _shard(model, chosen.plan, tp_mesh, wrapping)
     if tp > 1 and (chosen.unknown is not None or custom_parallel_plan is not None):
         check_first_gradients(model, decoder_layers(model), tp_mesh.get_group())
+        tell_of_cut_parameters(model)
     save_as_transformers(model, Ranks(*groups_of(meshes)))
     return model
 

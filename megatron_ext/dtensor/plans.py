@@ -27,7 +27,7 @@ from megatron_ext.dtensor.layers import (
     model_plan,
     takes_attention_functions,
 )
-from megatron_ext.dtensor.replicated_parameters import cuts_heads, modules_of, with_summed_gradients
+from megatron_ext.dtensor.replicated_parameters import cut_in_vain, cuts_heads, modules_of, with_summed_gradients
 from megatron_ext.dtensor.styles import FusedColwise
 
 _OF_LINEARS = (ColwiseParallel, RowwiseParallel, FusedColwise, EmbeddingRows)
@@ -81,6 +81,11 @@ def _chosen(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] |
         raise _unsupported(model, next(name for name, asked in wanted.items() if asked), why)
     if custom is not None:
         given = custom_plan(custom)
+        if layout.tp > 1 and (block := cut_in_vain(model, given)) is not None:
+            raise ValueError(
+                f"custom_parallel_plan cuts {block}, and what tensor-parallel ranks compute of it does not add up to "
+                f"it; leave its modules out of the plan"
+            )
         return Chosen(with_summed_gradients(model, given) if layout.tp > 1 else given, why)
     if layout.tp == 1:
         return Chosen({}, why)
@@ -103,6 +108,9 @@ def _chosen(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] |
         if reason := next(filter(None, (column_layout(module, layout.tp) for module in experts)), None):
             # Whole experts, which it advises, are refused above: not all of the model is known.
             raise _unsupported(model, "tensor parallelism", f"{why}, and {reason.partition(';')[0]}")
+    if (block := cut_in_vain(model, plan)) is not None:
+        cut = f"transformers' tp_plan cuts {block}, whose pieces do not add up to it"
+        raise _unsupported(model, "tensor parallelism", f"{why}, and {cut}")
     check_draws(model, cuts_heads(model, plan))
     return Chosen(with_summed_gradients(model, plan), why)
 

@@ -5,8 +5,10 @@ that is cut, each rank has a part of its gradient. Where that is known of the mo
 (`with_summed_gradients`); whatever else there is, the first backward pass shows (`check_first_gradients`).
 """
 
+import functools
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.distributed.groups import Group
 from megatron_ext.dtensor.gradients import to_local_if_dtensor
 from megatron_ext.dtensor.layers import Plan, scalar_functions
+from megatron_ext.dtensor.output.fused_classes import forward_of
+from megatron_ext.dtensor.output.stand_ins import class_of
 from megatron_ext.dtensor.piecewise import adds_up
 from megatron_ext.dtensor.styles import FusedColwise, ShardwiseModule
 
@@ -67,6 +71,44 @@ def with_summed_gradients(model: nn.Module, plan: Plan) -> Plan:
             if left_out and shapes == {(getattr(block, "head_dim", None),)}:
                 added[f"{name}.{norm}"] = ShardwiseModule()
     return {**plan, **added}
+
+
+def cut_in_vain(model: nn.Module, plan: Plan) -> str | None:
+    """The name of a block that `plan` cuts, and whose pieces on several ranks do not add up to it; None if none is
+    found. A block in which the plan has more than columns, halves of them and rows is not looked at."""
+    styles = _styles(model, plan)
+    for name, block in model.named_modules():
+        column, row = _cut(block, name, styles)
+        inside = [path for path in styles if path.startswith(f"{name}.")]
+        if not column or not row or len(inside) > len(column) + len(row):
+            continue
+        if any(getattr(styles[f"{name}.{child}"], "parts", None) for child in column):
+            continue
+        halves = [child for child in column if isinstance(styles[f"{name}.{child}"], FusedColwise)]
+        if adds_up(block, column, row, halves) is False:
+            return name
+    return None
+
+
+def tell_of_cut_parameters(model: nn.Module) -> None:
+    """Have a forward of `model` that computes with a cut parameter outside of its module raise ValueError: torch names
+    an operator. No plan shows this."""
+    own = forward_of(model)
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(self, *args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise ValueError(
+                f"tensor parallelism of {class_of(model).__name__} is not supported (its forward computes with a "
+                f"parameter that is cut, outside of its module: {error}); run it data parallel alone, or pass a "
+                f"custom_parallel_plan that leaves that module out, the embedding as a rule"
+            ) from error
+
+    model.forward = MethodType(forward, model)
 
 
 def unequal_gradients(model: nn.Module, tp_group: Group) -> list[str]:

@@ -8,7 +8,7 @@ Imports torch and groups alone.
 from megatron_ext.proof.agreement import agreed
 from megatron_ext.proof.basis import ProofBasis, config_values, module_parts
 from megatron_ext.proof.comparison import compare
-from megatron_ext.proof.ledger import Proofs, cannot_prove_now
+from megatron_ext.proof.ledger import Proofs, cannot_prove_now, words_of_change
 from megatron_ext.proof.result import Proof
 from megatron_ext.proof.settings import SAMPLE_TOKENS, ProofMode, fusion_is_on, proof_mode, why_fusion_is_off
 
@@ -26,4 +26,5 @@ __all__ = [
     "module_parts",
     "proof_mode",
     "why_fusion_is_off",
+    "words_of_change",
 ]

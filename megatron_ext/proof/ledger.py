@@ -97,3 +97,13 @@ def cannot_prove_now() -> str | None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured, in which nothing can be compared"
     return None
+
+
+def words_of_change(rank: int) -> str:
+    """The words by which `rank` tells others, in an exchange that compares words, that it sees another model.
+
+    They are the same on all ranks that can prove anew, and on none where nothing can be compared: a replay of a graph
+    with such an exchange ends on every rank.
+    """
+    reason = cannot_prove_now()
+    return "the model has changed" if reason is None else f"the model has changed on rank {rank}, and {reason}"

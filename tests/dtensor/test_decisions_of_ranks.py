@@ -1,12 +1,16 @@
 """Ranks that share the vocabulary decide alike, also when one alone has changed; others decide alone. None hangs."""
 
+import contextlib
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutput
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.dtensor import causal_lm_loss, use_fused_loss
@@ -65,6 +69,120 @@ def test_a_change_on_one_rank_is_raised_on_every_rank(way, change):
     for _ in range(2):
         with pytest.raises(ValueError, match=_CHANGED):
             read(way, model, given)
+
+
+def without_head(logits):
+    """A forward that computes with the weight of the lm head, and never calls the head."""
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        hidden = self.model(input_ids, **kwargs).last_hidden_state
+        weight = self.lm_head.weight
+        shard = DTensor.from_local(2 * hidden @ weight.to_local().T, weight.device_mesh, [Shard(2)])
+        found = {"its own shard": shard, "whole": torch.zeros(*hidden.shape[:-1], weight.shape[0])}
+        return CausalLMOutput(loss=hidden.sum(), logits=found.get(logits))
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    "way, logits, sequence_parallel",
+    [
+        *(("use_fused_loss", None, False), ("use_fused_loss", None, True)),
+        *(("read", "its own shard", False), ("read", "whole", False)),
+    ],
+)
+@ranks(2)
+def test_a_forward_without_its_head_on_one_rank_is_told(way, logits, sequence_parallel):
+    given = batch(2, 10)
+    model = parallelize(make("llama"), *meshes(tp=2), sequence_parallel=sequence_parallel)
+    model = use_fused_loss(model) if way == "use_fused_loss" else model
+    read(way, model, given)
+    changed = mock.patch.object(transformers.LlamaForCausalLM, "forward", without_head(logits))
+    with changed if dist.get_rank() == 1 else contextlib.nullcontext():
+        for _ in range(2):
+            with pytest.raises(ValueError, match=_CHANGED):
+                read(way, model, given)
+
+
+@pytest.mark.parametrize("way, logits", [("use_fused_loss", None), ("read", "whole")])
+@ranks(2)
+def test_a_head_that_one_call_leaves_out_on_one_rank_is_told(way, logits):
+    """A forward that decides by itself, in which no change is seen."""
+    given, leaves_out = batch(2, 10), []
+    own, other = transformers.LlamaForCausalLM.forward, without_head(logits)
+
+    def forward(self, *args, **kwargs):
+        return (other if leaves_out else own)(self, *args, **kwargs)
+
+    with mock.patch.object(transformers.LlamaForCausalLM, "forward", forward):
+        model = sharded(way, tp=2)
+        before = read(way, model, given)
+        leaves_out += [True] * dist.get_rank()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=_CHANGED):
+                read(way, model, given)
+        leaves_out[:] = []
+        assert torch.equal(read(way, model, given), before)
+        leaves_out.append(True)
+        read(way, model, given)
+
+
+@pytest.mark.parametrize("where", ["one rank", "all ranks"])
+@ranks(2)
+def test_a_change_in_a_captured_graph_is_told_on_every_rank(where):
+    given, model = batch(2, 10), sharded("use_fused_loss", tp=2)
+    read("use_fused_loss", model, given)
+    if dist.get_rank() == 1 or where == "all ranks":
+        CHANGES["hook"](model)
+    with captured(), pytest.raises(ValueError, match=_CHANGED):
+        read("use_fused_loss", model, given)
+
+
+@ranks(2)
+def test_a_change_in_a_captured_graph_leaves_logits_to_the_model():
+    given, model = batch(2, 10), sharded("read", tp=2)
+    expected, true = loss_and_gradients(make("llama"), **given)
+    read("read", model, given)
+    if dist.get_rank() == 1:
+        model.config.tokens_seen = 1
+    with captured():
+        check_two_reads(model, given, expected, true)
+
+
+@contextlib.contextmanager
+def captured():
+    """As in the capture of a CUDA graph: nothing can be compared."""
+    with mock.patch.multiple(torch.cuda, is_available=lambda: True, is_current_stream_capturing=lambda: True):
+        yield
+
+
+@pytest.mark.parametrize("proved", ["fused", "through logits"])
+@ranks(2)
+def test_a_users_error_in_a_changed_forward_stays_itself(proved):
+    given, model = batch(2, 10), sharded("read", tp=2)
+    if proved == "through logits":
+        CHANGES["hook"](model)
+    read("read", model, given)
+
+    def fails(module, given, out=None):
+        raise ValueError("a user's own error")
+
+    model.lm_head.register_forward_pre_hook(fails)
+    with pytest.raises(ValueError, match="a user's own error") as raised:
+        read("read", model, given)
+    assert "has changed" not in str(raised.value)
+
+
+@ranks(2)
+def test_a_label_refused_in_a_changed_model_stays_itself():
+    given, model = batch(2, 10), sharded("read", tp=2)
+    read("read", model, given)
+    model.config.tokens_seen = 1
+    given["labels"] = given["labels"].clone()
+    given["labels"][0, 5] = 1000
+    with pytest.raises(ValueError, match=r"holds \[1000\]") as raised:
+        read("read", model, given)
+    assert "has changed" not in str(raised.value)
 
 
 @ranks(2)

@@ -7,7 +7,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from megatron_ext.dtensor import causal_lm_loss
+from megatron_ext.dtensor.layers import ParallelSizes
 from megatron_ext.dtensor.piecewise import adds_up
+from megatron_ext.dtensor.plans import choose_plan
 from megatron_ext.dtensor.replicated_parameters import unequal_gradients
 from tests.dtensor.models import check_gradients, drawn, make, meshes, of_family, parallelize, reference
 from tests.ranks import ranks
@@ -94,3 +96,63 @@ def test_pieces_of_a_block_add_up_unless_it_mixes_channels(device):
     assert of(_Block(lambda x: torch.softmax(x, -1))) is False
     assert of(_Block(lambda x: x - x.mean(-1, keepdim=True))) is False
     assert of(_Block(lambda x: x.view(-1, 48))) is None
+
+
+class _Normed(_Scaled):
+    """A feed-forward block that takes a mean over what is cut, as Gemma3n's sparse ones do."""
+
+    def forward(self, hidden):
+        gate = self.gate_proj(hidden)
+        return self.down_proj(torch.relu(gate - gate.mean(-1, keepdim=True)) * self.up_proj(hidden))
+
+
+@pytest.mark.parametrize("plan", [pytest.param(None, marks=of_family("olmo_hybrid")), CUT_BLOCKS])
+def test_a_plan_whose_pieces_do_not_add_up_is_refused(plan):
+    model = make("olmo_hybrid" if plan is None else "llama")
+    layer = model.model.layers[1]
+    layer.mlp = _Normed(layer.mlp)
+    del layer.mlp.factor
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp.* add up to it"):
+        choose_plan(model, ParallelSizes(2), plan)
+
+
+class _NoWeight(nn.Module):
+    """A projection that keeps its weight under another name."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden):
+        return self.inner(hidden)
+
+
+@pytest.mark.parametrize("path", ["self_attn.q_proj", "mlp.up_proj", "mlp.gate_up_proj"])
+def test_projections_without_a_weight_are_refused_by_name(path):
+    model = make("phi3" if "gate_up" in path else "llama")
+    layer = model.model.layers[0]
+    layer.set_submodule(path, _NoWeight(layer.get_submodule(path)))
+    with pytest.raises(ValueError, match=f"{path.partition('.')[2]}, a _NoWeight without a weight"):
+        choose_plan(model, ParallelSizes(1, 2))
+
+
+@of_family("olmo_hybrid")
+@ranks(2)
+def test_a_forward_that_reads_a_cut_parameter_is_refused():
+    """As Gemma4's for images does, which looks up the padding token by itself."""
+    kind = type(make("olmo_hybrid"))
+
+    class ReadsRows(kind):
+        def forward(self, input_ids, **kwargs):
+            rows = torch.where(
+                input_ids[..., None] == 2, self.model.embed_tokens.weight[0], self.model.embed_tokens(input_ids)
+            )
+            return super().forward(inputs_embeds=rows, **kwargs)
+
+    model = make("olmo_hybrid")
+    model.__class__ = ReadsRows
+    mesh, dp_cp = meshes(tp=2)
+    model = parallelize(model, mesh, dp_cp)
+    for call in (lambda: model(input_ids=drawn(2, 8)), lambda: causal_lm_loss(model, drawn(2, 8))):
+        with pytest.raises(ValueError, match="ReadsRows is not supported .*computes with a parameter that is cut"):
+            call()

@@ -50,11 +50,15 @@ LAYER_KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_typ
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _LOCAL = {"vocab_size": VOCAB, "hidden_size": 32, "hidden_size_global": 32, "num_attention_heads": 4, "head_dim": 8}
 _LOCAL |= {"num_key_value_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48, "max_position_embeddings": 128}
-# Arguments of configs that no rule makes small, or whose defaults make no model.
+_IMAGES = {"vision_config": {"image_size": 8, "patch_size": 4}}
+_CODES = {"base_channels": 32, "channel_multiplier": [1], "embed_dim": 8}
+# Arguments of configs that no rule makes small, or whose defaults make no model; of those inside of others too.
 OWN = {
     "BambaConfig": {"attn_layer_indices": [1]},
+    "BlipConfig": _IMAGES,
     "BltConfig": {"patch_in_forward": False, "encoder_hash_byte_group_vocab": 64, "max_position_embeddings": 128}
     | {f"{part}_config": _LOCAL for part in ("patcher", "encoder", "decoder", "global")},
+    "ChameleonConfig": {"vq_config": _CODES | {"num_embeddings": 16, "resolution": 8, "attn_resolutions": None}},
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "CohereCompassConfig": {
         "text_config": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
@@ -62,10 +66,30 @@ OWN = {
     "GraniteMoeHybridConfig": MORE["granite_moe_hybrid"][1] if "granite_moe_hybrid" in MORE else {},
     "DbrxConfig": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "Dots3NoteTextConfig": {"num_attention_heads": 4, "num_key_value_heads": 4},
-    "GitConfig": {"vision_config": {"image_size": 8, "patch_size": 4}},
+    "Emu3Config": {
+        "vq_config": _CODES | {"codebook_size": 16, "latent_channels": 8, "attn_resolutions": [8]},
+        "vocabulary_map": {"<image>": 5, "<|extra_200|>": 6},
+    },
+    "Ernie4_5_VLMoeTextConfig": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
+    "Florence2Config": {
+        "vision_config": {name: 4 * [size] for name, size in (("embed_dim", 16), ("num_heads", 2), ("num_groups", 2))}
+        | {"depths": [1, 1, 1, 1], "projection_dim": 32},
+    },
+    "GitConfig": _IMAGES,
+    "Glm4vMoeTextConfig": {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}},
+    "Granite4VisionConfig": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
+    "IdeficsConfig": _IMAGES | {"use_resampler": False},
+    "JanusConfig": {
+        "vision_config": {"projection_dim": 32, "num_image_tokens": 4},
+        "vq_config": _CODES
+        | {"num_embeddings": 16, "projection_dim": 32, "image_token_embed_dim": 32, "num_patches": 4},
+    },
+    "Kosmos2Config": _IMAGES | {"latent_query_num": 4},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8, "hidden_size": 32, "n_groups": 1},
     "Mistral4Config": {"num_key_value_heads": 4, "head_dim": 16, "qk_head_dim": 16},
+    "Pix2StructTextConfig": {"d_kv": 8},
+    "Pix2StructVisionConfig": {"d_kv": 8},
     "Qwen4ExpTextConfig": {
         "layer_types": ["linear_attention", "full_attention"],
         "use_cache": False,
@@ -83,11 +107,30 @@ OWN = {
         "attention_head_size": 8,
         "num_buckets": 2,
     },
+    "Step3p7TextConfig": {"sliding_window": 8},
+    "UdopConfig": {"decoder_start_token_id": 1},
     "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_key_value_heads": 4, "mamba_dt_rank": 4},
     "Zamba2Config": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
     "xLSTMConfig": {"mode": "train", "return_last_states": True, "hidden_size": 64, "num_heads": 4, "chunk_size": 8}
     | {"embedding_dim": 64, "num_hidden_layers": 2, "num_blocks": 2, "qk_dim_factor": 1.0},
+}
+
+
+_PIXELS = {"pixel_values": torch.ones(2, 3, 8, 8)}
+# Arguments beside token ids and labels without which a forward of a class raises.
+INPUTS = {
+    "BlipForConditionalGeneration": _PIXELS,
+    "GitForCausalLM": _PIXELS,
+    "IdeficsForVisionText2Text": {
+        "pixel_values": torch.ones(2, 1, 3, 8, 8),
+        "image_attention_mask": torch.ones(2, 24, 1, dtype=torch.long),
+    },
+    "Kosmos2ForConditionalGeneration": _PIXELS
+    | {"image_embeds_position_mask": (torch.arange(24) < 4).long().expand(2, 24)},
+    "Molmo2ForConditionalGeneration": {"mm_token_type_ids": torch.zeros(2, 24, dtype=torch.long)},
+    "Pix2StructForConditionalGeneration": {"flattened_patches": torch.ones(2, 4, 34)},
+    "UdopForConditionalGeneration": {"bbox": torch.zeros(2, 24, 4)},
 }
 
 
@@ -116,7 +159,7 @@ def shrink(config, layers=2, pad=None):
     """`config` with each size small, and each dropout 0."""
     for name, value in sorted(vars(config).items(), key=lambda item: item[0] != "num_key_value_heads"):
         if isinstance(value, transformers.PreTrainedConfig):
-            shrink(value, layers, pad)
+            _with(shrink(value, layers, pad), OWN.get(type(value).__name__, {}))
         elif (small := small_value(config, name, layers)) is not None:
             _set(config, name, small)
         elif name.endswith("token_id") and isinstance(value, int):
@@ -129,7 +172,7 @@ def small_arguments(config, layers=2, pad=None):
     found = {}
     for name, value in vars(config).items():
         if isinstance(value, transformers.PreTrainedConfig):
-            found[name] = small_arguments(value, layers, pad)
+            found[name] = small_arguments(value, layers, pad) | OWN.get(type(value).__name__, {})
         elif name not in LAYER_KINDS and (small := small_value(config, name, layers)) is not None:
             found[name] = small
         elif name.endswith("token_id") and isinstance(value, int):
@@ -192,5 +235,4 @@ def batch(model):
     ids = torch.randint(2, min(rows, VOCAB), (2, 24), generator=torch.Generator().manual_seed(3))
     labels = ids.clone()
     labels[0, :4] = labels[-1, 20:] = -100
-    images = {"pixel_values": torch.ones(2, 3, 8, 8)} if type(model).__name__ == "GitForCausalLM" else {}
-    return {"input_ids": ids, "labels": labels, **images}
+    return {"input_ids": ids, "labels": labels, **INPUTS.get(type(model).__name__, {})}

@@ -256,7 +256,9 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
     for rank in range(ranks):
         start = rank * columns
         target = (labels - start).where((labels >= start) & (labels < start + columns), -1)
-        stats, shift = statistics.new_statistics(tokens, settings, z.dtype, z.device), z.new_empty(tokens)
+        shared = statistics.shared_rows(settings)
+        stats = statistics.new_statistics(tokens, shared, settings, z.dtype, z.device)
+        shift = z.new_empty(tokens)
         stats[statistics.START, -1] = start
         counted = 0 if ranks == 3 and rank == 1 else columns
         plain.row_statistics(

@@ -255,6 +255,29 @@ def test_a_change_on_one_rank_reaches_the_others():
 
 
 @ranks(2)
+def test_a_fault_in_a_changed_model_is_told_as_itself():
+    with model_parallel(tp=2):
+        model, labels = one_gpt(), batch()[1]
+        with patched():
+            run(model, labels)
+            with unchanging_decorator(model), pytest.raises(ValueError, match=r"labels holds") as raised:
+                run(model, labels + 1000)
+            assert "changed" not in str(raised.value)
+
+
+@ranks(2)
+def test_a_change_in_a_captured_graph_reaches_the_others():
+    with model_parallel(tp=2):
+        model, labels = one_gpt(), batch()[1]
+        change = unchanging_decorator(model) if dist.get_rank() == 0 else contextlib.nullcontext()
+        with patched():
+            run(model, labels)
+            capturing = {"is_available": lambda: True, "is_current_stream_capturing": lambda: True}
+            with change, mock.patch.multiple(torch.cuda, **capturing), pytest.raises(ValueError, match="on every"):
+                run(model, labels)
+
+
+@ranks(2)
 def test_a_known_model_costs_one_exchange():
     with model_parallel(tp=2):
         model, labels = one_gpt(), batch()[1]

@@ -68,7 +68,7 @@ def test_streams_go_on_where_they_are():
 
 
 @ranks(1)
-def test_megatrons_layers_are_known_after_an_import_while_ours_stood():
+def test_megatrons_layers_are_known_after_imports_among_ours():
     """What is first imported between substituting and putting back knows Megatron's own classes all the same."""
     with model_parallel():
         with ours_everywhere():

@@ -6,17 +6,21 @@ Where all see another one they prove anew, on some alone every rank raises. All 
 ones) decide alone: a proof sends nothing, and the head with or without logits sends the same.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.output.reads import Read, read_hidden
+from megatron_ext.head.adapters.peft_layers import unwrapped
 from megatron_ext.head.call import agreement
-from megatron_ext.proof import Proof, ProofBasis, ProofMode, Proofs, cannot_prove_now
+from megatron_ext.head.validation.argument_checks import OptionsDiffer
+from megatron_ext.proof import Proof, ProofBasis, ProofMode, Proofs, words_of_change
 
 _CHANGED = (
     "the lm head, the loss or the arguments of this {} has changed since its tensor-parallel ranks decided to fuse it, "
@@ -24,8 +28,8 @@ _CHANGED = (
 )
 
 
-class ChangeOnSomeRanks(ValueError):
-    """The refusal on a rank that alone sees another model."""
+class ToldFault(ValueError):
+    """The fault with which a call of the head that tells of a change has ended, on every rank."""
 
 
 class HeadDecision(NamedTuple):
@@ -68,24 +72,41 @@ class HeadDecider(NamedTuple):
 
 
 def tell_of_change(model: Any, head: Any, read: Read, hidden: Tensor, given: Sequence[Tensor]) -> None:
-    """Have the head tell the other ranks that this one sees another model; raises ValueError unless all do.
+    """Have the head tell the other ranks that this one sees another model; raises `ToldFault` unless all do.
 
     `given`: the labels, and what else `read` takes of each position.
     """
-    with telling_of_change(model), torch.no_grad():
-        fault = read_hidden(head, {}, read, hidden.detach(), given)[1]
-        if fault is not None:
-            raise fault
+    with telling_of_change():
+        _tell(model, head, read, hidden.detach(), given)
 
 
-@contextmanager
-def telling_of_change(model: Any) -> Iterator[None]:
-    """The head tells of a change within; raises `ChangeOnSomeRanks` where it is one of some ranks alone."""
-    name = type(model).__name__.removeprefix("FSDP")
-    if (reason := cannot_prove_now()) is not None:
-        raise ChangeOnSomeRanks(_CHANGED.format(name, reason))
-    try:
-        with agreement.also("the model has changed"):
-            yield
-    except ValueError as fault:
-        raise ChangeOnSomeRanks(_CHANGED.format(name, fault)) from fault
+def tell_of_unread_head(model: Any, head: Any, read: Read, given: Sequence[Tensor]) -> None:
+    """Have the head tell ranks that read it, and wait for this one, that its forward has not called the head.
+
+    Raises `ToldFault` unless it was called on none.
+    """
+    hook, weight = sequence_hook(model), unwrapped(head)[0].weight
+    rows, positions = given[0].shape[:2]
+    slices = 1 if hook is None else hook.slices
+    hidden = torch.zeros(rows, positions // slices, weight.shape[1], dtype=weight.dtype, device=given[0].device)
+    with agreement.also("the lm head was not called"):
+        _tell(model, head, read, hidden, given)
+
+
+@torch.no_grad()
+def _tell(model: Any, head: Any, read: Read, hidden: Tensor, given: Sequence[Tensor]) -> None:
+    fault = read_hidden(head, {}, read, hidden, given)[1]
+    if fault is not None:
+        raise ToldFault(*told(model, fault).args) from fault
+
+
+def telling_of_change() -> AbstractContextManager[None]:
+    """A call of the head within tells the other ranks that this one sees another model."""
+    return agreement.also(words_of_change(dist.get_rank()))
+
+
+def told(model: Any, fault: ValueError) -> ValueError:
+    """The error for a fault of the call that tells of a change, which says so where some ranks alone have changed."""
+    if not isinstance(fault, OptionsDiffer):
+        return fault
+    return ValueError(_CHANGED.format(type(model).__name__.removeprefix("FSDP"), fault))

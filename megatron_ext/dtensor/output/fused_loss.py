@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, import_transformers, output_head_path
 from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
-from megatron_ext.dtensor.output.decisions import HeadDecider, HeadDecision, tell_of_change
+from megatron_ext.dtensor.output.decisions import HeadDecider, HeadDecision, tell_of_change, tell_of_unread_head
 from megatron_ext.dtensor.output.fused_classes import FUSED, use_fused_class
 from megatron_ext.dtensor.output.head_calls import head_call
 from megatron_ext.dtensor.output.loss_proof import basis, not_fusable, own_loss, prove
@@ -31,8 +32,8 @@ from megatron_ext.dtensor.output.stand_ins import (
     with_head,
 )
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
-from megatron_ext.head.validation.option_checks import Bits, rounds
-from megatron_ext.proof import Proof, ProofMode, Proofs, fusion_is_on, proof_mode
+from megatron_ext.head.validation.option_checks import Bits, Cache, rounds
+from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, fusion_is_on, proof_mode
 from megatron_ext.sequence.next_token import next_tokens
 
 _PROOFS = Proofs()
@@ -71,7 +72,7 @@ def use_fused_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     skip_ignored: bool | int = False,
-    cache: Any = "bounded",
+    cache: Cache = "bounded",
     chunk_tokens: int | None = None,
     bits: Bits | None = None,
     logit_dtype: torch.dtype | None = None,
@@ -284,6 +285,9 @@ def _answer(
     stub = with_head(model, path, promising(head, call_of, calls.append))
     output = own(stub, **given)
     bring_back(model, stub)
+    told_or_read = bool(calls) if anew is not None else any(call.redeemed for call in calls)
+    if not told_or_read and group_size(vars(model).get(VOCABULARY)) > 1:
+        tell_of_unread_head(model, head, read, [_targets(given)])
     readers = [call.read_by for call in calls if call.read_by]
     if readers:
         _say_that_logits_are_made(model, f"its forward reads its logits by {readers[0]}", read)
@@ -296,11 +300,18 @@ def _decide_anew(
     model: Any, head: Any, read: Read, hidden: Tensor, given: dict[str, Any], anew: Callable[[], Proof]
 ) -> None:
     """Prove a changed model anew, if all ranks have told of a change, and raise on all of them if it is not fused."""
-    shifted = given.get("shift_labels")
-    tell_of_change(model, head, read, hidden, [next_tokens(given["labels"]) if shifted is None else shifted])
+    tell_of_change(model, head, read, hidden, [_targets(given)])
+    if cannot_prove_now() is not None:
+        return  # a replay of the graph that is captured ends on every rank
     proof = anew()
     if not proof.fused:
         _refuse_own_loss(model, proof)
+
+
+def _targets(given: dict[str, Any]) -> Tensor:
+    """The target of each position, where labels were given in either way."""
+    shifted = given.get("shift_labels")
+    return next_tokens(given["labels"]) if shifted is None else shifted
 
 
 def _without_promises(output: Any) -> Any:

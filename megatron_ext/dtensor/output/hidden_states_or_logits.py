@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.distributed.groups import UNSHARDED, Group, group_size
 from megatron_ext.dtensor.attention import lay_out, sequence_hook
 from megatron_ext.dtensor.decoder import output_head_path
 from megatron_ext.dtensor.output.decisions import (
-    ChangeOnSomeRanks,
     HeadDecider,
     HeadDecision,
+    ToldFault,
     tell_of_change,
+    tell_of_unread_head,
     telling_of_change,
+    told,
 )
 from megatron_ext.dtensor.output.fused_classes import forward_of
 from megatron_ext.dtensor.output.head_calls import head_call
@@ -38,7 +40,8 @@ from megatron_ext.dtensor.output.stand_ins import (
     why_logits_are_made,
     with_head,
 )
-from megatron_ext.proof import Proof, Proofs, module_parts, proof_mode
+from megatron_ext.head.layer_facts import local_shard
+from megatron_ext.proof import Proof, Proofs, cannot_prove_now, module_parts, proof_mode
 
 _PROOFS = {True: Proofs(), False: Proofs()}  # of models in training, and in eval mode
 
@@ -66,9 +69,11 @@ def read_out(model: nn.Module, read: Read, tokens_BP: Tensor, given_BP: Sequence
                 through_head = getattr(inside, REGISTERED, functools.partial(_through_head, inside))
                 return through_head(read, given_BP, inputs, anew)
             _say_why(inside, proof, read)
+            logits = model(**inputs).logits
             if anew is not None:
-                return _logits_of_changed(model, read, given_BP, inputs, anew)
-        except ChangeOnSomeRanks as fault:
+                return _logits_of_changed(inside, read, logits, given_BP, anew)
+            return _of_logits(inside, read, logits, given_BP)
+        except ToldFault as fault:
             return (torch.zeros(read.shape(given_BP[0]), device=tokens_BP.device),), fault
     return read_logits(read, model(**inputs).logits, given_BP)
 
@@ -83,15 +88,24 @@ def _copied(found: _Found) -> _Found:
 
 
 def _logits_of_changed(
-    model: nn.Module, read: Read, given_BP: Sequence[Tensor], inputs: dict[str, Any], anew: Callable[[], Proof]
+    model: nn.Module, read: Read, logits: Tensor, given_BP: Sequence[Tensor], anew: Callable[[], Proof]
 ) -> _Found:
     """Read logits, which also tells of a change; what all ranks tell is proved for the calls that follow."""
-    with telling_of_change(model):
-        found, fault = read_logits(read, model(**inputs).logits, given_BP)
-        if fault is not None:
-            raise fault
-    anew()
-    return found, None
+    with telling_of_change():
+        found, fault = _of_logits(model, read, logits, given_BP)
+    if fault is None:
+        anew()
+    return found, None if fault is None else told(model, fault)
+
+
+def _of_logits(
+    model: nn.Module, read: Read, logits: Tensor, given_BP: Sequence[Tensor], changed: bool = False
+) -> _Found:
+    """Read the logits that a forward has made. Where they are whole, or its lm head may have `changed` without having
+    been called, ranks that read the head wait for this one, and are told."""
+    if group_size(vars(model).get(VOCABULARY)) > 1 and (changed or local_shard(logits, -1)[1] is UNSHARDED):
+        tell_of_unread_head(model, model.get_submodule(output_head_path(model)), read, given_BP)
+    return read_logits(read, logits, given_BP)
 
 
 def logits_proof(model: nn.Module, inputs: dict[str, Any]) -> Proof:
@@ -120,7 +134,10 @@ def _decision(model: nn.Module, inputs: dict[str, Any]) -> HeadDecision:
         return prove(model, forward_of(model), path, given, call_of, losses_of_logits, cp_ranks)
 
     deciding = HeadDecider(_PROOFS[model.training], (), mode, group)
-    return deciding.decide(model, basis(model, module_parts(model), head, mode, reason), proved)
+    decision = deciding.decide(model, basis(model, module_parts(model), head, mode, reason), proved)
+    if decision.anew is not None and (unproved := cannot_prove_now()) is not None:
+        return HeadDecision(Proof.not_comparable(unproved))  # its logits send what the head sends
+    return decision
 
 
 def _through_head(
@@ -152,7 +169,7 @@ def _through_head(
     logits = forward_of(model)(stub, *args, **inputs).logits
     bring_back(model, stub)
     if not isinstance(logits, DeferredLogits):
-        return _copied(read_logits(read, logits, given_BP))
+        return _copied(_of_logits(model, read, logits, given_BP, changed=anew is not None and not calls))
     if logits.made is not None or calls[0].made is not None:
         return _copied(read_logits(read, logits.logits("a read-out"), given_BP))
     state = logits.state

@@ -38,7 +38,7 @@ def of_options(words: str) -> int:
 @contextmanager
 def also(words: str) -> Iterator[None]:
     """Calls within must agree on these words, too: a rank that alone has them is told as one of other options is."""
-    token = _more.set(words)
+    token = _more.set(_more.get() + words)
     try:
         yield
     finally:

@@ -378,6 +378,10 @@ def _check_said(said_RN: Tensor, words: str) -> None:
     )
 
 
+class OptionsDiffer(ValueError):
+    """The options of a call, or the words that go with them, are not the same on every rank."""
+
+
 def check_agreement(numbers_R2: Tensor, words: str) -> None:
     """Raises on every rank, as `check_exchange` does, where ranks passed different options or labels.
 
@@ -388,6 +392,7 @@ def check_agreement(numbers_R2: Tensor, words: str) -> None:
         same_options,
         f"the options are not the same on every rank of tp_group; this rank's: {words}. Pass the same on each; also "
         f"return_entropy and return_hits, where one rank alone logs them: they change what is computed and sent",
+        OptionsDiffer,
     )
     raise_unless(
         same_labels,

@@ -17,12 +17,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megatron_ext.distributed.collectives import all_gather_object
-from megatron_ext.distributed.groups import group_size
+from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_ext.head.call import agreement
+from megatron_ext.head.validation.argument_checks import OptionsDiffer
 from megatron_ext.megatron.fused_loss import known_code, patch_points
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.promised_logits import tp_group
-from megatron_ext.proof import Proof, ProofBasis, ProofMode, cannot_prove_now, proof_mode
+from megatron_ext.proof import Proof, ProofBasis, ProofMode, cannot_prove_now, proof_mode, words_of_change
 
 # What of a configuration decides about an output layer and a loss.
 _CONFIG = (
@@ -127,13 +128,14 @@ def forget(model: Any = None) -> None:
 
 @contextmanager
 def telling_of_change(model: Any) -> Iterator[None]:
-    """Have the head tell the other ranks that the model has changed; raises ValueError unless it has on all of them."""
-    if (reason := cannot_prove_now()) is not None:
-        raise ValueError(_CHANGED.format(type(model).__name__, _why(model), reason))
+    """Have the head tell the other ranks that the model has changed; raises ValueError unless it has on all of them.
+
+    On CUDA a device-side assertion tells; where a graph is captured, its replay ends on every rank.
+    """
     try:
-        with agreement.also("the model has changed"):
+        with agreement.also(words_of_change(group_rank(tp_group(patch_points.output_layer(model))))):
             yield
-    except ValueError as fault:
+    except OptionsDiffer as fault:
         raise ValueError(_CHANGED.format(type(model).__name__, _why(model), fault)) from fault
 
 

@@ -137,6 +137,7 @@ def _where(value: Any) -> str:
 
 # What others have put in these places before this module was imported is not known.
 _LOSSES = [one for one in (LanguageModule.compute_language_model_loss,) if is_own(one)]
-_LINEAR = (megatrons_own_layer(our_layers.ColumnParallelLinear), our_layers.ColumnParallelLinear, OutputLayer)
+_OURS = our_layers.ColumnParallelLinear
+_LINEAR: list[Any] = [megatrons_own_layer(_OURS), _OURS, OutputLayer]
 _FORWARDS = [kind.forward for kind in _LINEAR if is_own(kind.forward)]
 _seen_as_own: list[Any] = []
