@@ -105,7 +105,7 @@ def compare_kept_in_bf16(device: str, columns: int, counted: int, kept: int, fla
     z = torch.randn(7, columns, generator=torch.Generator().manual_seed(columns)).to(device)
     z[0, 7], z[1, -1], z[2, -1], z[3], z[4, :8192], z[5, 3] = 8.0, 10.0, 30.0, -torch.inf, -torch.inf, 60.0
     z[6, counted // 2] = 30.0
-    target = torch.tensor([0, columns - 1, 5, -1, columns // 2, 3, -1], device=device).clamp(max=counted - 1)
+    target = torch.tensor([0, columns - 1, kept, -1, columns // 2, 3, -1], device=device).clamp(max=counted - 1)
     bias = torch.linspace(-1, 1, columns, device=device) if flags[0] else None
     softcap, temperature = (50.0, 0.7) if flags[1] else (None, 1.0)
     options = {"bias_V": bias, "counted": counted, "softcap": softcap, "temperature": temperature}
