@@ -57,12 +57,8 @@ if [[ -n $tiny ]]; then
     model+=(--seq-length 64 --use-cpu-initialization)
     training+=(--tensor-model-parallel-size 2 --global-batch-size 4 --train-iters 10 --lr 3e-3 --lr-warmup-iters 0)
     data=(--vocab-size 512 --mock-data)
-    # For kernels that want CUDA, Apex or Transformer Engine; the norms of the spec are sequence parallel without them.
-    megatron+=(
-        --transformer-impl local --spec megatron_ext.megatron.layer_specs gpt_layer_spec --distributed-backend nccl
-        --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
-        --no-bias-dropout-fusion --no-rope-fusion --no-bias-swiglu-fusion --num-workers 0
-    )
+    # The norms of the spec are sequence parallel without Apex and Transformer Engine.
+    megatron+=(--spec megatron_ext.megatron.layer_specs gpt_layer_spec --num-workers 0)
 elif [[ -n ${DATA-} ]]; then
     # shellcheck disable=SC2206  # several prefixes are several words
     data=(--data-path $DATA --split 99,1,0)

@@ -1,8 +1,9 @@
-"""Helpers of our autograd functions: a backward that can be differentiated once, and passes without autocast."""
+"""Helpers of our autograd functions: what they save, a backward that can be differentiated once, no autocast within."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,6 +33,21 @@ def without_autocast(x: Any) -> AbstractContextManager[Any]:
     kind = x.device.type
     known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
     return torch.autocast(kind, enabled=False) if known and torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def save_groups(ctx: Any, *groups: Sequence[Tensor | None]) -> None:
+    """Save tensors for backward, where `saved_groups` gives each group back."""
+    ctx.group_sizes = tuple(map(len, groups))
+    ctx.save_for_backward(*chain.from_iterable(groups))
+
+
+def saved_groups(ctx: Any) -> list[list[Any]]:
+    """Give back the groups of `save_groups`. Asked for once in a backward: recomputation hands out each tensor once."""
+    tensors, found, at = ctx.saved_tensors, [], 0
+    for size in ctx.group_sizes:
+        found.append([*tensors[at : at + size]])
+        at += size
+    return found
 
 
 class _Once(torch.autograd.Function):

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("megatron_ext.run")  # whose __name__ is "__main__"
 
 # What Megatron and torch warn of in every job on a CPU, and nobody can change there: kernels that are missing, one of
 # Megatron's own defaults, functions of torch that Megatron calls.
@@ -67,8 +67,10 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
     if options.cpu:
         _hush()
         _emulate(parser, options)
-    if options.linear_ce or options.tensor_parallel or options.pipeline_vocab or options.check:
+    changes = options.linear_ce or options.tensor_parallel or options.pipeline_vocab or options.check
+    if changes or before is not None:
         _tell_of_cpu(options)
+    if changes:
         _change_megatron(parser, options)
     if options.record is not None:
         _record(parser, *options.record, on_cpu=options.cpu)
@@ -96,6 +98,7 @@ def command_line(
     parser.add_argument("--label-smoothing", type=float, metavar="X", help="0 to 1, as in torch's cross_entropy")
     parser.add_argument("--softcap", type=float, metavar="X", help="logits are X * tanh(logits / X) in the loss")
     parser.add_argument("--temperature", type=float, metavar="X", help="logits are divided by it in the loss")
+    parser.add_argument("--entropy", action="store_const", const=True, help="log the entropy of the distributions")
     parser.add_argument(
         "--skip-ignored", type=_bound, metavar="N", help="masked tokens make no product; any, or N: no more count"
     )
@@ -128,8 +131,8 @@ def command_line(
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the fused head that were given."""
-    names = ("chunk_tokens", "cache", "z_loss", "label_smoothing", "softcap", "temperature", "skip_ignored", "proof")
-    return {name: value for name in (*names, "bits", "logit_dtype") if (value := getattr(options, name)) is not None}
+    names = "chunk_tokens cache z_loss label_smoothing softcap temperature entropy skip_ignored proof bits logit_dtype"
+    return {name: value for name in names.split() if (value := getattr(options, name)) is not None}
 
 
 def _tokens(text: str) -> int:
@@ -173,8 +176,11 @@ def _emulate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
     """For the rest of the process: what the script itself leaves to `atexit` still runs on the CPU."""
     from megatron_on_cpu import megatron_on_cpu
     from megatron_on_cpu.nccl_rules import NcclRules
+    from megatron_on_cpu.script_flags import flags_for_cpu
 
     emulation = ExitStack()
+    if not options.transformer_engine:
+        emulation.enter_context(flags_for_cpu(_LOG.info))
     try:
         emulation.enter_context(
             megatron_on_cpu(options.transformer_engine, NcclRules() if options.nccl_rules else None)

@@ -109,7 +109,7 @@ def _same_random_numbers():
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind(request):
-    with left_behind.told(), left_behind.nothing_left_by_test(), recorded(request.node.nodeid.split("[")[0]):
+    with left_behind.told(), left_behind.nothing_left_by_test(), recorded(request.node.nodeid):
         yield
 
 

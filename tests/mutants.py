@@ -6,8 +6,10 @@ line; of those that run the changed one the folder's own come first, then those 
 """
 
 import argparse
+import ast
 import contextlib
 import difflib
+import functools
 import importlib
 import json
 import os
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from tests.calls import RECORD
@@ -29,10 +31,15 @@ LEFT = Path(__file__).parent / "mutants_left.txt"  # lines whose changes nothing
 FOLDER = ROOT / "runs" / "mutants"
 TREE, CALLS = FOLDER / "tree", FOLDER / "calls"
 SECONDS = 25  # of tests for each change, as they were when they were recorded
+EACH = 0.05  # of these beside each test
 LIMIT_S = 240  # a change after which tests take longer is noticed: they hang
 _clock = [time.time()]
 OF_DEFAULTS = "tests/test_public_defaults.py::test_defaults_of_public_arguments_stay"  # they are made at the import
 QUICK = "not slow and not gpu"
+BESIDE = [  # quick tests that run nothing of the package
+    *("--ignore=tests/megatron_on_cpu", "--ignore=tests/test_layout.py"),
+    *("--ignore=tests/test_iteration_order.py", "--ignore=tests/test_ratchets.py"),
+]
 
 
 def drawn(seed: int, count: int, only: list[str]) -> list[Mutant]:
@@ -63,7 +70,7 @@ def record(arguments: list[str], files: list[str]) -> None:
     shutil.copytree(TREE / "megatron_ext", folder / "sources")
     (folder / "began").touch()
     environment = os.environ | {RECORD: str(folder), "PYTHONPATH": str(TREE)}
-    command = [sys.executable, "-m", "pytest", "-m", QUICK, "-p", "no:randomly", "--tb=no", *arguments, *files]
+    command = [sys.executable, "-m", "pytest", "-m", QUICK, "-p", "no:randomly", "--tb=no", *BESIDE, *arguments, *files]
     subprocess.run(command, cwd=TREE, env=environment)
 
 
@@ -81,41 +88,53 @@ def _moved(before: Path, after: Path) -> dict[int, int]:
     return {a + n + 1: b + n + 1 for a, b, length in blocks for n in range(length)}
 
 
-def read_record() -> tuple[dict[str, dict[int, set[str]]], dict[str, list[tuple[float, str]]]]:
-    """Of each file and line the tests' functions that run it; of those the tests, with their seconds."""
-    callers, tests = defaultdict(lambda: defaultdict(set)), defaultdict(list)
-    for folder in sorted(CALLS.glob("*")):
-        moved = {}
+def read_record() -> tuple[dict[str, dict[int, set[str]]], dict[str, float]]:
+    """Of each file and line the tests that run it, and the seconds of each test, by the last record of its file."""
+    callers, seconds = defaultdict(lambda: defaultdict(set)), {}
+    for folder in sorted(CALLS.glob("*"), key=lambda folder: int(folder.name), reverse=True):
+        known, moved = {id.split("::")[0] for id in seconds}, {}
+        lines = map(json.loads, (folder / "durations.jsonl").read_text().splitlines())
+        found = {line["id"]: line["seconds"] for line in lines if line["id"].split("::")[0] not in known}
         for path in folder.glob("[0-9]*.jsonl"):
             for line in map(json.loads, path.read_text().splitlines()):
-                for file, numbers in line["lines"].items():
+                for file, numbers in line["lines"].items() if line["test"] in found else ():
                     if file not in moved:
                         moved[file] = _moved(folder / "sources" / file, ROOT / "megatron_ext" / file)
-                    for number in numbers:
-                        if number in moved[file]:
-                            callers[file][moved[file][number]].add(line["test"])
-        for line in map(json.loads, (folder / "durations.jsonl").read_text().splitlines()):
-            tests[line["id"].split("[")[0]].append((line["seconds"], line["id"]))
-    return callers, tests
+                    for number in moved[file].keys() & numbers:
+                        callers[file][moved[file][number]].add(line["test"])
+        seconds |= found
+    return callers, seconds
 
 
-def tests_for(mutant: Mutant, callers, tests) -> list[str]:
-    """The quickest tests that run the changed line, or call its function, as many as the time allows."""
+@functools.cache
+def _lines_of_functions(path: str) -> set[int]:
+    nodes = ast.walk(ast.parse((ROOT / "megatron_ext" / path).read_text()))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    return {line for node in functions for line in range(node.body[0].lineno, node.end_lineno + 1)}
+
+
+def tests_for(mutant: Mutant, callers, seconds) -> list[str]:
+    """The quickest tests that run the changed line, or call its function, as many as the time allows.
+
+    A line outside of functions is run by the import, in whichever test that is: tests of the functions are taken.
+    """
     folder = f"tests/{mutant.path.split('/')[0].removesuffix('.py')}"
-    of_file, first, last = callers.get(mutant.path, {}), *mutant.function
+    (first, last), inside = mutant.function, _lines_of_functions(mutant.path)
+    of_file = {line: of for line, of in callers.get(mutant.path, {}).items() if line in inside}
     run = {test for line in range(mutant.start[0], mutant.end[0] + 1) for test in of_file.get(line, ())}
     asked = run | {test for line, of in of_file.items() if first < line <= last for test in of}
-    if not asked:  # what Triton's interpreter or a program runs, or nobody
-        stem = Path(mutant.path).stem
-        near = sorted((stem not in id, id) for id in tests if id.startswith(folder))
+    if not asked:  # what a program runs, or nobody
+        near = sorted((Path(mutant.path).stem not in id, id) for id in seconds if id.startswith(folder))
         asked = {id for _, id in near[:60]}
-    rounds = [(number, (test not in run, not id.startswith(folder)), seconds, id)
-              for test in asked for number, (seconds, id) in enumerate(sorted(tests.get(test, [])))]  # fmt: skip
-    chosen, left = [] if run else [OF_DEFAULTS], SECONDS
-    for _, _, seconds, id in sorted(rounds, key=lambda one: (one[1], one[0] // 3, one[2])):
-        if seconds <= left and id not in chosen:
+    rounds, chosen, left = Counter(), [] if run else [OF_DEFAULTS], SECONDS
+    order = []
+    for id in sorted(asked, key=lambda id: (id not in run, seconds[id])):
+        order.append(((id not in run, not id.startswith(folder)), rounds[id.split("[")[0]] // 3, seconds[id], id))
+        rounds[id.split("[")[0]] += 1
+    for *_, id in sorted(order):
+        if seconds[id] <= left and id not in chosen:
             chosen.append(id)
-            left -= seconds
+            left -= seconds[id] + EACH
     return chosen
 
 
@@ -168,7 +187,7 @@ def main() -> None:
         record(workers, [])
     elif changed := changed_tests():
         record(workers, changed)
-    callers, tests = read_record()
+    callers, seconds = read_record()
     os.chdir(TREE)
     sys.path[:] = [str(TREE), *(path for path in sys.path if path and Path(path) != ROOT)]
     os.environ["PYTHONPATH"] = str(TREE)
@@ -184,7 +203,7 @@ def main() -> None:
     noticed, explained = 0, []
     left = {tuple(entry[:2]): entry[2] for entry in (line.split(" | ") for line in LEFT.read_text().splitlines())}
     for number, mutant in enumerate(mutants, 1):
-        ids = tests_for(mutant, callers, tests)
+        ids = tests_for(mutant, callers, seconds)
         by = notices(mutant, ids) if ids else ""
         noticed += bool(by)
         source = (ROOT / "megatron_ext" / mutant.path).read_text()

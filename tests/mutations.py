@@ -47,9 +47,16 @@ class Mutant:
         return f"megatron_ext/{self.path}:{self.start[0]}\n    - {old}\n    + {new}"
 
 
+# Arguments that change no number and no error of a right call: promises, how a result is waited for, how a kernel is
+# launched.
+SAYS_ONLY = {"strict", "frozen", "async_op", "num_warps", "num_stages", "maxnreg"}
+
+
 def _says_only(node: ast.AST) -> bool:
-    """Arguments that promise what holds anyway (`zip(strict=True)`), or tell how a result is waited for."""
-    return isinstance(node, ast.keyword) and node.arg in ("strict", "async_op")
+    """An argument without effect on results, or a pause of a loop that looks again and again."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr == "sleep"
+    return isinstance(node, ast.keyword) and node.arg in SAYS_ONLY
 
 
 def mutants_of(path: Path, package: Path) -> list[Mutant]:
@@ -99,13 +106,13 @@ def mutants_of(path: Path, package: Path) -> list[Mutant]:
         elif isinstance(node, ast.Raise):
             add(function, node, "pass")
             return
-        elif isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Assert)):
+        elif _says_only(node) or isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Assert)):
             return
         elif isinstance(node, ast.AnnAssign):
             children = [node.value] if node.value else []
         else:
-            children = [child for child in ast.iter_child_nodes(node) if not _says_only(child)]
-        called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+            children = ast.iter_child_nodes(node)
+        called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not _says_only(node.value)
         kept = isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
         if function[0] and (called or kept or isinstance(node, ast.AugAssign)):
             add(function, node, "pass")

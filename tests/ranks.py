@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.calls import recorded
+from tests.calls import OF_TEST, recorded
 from tests.rank_servers import FOLDER, fork
 
 TIMEOUT_S = 900  # of ranks and programs, only to end what hangs: no machine is so slow that a test takes that long
@@ -109,7 +109,7 @@ def _threads():
     return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
 
 
-def _error_of(module, name, kwargs):
+def _error_of(module, name, kwargs, test):
     """What is wrong after the body of a test, or a look at what the tests of a file have left, on this rank."""
     from tests import left_behind
 
@@ -119,8 +119,7 @@ def _error_of(module, name, kwargs):
                 left_behind.end_file(on_rank=True)
         else:
             function = getattr(importlib.import_module(module), name)
-            calls = recorded(f"{module.replace('.', '/')}.py::{name}")
-            with left_behind.told(), left_behind.nothing_left_by_test(), calls:
+            with left_behind.told(), left_behind.nothing_left_by_test(), recorded(test):
                 function.body(**kwargs)
     except pytest.skip.Exception as skipped:
         return Skipped(str(skipped))
@@ -148,7 +147,7 @@ class _Pool:
 
     def run(self, module, name, kwargs):
         self.used = True
-        self._tell((module, name, kwargs))
+        self._tell((module, name, kwargs, os.environ.get(OF_TEST, "")))
         pending = {worker.connection: rank for rank, worker in enumerate(self.workers)}
         errors, deadline, ended = {}, time.monotonic() + TIMEOUT_S, False
         while pending and not ended and (left := deadline - time.monotonic()) > 0:

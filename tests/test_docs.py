@@ -4,6 +4,8 @@ import csv
 import importlib.util
 import re
 import sys
+from collections import Counter
+from itertools import chain
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_ext import reference
 from tests.gpt import VOCAB, causal_mask, model_parallel
 from tests.megatron.patching import SEQ, batch, grads_of, one_gpt, patched, run, unpatch
-from tests.pages import DOCS, ROOT, python_blocks, section
+from tests.pages import DOCS, ROOT, blocks, python_blocks, section
 from tests.programs import python
 from tests.ranks import ranks
 
@@ -84,6 +86,24 @@ def test_every_block_of_python_is_run_or_called_a_fragment():
         if count:
             found[str(page.relative_to(ROOT))] = count
     assert found == RUN
+
+
+# What a program prints stands in blocks called `text`: on each page, the test that runs the program and compares.
+PRINTED = {
+    "README.md": ["tests/test_readme.py::test_table_of_the_demo_is_what_it_prints"],
+    "docs/debug_a_difference.md": ["tests/verify/test_two_runs.py::test_page_shows_the_table_that_is_printed"],
+    "docs/faq.md": ["tests/memory/test_memory.py::test_page_shows_the_table_that_is_printed"],
+}
+
+
+def test_what_a_program_prints_is_held_by_a_test():
+    """Tables of Markdown that programs print are held by `tests/benchmarks`, and by the test of measured rows here."""
+    pages = [README, ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    found = Counter(str(p.relative_to(ROOT)) for p in pages for name, _ in blocks(p.read_text()) if name == "text")
+    assert found == {page: len(tests) for page, tests in PRINTED.items()}
+    for test in chain(*PRINTED.values()):
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text()
 
 
 def test_the_lines_for_a_laptop():

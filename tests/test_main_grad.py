@@ -48,6 +48,21 @@ def test_transformer_engine_is_asked_for_matrices_alone(monkeypatch):
             assert main_grad.finish(weight, torch.bfloat16).shape == shape
 
 
+def test_a_compiled_forward_tells_megatron_of_main_grad(monkeypatch):
+    weights = [torch.nn.Parameter(torch.zeros(N, D), requires_grad=trains) for trains in (True, True, False)]
+    for weight in weights[1:]:
+        weight.grad_added_to_main_grad, weight.shared_embedding = False, True
+    main_grad.promise(weights[1])
+    assert not weights[1].grad_added_to_main_grad  # nothing is compiled
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    for weight in weights:
+        main_grad.promise(weight)
+    assert not hasattr(weights[0], "grad_added_to_main_grad")
+    assert weights[1].grad_added_to_main_grad
+    assert weights[1].zero_out_wgrad
+    assert not weights[2].grad_added_to_main_grad
+
+
 @pytest.mark.parametrize("output_layers", [False, True])
 def test_a_shared_table_keeps_the_gradient_of_its_lookup(output_layers):
     """Megatron adds autograd's gradient only where `zero_out_wgrad` is set, and sets it on one stage alone."""

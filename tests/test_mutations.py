@@ -11,7 +11,8 @@ def f(x, n=True):
     if x.shape[0] < LIMIT and n:
         raise ValueError(f"{x + 1}: it must have 2 rows")
     x.total += -x.detach().sum(1)
-    return x is not None
+    time.sleep(0.5)
+    return dict(strict=True) if x is not None else x
 '''
 
 CHANGED = [
@@ -40,5 +41,6 @@ def test_a_mutant_knows_its_function_and_shows_its_line(tmp_path):
     path = tmp_path / "module.py"
     path.write_text(SOURCE)
     of_module, *_, last = mutants_of(path, tmp_path)
-    assert (of_module.function, last.function) == ((0, 10), (5, 10))
-    assert last.diff(SOURCE) == "megatron_ext/module.py:10\n    - return x is not None\n    + return x is None"
+    assert (of_module.function, last.function) == ((0, 11), (5, 11))
+    line = "    - return dict(strict=True) if x is not None else x\n    + return dict(strict=True) if x is None else x"
+    assert last.diff(SOURCE) == f"megatron_ext/module.py:11\n{line}"

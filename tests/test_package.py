@@ -39,6 +39,15 @@ def test_names_are_those_of_their_modules():
         megatron_ext.fused_los  # noqa: B018
 
 
+@pytest.mark.parametrize("package, name", [("integrations", "trl"), ("integrations", "verl")])
+def test_frameworks_are_imported_when_they_are_asked_for(package, name):
+    found = importlib.import_module(f"megatron_ext.{package}")
+    assert found.__getattr__(name) is importlib.import_module(f"megatron_ext.{package}.{name}")
+    for module in (found, importlib.import_module("megatron_ext.dtensor")):
+        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'nothing'"):
+            module.nothing  # noqa: B018
+
+
 def test_version_is_that_of_the_installed_package(capsys):
     assert importlib.metadata.version("megatron-ext") == megatron_ext.__version__
     assert f"\nversion: {megatron_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()

@@ -20,15 +20,15 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1332,
+    "megatron_ext/*.py": 1363,
     "megatron_ext/distributed": 862,
-    "megatron_ext/dtensor": 4804,
+    "megatron_ext/dtensor": 4819,
     "megatron_ext/experimental": 2380,
-    "megatron_ext/head": 10794,
+    "megatron_ext/head": 10720,
     "megatron_ext/integrations": 719,
-    "megatron_ext/losses": 1292,
-    "megatron_ext/megatron": 4359,
-    "megatron_ext/memory": 549,
+    "megatron_ext/losses": 1305,
+    "megatron_ext/megatron": 4442,
+    "megatron_ext/memory": 558,
     "megatron_ext/model_utils": 1515,
     "megatron_ext/numerics": 1048,
     "megatron_ext/policy": 7437,
@@ -36,7 +36,7 @@ LINES = {
     "megatron_ext/sequence": 1504,
     "megatron_ext/tensor_parallel": 4585,
     "megatron_ext/verify": 324,
-    "megatron_on_cpu/*.py": 1315,
+    "megatron_on_cpu/*.py": 1373,
     "megatron_on_cpu/nccl_rules": 2119,
     "megatron_on_cpu/transformer_engine": 2929,
 }

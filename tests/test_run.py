@@ -121,6 +121,23 @@ def script(tmp_path):
     return write
 
 
+def test_log_of_the_package_is_shown(tmp_path, script):
+    path = script("""
+        import logging
+        logging.getLogger("megatron_ext.part").info("some news")
+    """)
+    done = forked(tmp_path, path, ranks=1)
+    assert done.stderr.splitlines().count("megatron_ext: some news") == 1, done.stderr
+
+
+def test_last_rank_speaks_on_stderr_or_in_a_file(tmp_path, capsys):
+    run.say_on_last_rank("found")
+    with (tmp_path / "file").open("w") as file:
+        run.say_on_last_rank("elsewhere", file)
+    assert tuple(capsys.readouterr()) == ("", "found\n")
+    assert (tmp_path / "file").read_text() == "elsewhere\n"
+
+
 def test_what_a_script_sees(tmp_path, script):
     path = script("""
         import json, sys
@@ -296,6 +313,40 @@ def test_report_leaves_other_optimizer_hooks_alone(monkeypatch):
     optimizer.step()
     optimizer.step()
     assert (len(said), len(steps)) == (1, 2)
+
+
+FLAGS = ["persist-layer-norm", "gradient-accumulation-fusion", "masked-softmax-fusion", "rope-fusion"]
+PARSER = f"""
+import argparse, sys
+parser = argparse.ArgumentParser(allow_abbrev=False)
+parser.add_argument("--transformer-impl", default="transformer_engine")
+for name in {FLAGS}:
+    parser.add_argument("--no-" + name, action="store_false", dest=name)
+parser.add_argument("--masked-softmax-fusion", action="store_true", dest="masked-softmax-fusion")
+print(vars(parser.parse_args()), sys.argv[1:])
+"""
+ADDED = [f"--no-{name}" for name in FLAGS]
+
+
+@pytest.mark.parametrize(
+    "given, on, added",
+    [
+        ([], [], ["--transformer-impl", "local", *ADDED]),
+        (["--transformer-impl=transformer_engine", "--no-rope-fusion"], ["--transformer-impl"], ADDED[:3]),
+        (["--transformer-impl", "local", "--masked-softmax-fusion"], [FLAGS[2]], [*ADDED[:2], ADDED[3]]),
+    ],
+)
+def test_script_gets_the_flags_that_a_cpu_needs(given, on, added, tmp_path, script):
+    """What a user gives stands, and the launcher says what it added and what a user's flag asks for."""
+    done = forked(tmp_path, "--cpu", script(PARSER), *given, ranks=2)
+    assert done.returncode == 0, done.stderr
+    found = {name: name in on for name in FLAGS}
+    found = {"transformer_impl": "transformer_engine" if "--transformer-impl" in on else "local"} | found
+    assert done.stdout.splitlines() == [f"{found} {given}"] * 2
+    told = [line for line in done.stderr.splitlines() if line.startswith("megatron_ext: ")]
+    assert told[-1] == f"megatron_ext: on a CPU the script gets {' '.join(added)} as well"
+    assert len(told) == 1 + len(on)
+    assert all("stays, and wants" in line for line in told[:-1])
 
 
 def test_without_megatron_it_says_so(script, capsys, monkeypatch):

@@ -38,7 +38,7 @@ from megatron_ext.head import (
 )
 from megatron_ext.head.layer_facts import local_shard
 from megatron_ext.head.reduction import side_by_side
-from megatron_ext.head.validation.option_checks import Bits, token_bound
+from megatron_ext.head.validation.option_checks import Bits, Cache, token_bound
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
 
@@ -74,7 +74,7 @@ def causal_lm_loss(
     temperature: float = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    cache: Any = "bounded",
+    cache: Cache = "bounded",
     chunk_tokens: int | None = None,
     skip_ignored: bool | int = False,
     bits: Bits | None = None,
@@ -132,7 +132,7 @@ def causal_lm_log_probs(
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     temperature: float = 1.0,
-    cache: Any = "bounded",
+    cache: Cache = "bounded",
     chunk_tokens: int | None = None,
     return_entropy: bool = False,
     skip_ignored: bool | int = False,

@@ -21,8 +21,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.adapters.lora import LoRA, low_rank, options_of, rows_fault, widened
 from megatron_ext.head.call.matmul import numbers
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.engine.autograd import ReadFunction
-from megatron_ext.head.engine.chunked.logits_passes import OfChunks, OfLogits
+from megatron_ext.head.engine.chunked.autograd_functions import ChunkedHead, StoredLogitsHead
 from megatron_ext.head.engine.chunked.sources import LogitTransform, gather_tokens, of_each
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.engine.linear import LinearHead
@@ -91,7 +90,7 @@ def read_hidden(
 ) -> Any:
     """See `LmHead.read`. `given`: the caller's fault."""
     argument_checks.check_floating("hidden", hidden)
-    ranks = head.ranks
+    ranks = 1 if head.group is None else head.group.size()
     readouts, teachers, fault = checked(asked, head)
     leading, found = _leading(hidden, readouts, ranks, head.in_slices)
     fault = own.fault(hidden, None if head.guessed else head.vocab, ranks) or found or fault
@@ -174,14 +173,14 @@ def _run(
         asked = plan.head
         first = LogitTransform(None, asked.softcap, asked.logit_scale, asked.rounds)
         transforms = [first, *(t.head.transform for t in teachers)]
-        given = OfChunks(transforms, sizes, keep), plan, x_TD, weight, bias, low, *inputs
-        return _apply_eagerly(ReadFunction, *given) if head.fixed else ReadFunction.apply(*given)
+        given = plan, transforms, sizes, keep, x_TD, weight, bias, low, *inputs
+        return _apply_eagerly(ChunkedHead, *given) if head.bits != "fast" else ChunkedHead.apply(*given)
     if weight.shape[0] == 0:  # one column that does not count is simpler than none
         nowhere = VocabShard(head.vocab.size, head.vocab.size + 1, head.vocab.size)
         plan.call = replace(head, vocab=nowhere, fuse_main_grad=False)
         weight, bias = F.pad(numbers(weight), (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
         low = None if low is None else F.pad(low, (0, 0, 0, 1))
-    if head.fixed:
+    if head.bits != "fast":
         return _apply_eagerly(LinearHead, plan, sizes, keep, x_TD, weight, bias, low)
     return LinearHead.apply(plan, sizes, keep, x_TD, weight, bias, low)
 
@@ -218,7 +217,7 @@ def read_logits(head: ResolvedHead, given: GivenLogits, asked: Sequence[ReadOut]
     into_logits = given.gradient_into_logits and own_memory and not plan.needs_logits
     others = [flat.rows(teacher.logits.detach()) for teacher in teachers]
     plan.places_T = flat.places(z.device, ranks)
-    found = ReadFunction.apply(OfLogits(transforms, into_logits), plan, z, *others)
+    found = StoredLogitsHead.apply(plan, transforms, into_logits, z, *others)
     return _as_asked(plan, [flat.up(x) for x in found])
 
 

@@ -1,4 +1,4 @@
-"""The loss of a training step together with what is logged with it: top-1 hits and the z-loss, from the same pass."""
+"""The loss of a training step together with what is logged with it: top-1 hits, z-loss, entropy, from the same pass."""
 
 from typing import Any, NamedTuple
 
@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_ext.head.lm_head import LmHead, Logits
 from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax
 from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.readouts.row_sums import Entropy
 from megatron_ext.head.validation.option_checks import token_bound
 
 
@@ -17,18 +18,20 @@ class TrainingLoss(NamedTuple):
         loss: without the z-loss; its gradient is that of the loss with it.
         hits: bool, whether the label has the largest logit; None if not asked for.
         z_loss: `z_loss lse^2`, no gradient; None without a z-loss.
+        entropy: of the distributions, 0 where the label does not count, no gradient; None if not asked for.
     """
 
     loss: Tensor
-    hits: Tensor | None
-    z_loss: Tensor | None
+    hits: Tensor | None = None
+    z_loss: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 class LossSettings(NamedTuple):
     """Settings of a training loss; see `CrossEntropy`.
 
     Attributes:
-        hits: whether top-1 hits are wanted.
+        hits, entropy: whether they are wanted.
         skip_ignored: leave out the tokens that do not count, as in `linear_cross_entropy`; of logits that exist they
             are computed.
     """
@@ -38,14 +41,16 @@ class LossSettings(NamedTuple):
     smooth_others: bool = False
     z_loss: float = 0.0
     hits: bool = False
+    entropy: bool = False
     skip_ignored: bool | int = False
 
     def readouts(self, labels: Tensor) -> list[ReadOut]:
-        """The cross entropy, with its z-loss apart, and the hits if they are wanted."""
+        """The cross entropy, with its z-loss apart, and the hits and the entropy if they are wanted."""
         loss = CrossEntropy(
             labels, self.ignore_index, self.label_smoothing, self.z_loss, self.smooth_others, z_apart=True
         )
-        return [loss, IsArgmax(labels, self.ignore_index)] if self.hits else [loss]
+        hits = [IsArgmax(labels, self.ignore_index)] if self.hits else []
+        return [loss, *hits, Entropy(labels != self.ignore_index)] if self.entropy else [loss, *hits]
 
 
 def linear_training_loss(head: LmHead, hidden: Tensor, labels: Tensor, settings: LossSettings) -> TrainingLoss:
@@ -61,5 +66,6 @@ def training_loss_of_logits(logits: Logits, labels: Tensor, settings: LossSettin
 
 
 def _by_parts(found: Any, settings: LossSettings) -> TrainingLoss:
-    (loss, z_loss), hits = found if settings.hits else (found, None)
-    return TrainingLoss(loss, hits, z_loss if settings.z_loss else None)
+    (loss, z_loss), *others = found if settings.hits or settings.entropy else (found,)
+    entropy = others.pop().detach() if settings.entropy else None
+    return TrainingLoss(loss, others[0] if others else None, z_loss if settings.z_loss else None, entropy)

@@ -7,7 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -32,6 +32,19 @@ Metrics = dict[str, Tensor]
 # Arguments of `from_log_probs`: those of each label, and those that sums are divided by.
 _PER_TOKEN = ("mask", "old_log_probs", "reference_log_probs", "sampling_log_probs")
 _COUNTS = ("count", "sft_count")
+
+
+class LogProbLossInputs(TypedDict, total=False):
+    """Keywords of a loss of hidden states beside the mask, for completion and type checkers: those of all losses."""
+
+    advantages: Tensor
+    desirable: Tensor
+    old_log_probs: Tensor | None
+    reference_log_probs: Tensor | None
+    sampling_log_probs: Tensor | None
+    kl: Tensor | float
+    count: Tensor | float | None
+    sft_count: Tensor | float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +125,9 @@ class LogProbLoss(FromHidden, ABC):
         hidden: Tensor,
         weight: Tensor | LmHead,
         labels: Tensor,
-        *given: Any,
+        *given: Tensor,
         mask: Tensor | None = None,
-        **others: Any,
+        **others: Unpack[LogProbLossInputs],
     ) -> tuple[Tensor, Metrics]:
         """The loss, a scalar, and metrics, 0-d tensors without gradient; on every rank alike.
 

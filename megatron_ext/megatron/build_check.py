@@ -95,20 +95,21 @@ def _check(model: Any) -> ModelCheck:
     has_output_layer, shared = layer is not None, getattr(layer, "promises", False)
     why_not = patch_points.why_not_fused(model) if has_output_layer and not shared else None
     known = shared or not has_output_layer or why_not is not None
-    homes = Counter(
-        next(home for home, kinds in _LAYERS.items() if isinstance(one, kinds))
-        for one in model.modules()
-        if isinstance(one, (*_LAYERS["megatron_ext"], *_LAYERS["megatron"]))
-    )
     return ModelCheck(
         model=name_of(model),
         has_output_layer=has_output_layer,
         losses=1 + patch_points.multi_token_layers(model),
         why_not=why_not,
-        layers=homes,
+        layers=layers_of(model),
         to_prove=None if known else known_code.what_is_not_known(model),
         shared=shared,
     )
+
+
+def layers_of(model: Any) -> Counter[str]:
+    """Count the tensor-parallel layers of a model by the package that they come from."""
+    homes = (next((home for home, kinds in _LAYERS.items() if isinstance(one, kinds)), "") for one in model.modules())
+    return Counter(filter(None, homes))
 
 
 def stop_when_built(say: Callable[[BuildCheck], None]) -> None:

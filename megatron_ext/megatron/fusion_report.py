@@ -38,7 +38,9 @@ class ModelFusion:
             or "te"; None if it asks for none. It runs for the stock losses alone.
         proof: what came of the comparison of the head with the model's own output layer and loss; None before it.
         verified: the losses that were taken both ways, side by side, where the patch was asked for it (`verify=`).
-        z_loss: of the last loss, its mean over the tokens that have a label, 0-dim fp32; None without a z-loss.
+        layers: how many tensor-parallel layers the model has, by the package that they come from.
+        sizes: the head's sizes and `cache`, at its first loss, as `megatron-ext memory` takes them; "" before it.
+        z_loss, entropy: of the last loss, means over tokens that have a label, 0-dim fp32; None where not asked for.
     """
 
     model: str
@@ -50,7 +52,10 @@ class ModelFusion:
     megatron_kernel: str | None = None
     proof: str | None = None
     verified: TwoRuns | None = None
+    layers: Counter[str] = field(default_factory=Counter)
+    sizes: str = ""
     z_loss: Tensor | None = None
+    entropy: Tensor | None = None
 
     def __str__(self) -> str:
         parts = [f"{self.model}: {self.losses_fused} losses fused"]
@@ -70,7 +75,13 @@ class ModelFusion:
             asked = _MEGATRON_KERNELS.get(self.megatron_kernel, self.megatron_kernel)
             runs = "that runs where Megatron's loss does" if self.stock_losses else "the fused head runs instead of it"
             parts.append(f"the config asks for {asked}, {runs}")
-        return ", ".join(parts)
+        lines = [", ".join(parts)]
+        if self.layers:
+            layers = ", ".join(f"{count} of {home}" for home, count in sorted(self.layers.items()))
+            lines.append(f"  tensor-parallel layers: {layers}")
+        if self.sizes:
+            lines.append(f"  the head's peak memory, stock and ours: megatron-ext memory {self.sizes}")
+        return "\n".join(lines)
 
 
 @dataclass
@@ -98,6 +109,7 @@ class FusionReport:
 
 
 _counters: list[ModelFusion] = []
+_told: dict[str, int] = {}
 _said: set[str] = set()
 _by_model: "weakref.WeakKeyDictionary[Any, ModelFusion]" = weakref.WeakKeyDictionary()
 
@@ -111,8 +123,22 @@ def fusion_report() -> FusionReport:
 def reset_fusion_report() -> None:
     """Start counting anew, and warn anew; models come back with their next loss."""
     _counters.clear()
+    _told.clear()
     _by_model.clear()
     _said.clear()
+
+
+def counts_since_last_call() -> dict[str, int]:
+    """Losses and logits on this rank since this function was called last, by the names that Megatron's writers get."""
+    report = FusionReport(_counters)
+    now = {
+        "fused losses": report.losses_fused,
+        "losses by Megatron": report.stock_losses,
+        "logits made": report.logits_made,
+    }
+    since = {name: count - _told.get(name, 0) for name, count in now.items()}
+    _told.update(now)
+    return since
 
 
 def say_once(text: str, key: str | None = None) -> None:

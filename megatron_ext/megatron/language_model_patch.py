@@ -34,9 +34,9 @@ from megatron_ext.megatron.fused_loss import (
 )
 from megatron_ext.megatron.fused_loss.fused_region import Region, is_promising, must_stay_stock
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.fused_loss.megatron_log import with_head_logged
 from megatron_ext.megatron.fused_loss.module_calls import in_this_call
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
-from megatron_ext.megatron.fused_loss.z_loss_log import with_z_loss_logged
 from megatron_ext.megatron.output_processors import forward_with_output_processor
 from megatron_ext.replace import Replacement, original_of
 
@@ -154,7 +154,7 @@ def _drain_if_deferred(original: Any) -> Any:
 _DRAIN = Replacement(schedules, "drain_embedding_wgrad_compute", _drain_if_deferred)
 _GUARDS = (
     _DRAIN,
-    Replacement(schedules, "forward_step_calc_loss", with_z_loss_logged),
+    Replacement(schedules, "forward_step_calc_loss", with_head_logged),
     Replacement(megatron_mtp, acceptance_counts.COUNTS, acceptance_counts.counts_by_hits),
 )
 

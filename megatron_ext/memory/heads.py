@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.head import linear_cross_entropy
+from megatron_ext.head.validation.option_checks import Cache
 from megatron_ext.memory.byte_counter import count_bytes, fake_world, one_rank_of
 from megatron_ext.memory.fake_cuda import cuda_rank_of
 from megatron_ext.memory.sizes import Sizes
@@ -87,13 +88,13 @@ def stock(sizes: Sizes) -> dict[str, Callable[[Sizes, Group], Head]]:
     return found
 
 
-def ours(cache: Any, sizes: Sizes, group: Group) -> Head:
+def ours(cache: Cache, sizes: Sizes, group: Group) -> Head:
     """Our head with `cache`."""
     layout: Any = "sequence" if sizes.sequence_parallel else "replicated"
     return partial(_call, group, layout, cache)
 
 
-def _call(group: Group, layout: Any, cache: Any, x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+def _call(group: Group, layout: Any, cache: Cache, x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
     return linear_cross_entropy(x, w, labels, group, layout, cache=cache)
 
 

@@ -63,9 +63,12 @@ def of_config(name: str) -> dict[str, Any]:
     try:
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(name).get_text_config()
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
     except (ImportError, OSError, ValueError) as error:
-        raise ValueError(f"--model is {name!r}, whose config cannot be read: {error}") from error
+        raise ValueError(
+            f"--model is {name!r}, whose config cannot be read; its own code is never run: give --hidden and --vocab "
+            f"instead. {error}"
+        ) from error
     found = {"width": getattr(config, "hidden_size", None), "vocab": getattr(config, "vocab_size", None)}
     if None in found.values():
         raise ValueError(

@@ -27,6 +27,8 @@ def test_a_group_without_this_rank_or_without_a_size_is_refused():
         check_group(place(rank=-1, ranks=4))
     with pytest.raises(ValueError, match="tp_group is a int: it must be a torch.distributed.ProcessGroup"):
         check_group(3)
+    with pytest.raises(ValueError, match="tp_group is a Tensor: it must be a torch.distributed.ProcessGroup"):
+        check_group(torch.ones(2))  # which has a size and no rank
 
 
 def test_layers_and_losses_take_one():

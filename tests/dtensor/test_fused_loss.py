@@ -141,10 +141,19 @@ class Cut(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
+class Hidden(LlamaForCausalLM):
+    """A model that makes logits, and has a loss of its hidden states."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, **kwargs)[0]
+        return CausalLMOutputWithPast(loss=hidden.square().mean(), logits=self.lm_head(hidden))
+
+
 class Delegating(LlamaForCausalLM):
     """A model that adds a term to the loss of its base class."""
 
     def forward(self, *args, **kwargs):
+        self.calls = getattr(self, "calls", 0) + 1
         out = super().forward(*args, **kwargs)
         out.loss = 2 * out.loss + 0.5
         return out
@@ -177,12 +186,24 @@ def test_a_forward_of_the_models_own_is_followed(name):
     check_fused(FUSED[name](), **batch())
 
 
+def test_attributes_that_a_forward_sets_are_the_models():
+    model = use_fused_loss(Delegating(make("llama").config))
+    model(**batch())
+    before = model.calls
+    model(**batch())
+    assert model.calls == before + 1
+
+
 @pytest.mark.parametrize(
     "change,said",
     [
         (adapted, "LlamaForCausalLM keeps its own loss .its gradient of "),
         (_with_a_loss_of_its_own, r"LlamaForCausalLM keeps its own loss \(its forward reads its logits by square\)"),
         (lambda model: Squared(model.config), "Squared keeps its own loss .its forward reads its logits by pow"),
+        (
+            lambda model: Hidden(model.config),
+            "Hidden keeps its own loss .it is no cross entropy of the logits",
+        ),
         (lambda model: Weighted(model.config), "Weighted keeps its own loss .its forward reads its logits by cross_en"),
     ],
 )

@@ -1,6 +1,7 @@
 """Sharded models to folders and back: transformers reads what was written, to the bit."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -104,6 +105,17 @@ def test_a_folder_without_a_model():
         from_pretrained(shared_folder(), mesh_of(tp=2))
     with pytest.raises(OSError, match=r"name_or_path is '.*gone': there is no such folder on this host"):
         from_pretrained(shared_folder() / "gone", mesh_of(tp=2))
+
+
+@ranks(2)
+def test_code_of_a_model_folder_is_never_run():
+    """Transformers would ask on the terminal of each rank, where somebody may say yes."""
+    folder = shared_folder() / f"rank{dist.get_rank()}"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}')
+    (folder / "mine.py").write_text("raise SystemError('run')")
+    with mock.patch("builtins.input", return_value="y"), pytest.raises(ValueError, match="custom code"):
+        from_pretrained(folder, mesh_of(tp=2))
 
 
 def test_a_model_that_is_not_sharded_is_saved_by_transformers(tmp_path):

@@ -46,6 +46,7 @@ SEEN_BY_ALL = [
     ({"labels": torch.full((T,), V)}, rf"labels holds \[{V}\], outside \[0, {V}\): each must be a token id"),
     ({"labels": torch.full((T,), -1)}, r"labels holds \[-1\], outside"),
     ({"labels": torch.zeros(T)}, "labels is torch.float32: it must be a tensor of integer token ids"),
+    ({"labels": torch.zeros(T), "loss_mask": torch.ones(T)}, "labels is torch.float32: it must be a tensor of integer"),
     ({"labels": [0] * T}, "labels is list"),
     ({"labels": torch.zeros(T, dtype=torch.bool)}, "labels is torch.bool"),
     ({"labels": torch.zeros(T + 4).long()}, r"hidden has shape \(4, 6\), labels \(8,\)"),
@@ -212,6 +213,7 @@ LOGITS_FAULTS = [
     ({"label_smoothing": 1.5}, "label_smoothing is 1.5"),
     ({"z_loss": -1}, "z_loss is -1"),
     ({"loss_mask": torch.ones(T, 1)}, r"loss_mask has shape \(4, 1\)"),
+    ({"labels": torch.zeros(T), "loss_mask": torch.ones(T)}, "labels is torch.float32"),
     ({"reduction": None}, "reduction is None"),
 ]
 

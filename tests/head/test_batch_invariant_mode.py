@@ -2,6 +2,7 @@
 
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megatron_ext.head import LmHead
 from megatron_ext.numerics import batch_invariance, fixed_order, replaced_operators
 from tests.batch_invariant_mode import fixed_calls, switch
 from tests.dtensor.models import batch, make
+from tests.head.as_on_cuda import cuda_branches
 
 T, D, N = 130, 96, 40
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -65,6 +67,23 @@ def test_every_operator_keeps_a_tokens_bits(dtype):
         # In 16 bits a product that is scaled and added to is rounded twice.
         close = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 2e-2}
         torch.testing.assert_close(whole, layer(x), **close)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_on_cuda_a_product_is_the_kernels(monkeypatch, biased):
+    made = []
+
+    def product(a_MK, b_KN, out_MN):
+        made.append(out_MN.dtype)
+        out_MN.copy_(a_MK.double() @ b_KN.double())
+
+    monkeypatch.setattr(fixed_order, "_kernels", lambda: SimpleNamespace(product=product))
+    x, w, b = drawn(T, D).bfloat16(), drawn(D, N, seed=1).bfloat16(), drawn(N, seed=2).bfloat16() if biased else None
+    expected = x.double() @ w.double() + (b.double() if biased else 0.0)
+    with cuda_branches():
+        found = fixed_order.mm(x, w, b)
+    torch.testing.assert_close(found, expected.bfloat16(), rtol=2**-7, atol=1e-3)
+    assert made == [torch.float32 if biased else torch.bfloat16]
 
 
 def test_without_the_mode_they_do_not():

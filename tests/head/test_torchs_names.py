@@ -7,10 +7,22 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from megatron_ext import head, linear_cross_entropy, linear_log_probs, token_log_probs, vocab_parallel_cross_entropy
-from megatron_ext.head import linear_topk_log_probs
+from megatron_ext import (
+    head,
+    linear_cross_entropy,
+    linear_log_probs,
+    losses,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
+from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss, parallelize, use_fused_loss
+from megatron_ext.dtensor.pretrained.loading import ParallelizeOptions
+from megatron_ext.head import LmHead, linear_topk_log_probs
 from megatron_ext.head.layer_facts import LayerFacts
+from megatron_ext.head.validation.option_checks import Cache
+from megatron_ext.losses.from_hidden import LogProbLossInputs
 from megatron_ext.megatron.fused_loss.head_settings import HeadOptions, HeadSettings
 
 X, W, Y = torch.randn(3, 8), torch.randn(5, 8), torch.zeros(3, dtype=torch.int64)
@@ -57,6 +69,26 @@ def test_options_are_by_keyword_and_each_is_named(name):
 def test_completion_knows_every_fact_of_a_head():
     named = {field.name: field.type for field in fields(head.LmHead) if field.kw_only}
     assert {"weight", *named} == set(get_type_hints(LayerFacts))
+
+
+def test_completion_knows_every_argument_of_a_loss():
+    """A call from hidden states takes by keyword what one from log-probabilities does."""
+    taken = {}
+    for kind in (losses.GRPOLoss, losses.DPOLoss, losses.SimPOLoss, losses.ORPOLoss, losses.KTOLoss):
+        taken |= get_type_hints(kind.from_log_probs)
+    assert get_type_hints(LogProbLossInputs) | {"mask": Tensor | None} == {
+        name: kind for name, kind in taken.items() if name not in ("log_probs", "return")
+    }
+
+
+def test_completion_knows_every_option_of_from_pretrained():
+    keywords = [p for p in inspect.signature(parallelize).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert get_type_hints(ParallelizeOptions) == {p.name: p.annotation for p in keywords}
+
+
+def test_cache_has_one_type_at_every_door():
+    for function in (causal_lm_loss, causal_lm_log_probs, use_fused_loss, linear_cross_entropy, LmHead):
+        assert inspect.signature(function).parameters["cache"].annotation == Cache
 
 
 def test_completion_knows_every_option_of_the_patch():

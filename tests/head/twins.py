@@ -256,7 +256,9 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
     for rank in range(ranks):
         start = rank * columns
         target = (labels - start).where((labels >= start) & (labels < start + columns), -1)
-        stats, shift = statistics.new_statistics(tokens, settings, z.dtype, z.device), z.new_empty(tokens)
+        shared = statistics.shared_rows(settings)
+        stats = statistics.new_statistics(tokens, shared, settings, z.dtype, z.device)
+        shift = z.new_empty(tokens)
         stats[statistics.START, -1] = start
         counted = 0 if ranks == 3 and rank == 1 else columns
         plain.row_statistics(
@@ -383,7 +385,7 @@ _FP32, _BF16 = torch.float32, torch.bfloat16
 QUICK = {
     "label_terms": [
         *((compare_label_terms, (_BF16, (9, 5, 8), smoothed)) for smoothed in (False, True)),
-        (compare_label_terms, (_FP32, (3, 4, 1100), True)),
+        (compare_label_terms, (torch.float64, (3, 4, 1100), True)),
     ],
     "token_terms": [
         (compare_token_terms, (_FP32, ranks, *TOKEN_CALLS[number]))
@@ -411,6 +413,7 @@ QUICK = {
             (_BF16, (2500, 2400, _ALL, 0)),
         )
     ],
+    "kept rows": [(compare_kept_in_bf16, (*columns, _ALL)) for columns in ((2500, 2400, 2000), (17000, 16990, 15000))],
 }
 
 

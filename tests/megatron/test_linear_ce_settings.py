@@ -2,20 +2,25 @@
 
 import functools
 import logging
+import sys
 import warnings
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ext.megatron.fused_loss import z_loss_log
+from megatron_ext.head.training_loss import TrainingLoss
+from megatron_ext.megatron.fused_loss import megatron_log
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fusion_report import ModelFusion, fusion_report, reset_fusion_report
 from megatron_ext.megatron.language_model_patch import patch_language_models
 from megatron_ext.megatron.layer_specs import gpt_layer_spec
 from megatron_ext.megatron.spec_head import with_fused_head
-from tests.gpt import causal_mask, data_parallel, model_parallel, stock_spec, tiny_batches, tiny_gpt
+from megatron_ext.memory import __main__ as memory
+from megatron_ext.memory.sizes import Sizes
+from tests.gpt import VOCAB, causal_mask, data_parallel, model_parallel, stock_spec, tiny_batches, tiny_gpt
 from tests.marks import slow
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import (
@@ -68,13 +73,16 @@ def test_options_of_the_loss(build, made):
             expected = grads_of(model, loss + z_loss, weights)
             reset_fusion_report()
             reading = model.output_layer.register_forward_hook(reads_logits if made else reads_shape)
-            with reading, patched(chunk_size=3, model=model, **options):
+            with reading, patched(chunk_size=3, model=model, entropy=True, **options):
                 found = run(model, labels)
                 grads = grads_of(model, found, weights)
             torch.testing.assert_close(found, loss, rtol=2e-6, atol=1e-6)
             assert_same(grads, expected)
             (counters,) = fusion_report().models
             assert (counters.losses_fused, counters.logits_made.total()) == ((0, 1) if made else (1, 0))
+            z = logits if options.get("softcap") is None else options["softcap"] * (logits / options["softcap"]).tanh()
+            entropy = torch.distributions.Categorical(logits=z / options.get("temperature", 1.0)).entropy()
+            assert counters.entropy == pytest.approx(entropy.mean().item(), rel=1e-5)
             if options.get("z_loss"):
                 assert counters.z_loss == pytest.approx(z_loss.mean().item(), rel=1e-5)
             else:
@@ -82,16 +90,18 @@ def test_options_of_the_loss(build, made):
 
 
 @ranks(1)
-def test_the_reported_z_loss_is_a_mean_over_labels_that_count():
+def test_reported_z_loss_is_a_mean_over_labels_that_count():
     with model_parallel():
         model, labels = one_gpt(), batch()[1].clone()
         labels[0, :3] = -100
         counted = labels != -100
         _, z_loss = reference(run(model), labels.where(counted, 0), z_loss=0.1)
         reset_fusion_report()
-        with patched(z_loss=0.1, model=model):
+        with patched(z_loss=0.1, entropy=True, model=model):
             run(model, labels)
         (counters,) = fusion_report().models
+        entropy = torch.distributions.Categorical(logits=run(model)).entropy()
+        assert counters.entropy == pytest.approx(entropy[counted].mean().item(), rel=1e-5)
         assert counters.z_loss == pytest.approx(z_loss[counted].mean().item(), rel=1e-5)
 
 
@@ -153,8 +163,9 @@ def test_options_in_the_layer_spec(build):
 
 def test_a_remembered_z_loss_keeps_no_graph():
     counters = ModelFusion("GPTModel")
-    z_loss_log.remember(counters, torch.tensor([[1.0, 3.0]], requires_grad=True), torch.tensor([[True, True]]))
-    assert not z_loss_log._last.pop().requires_grad
+    z_loss = torch.tensor([[1.0, 3.0]], requires_grad=True)
+    megatron_log.remember(counters, TrainingLoss(z_loss, z_loss=z_loss), torch.tensor([[True], [True]]))
+    assert not megatron_log._last.pop("z loss").requires_grad
     assert (counters.z_loss.item(), counters.z_loss.requires_grad) == (2.0, False)
 
 
@@ -163,8 +174,21 @@ def test_chunks_of_made_logits_are_of_sequences():
     assert made.chunk_tokens == 3 * 2
 
 
+def training_script(rank, *, writes):
+    """Stands in for `megatron.training.global_vars`, whose writers the last rank alone has; they keep what they get."""
+    written = []
+    board = SimpleNamespace(add_scalar=lambda *scalar: written.append(scalar))
+    wandb = SimpleNamespace(log=lambda counts, step: written.append((counts, step)))
+    here = writes and rank == 1
+    return written, SimpleNamespace(
+        get_tensorboard_writer=lambda: board if here else None,
+        get_wandb_writer=lambda: wandb if here else None,
+        get_args=lambda: SimpleNamespace(curr_iteration=5, tensorboard_log_interval=3),
+    )
+
+
 @ranks(2)
-def test_the_z_loss_in_megatrons_log():
+def test_z_loss_entropy_and_counts_in_megatrons_log():
     """By the script's own weights of the tokens, and in the form in which the script logs its loss."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -189,32 +213,42 @@ def test_the_z_loss_in_megatrons_log():
 
     with model_parallel(tp=2):
         for form, way in (("pair", "patch"), ("mean", "spec")):
+            written, script = training_script(torch.distributed.get_rank(), writes=way == "patch")
+            reset_fusion_report()
             try:
                 spec = None
                 if way == "spec":
-                    spec = with_fused_head(get_gpt_layer_local_spec(), z_loss=0.1, chunk_tokens=6)
+                    spec = with_fused_head(get_gpt_layer_local_spec(), z_loss=0.1, entropy=True, chunk_tokens=6)
                 else:
-                    patch(z_loss=0.1, chunk_size=3)
+                    patch(z_loss=0.1, entropy=True, chunk_size=3)
                 chunks = data_parallel(tiny_gpt(spec), distributed_optimizer=False)
                 tokens = tiny_batches(batch=4, seq=SEQ)[0]
-                logs = get_forward_backward_func()(
-                    forward_step_func=step,
-                    data_iterator=[iter(tokens.split(2))],
-                    model=chunks,
-                    num_microbatches=2,
-                    seq_length=SEQ,
-                    micro_batch_size=2,
-                    forward_only=False,
-                )
+                with mock.patch.dict(sys.modules, {"megatron.training.global_vars": script}):
+                    for forward_only in (True, False):
+                        with torch.set_grad_enabled(not forward_only):
+                            logs = get_forward_backward_func()(
+                                forward_step_func=step,
+                                data_iterator=[iter(tokens.split(2))],
+                                model=chunks,
+                                num_microbatches=2,
+                                seq_length=SEQ,
+                                micro_batch_size=2,
+                                forward_only=forward_only,
+                            )
+                        assert ("entropy" in logs[0]) != forward_only
             finally:
                 unpatch()
             for part, log in zip(tokens.split(2), logs, strict=True):
                 logits = run(chunks[0], tokens=part[:, :-1], runtime_gather_output=True)
                 loss, z_loss = reference(logits, part[:, 1:], z_loss=0.1)
-                for name, expected in (("lm loss", loss), ("z loss", z_loss)):
+                entropy = torch.distributions.Categorical(logits=logits).entropy()
+                for name, expected in (("lm loss", loss), ("z loss", z_loss), ("entropy", entropy)):
                     total = (expected * mask).sum()
                     torch.testing.assert_close(log[name], forms(total, mask.sum())[form], rtol=2e-6, atol=1e-6)
-            assert not z_loss_log._last, "a later step would log it again"
+            assert not megatron_log._last, "a later step would log it again"
+            counts = {"fused losses": 2, "losses by Megatron": 0, "logits made": 0}
+            writes = way == "patch" and torch.distributed.get_rank() == 1
+            assert written == ([(name, count, 6) for name, count in counts.items()] + [(counts, 6)]) * writes
 
 
 @ranks(2)
@@ -254,6 +288,8 @@ def test_refusals():
             for take in (patch, HeadSettings, functools.partial(with_fused_head, model.transformer_layer_spec)):
                 with pytest.raises(ValueError, match=f"{name} is {wrong!r}: it must be"):
                     take(**{name: wrong})
+        with pytest.raises(ValueError, match="entropy is 1: it must be True or False"):
+            patch(entropy=1)
         with pytest.raises(TypeError, match="chunk_size: the fused head has no .*; chunk_tokens counts tokens: pass"):
             with_fused_head(model.transformer_layer_spec, chunk_size=8)
         with pytest.raises(TypeError, match="z_los: the fused head has no such setting. It has chunk_tokens, .*z_loss"):
@@ -297,6 +333,12 @@ def test_the_report_says_what_runs():
             earlier = fusion_report()
             said = str(earlier)
             assert "GPTModel: 1 losses fused, logits made 0 times" in said
+            assert "\n  tensor-parallel layers: 10 of megatron\n" in said  # 4 of each block, embedding, output
+            sizes = said.partition("megatron-ext memory ")[2]
+            tokens, width = labels.numel(), model.config.hidden_size
+            assert sizes == f"--tokens {tokens} --hidden {width} --vocab {VOCAB} --tp 1 --dtype fp32 --cache bounded"
+            counted, ignored = memory._sizes(memory._parser().parse_args(sizes.split()))
+            assert (counted, ignored) == (Sizes(tokens, width, VOCAB, dtype=torch.float32), [])
             assert "asks for Transformer Engine's fused loss, the fused head runs instead" in said
             run(model, labels)
             assert (earlier.losses_fused, fusion_report().losses_fused) == (1, 2)

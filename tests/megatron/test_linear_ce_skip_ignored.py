@@ -54,6 +54,25 @@ def test_products_are_of_the_tokens_that_count():
 
 
 @ranks(1)
+def test_labels_given_by_position_are_masked_too():
+    with model_parallel(1):
+        model, labels = one_gpt(), batch()[1]
+        with patched(skip_ignored=True):
+            expected = run(model, labels, loss_mask=MASK)
+            patch, given = type(model)._postprocess, {}
+
+            def by_position(**arguments):
+                given.update(arguments)
+                first = [arguments.pop(name) for name in ("hidden_states", "input_ids", "position_ids", "labels")]
+                return patch(model, *first, **arguments)
+
+            model._postprocess = by_position
+            found = run(model, labels, loss_mask=MASK)
+        assert given["labels"] is labels
+        assert torch.equal(found, expected)
+
+
+@ranks(1)
 def test_log_probs_of_tokens_that_count():
     """There a mask lies as the token ids do."""
     with model_parallel(1):

@@ -21,12 +21,10 @@ SOURCE = Path(megatron.core.__file__).parents[2]
 STEPS = 5
 ARGUMENTS = f"""
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
-    --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --transformer-impl local
+    --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0
     --micro-batch-size 2 --global-batch-size 4 --train-iters {STEPS} --lr 1e-3 --log-interval 1 --eval-iters 0
     --eval-interval 1000 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0
-    --distributed-backend nccl --use-distributed-optimizer
-    --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
-    --no-bias-dropout-fusion --no-rope-fusion --no-bias-swiglu-fusion --use-cpu-initialization
+    --use-distributed-optimizer --use-cpu-initialization
 """.split()
 # pretrain_hybrid.py always takes a spec; Megatron's own needs Transformer Engine, so it is ours on both sides.
 HYBRID = ["--hybrid-layer-pattern", "*-*-", "--spec", "megatron_ext.megatron.hybrid_layer_specs", "hybrid_stack_spec"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ext.megatron import versions
+from megatron_ext.megatron import substitute, versions
 from tests.programs import python
 
 EVERY = dict.fromkeys([seam for seams in versions.SEAMS.values() for seam in seams] + list(versions.LATER))
@@ -70,6 +70,14 @@ from megatron_ext.megatron.layer_specs import gpt_layer_spec
 assert "megatron_ext" in train(gpt_layer_spec)
 """
     )
+
+
+def test_substitution_names_arguments_that_ours_lack(monkeypatch):
+    assert substitute.why_not_substituted() is None
+    monkeypatch.setattr(versions, "unknown_arguments", lambda theirs, ours: ["weight_dtype"])
+    lacking = substitute.why_not_substituted()
+    assert "layers.ColumnParallelLinear(weight_dtype=...)" in lacking
+    assert "mappings._CopyToModelParallelRegion(" not in lacking  # whose callers call `apply`
 
 
 @pytest.mark.slow

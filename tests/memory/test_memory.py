@@ -1,5 +1,6 @@
 """`python -m megatron_ext.memory`: bytes as the benchmarks measure them, and sizes as jobs give them."""
 
+import importlib.util
 import re
 from functools import partial
 
@@ -64,6 +65,22 @@ def test_table_has_a_row_for_each_cache():
     assert rows[0][2] == "100"
 
 
+def test_what_is_not_installed_is_told_with_its_remedy(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    lacking = {"megatron", "transformers", "triton"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in lacking else found(name, *a))
+    given = ["--tokens", "8", "--hidden", "8", "--vocab", "64", "--cache", "0"]
+    main(given)
+    said = capsys.readouterr().out
+    assert "Counted as on a CPU" in said
+    assert "pip install triton" in said
+    assert "pip install megatron-core" in said
+    assert "%" not in said  # of what another package takes
+    with pytest.raises(SystemExit, match="2"):
+        main([*given, "--device", "cuda"])
+    assert "--device cuda counts Triton's kernels, and Triton is not installed" in capsys.readouterr().err
+
+
 def test_megatron_arguments_give_the_sizes(capsys):
     """As Megatron pads them: 4000 words to a multiple of 128 times the ranks."""
     given = "--cache 0 --megatron pretrain_gpt.py --num-layers 2 --hidden-size 64 --seq-length 128 --micro-batch-size 4"
@@ -80,6 +97,16 @@ def test_config_of_transformers_gives_the_sizes(tmp_path, capsys):
     LlamaConfig(vocab_size=4096, hidden_size=64, dtype="float16").save_pretrained(tmp_path)
     main(["--model", str(tmp_path), "--tokens", "512", "--cache", "0"])
     assert "512 tokens, hidden size 64, vocabulary 4096 over 1 rank, fp16:" in capsys.readouterr().out
+
+
+def test_code_of_a_model_folder_is_never_run(tmp_path, capsys, monkeypatch):
+    """Transformers would ask on the terminal, where somebody may say yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}')
+    (tmp_path / "mine.py").write_text("raise SystemError('run')")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--model", str(tmp_path), "--tokens", "512"])
+    assert "its own code is never run: give --hidden and --vocab instead" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

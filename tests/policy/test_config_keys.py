@@ -1,5 +1,6 @@
 """Every key of a policy's configuration is read, known to have no influence on numbers, or refused."""
 
+import ast
 import copy
 
 import pytest
@@ -50,6 +51,8 @@ RECIPES = {
         "model_overrides": {"num_layers": 3},
         "moe_router_bias_update_rate": "1e-3",
         "moe_router_dtype": "fp64",
+        "moe_router_enable_expert_bias": True,
+        "moe_aux_loss_coeff": 0.1,
         "moe_router_load_balancing_type": "aux_loss",
         "mtp_num_layers": 2,
         "optimizer": {"optimizer": "adam", "lr": 5e-6},
@@ -123,6 +126,14 @@ def test_recipe_key_is_read_inert_or_refused(path, value, parallel_key):
         assert path in ONLY_OFF or path in ONLY
         with pytest.raises(ValueError, match=f"^{path} is .*: .*; "):
             read_config(with_key(path, value, parallel_key), parallel_key)
+
+
+@pytest.mark.parametrize("path", [*ONLY, *OF_EXPERTS])
+def test_the_value_that_a_refusal_advises_is_taken(path):
+    fix = (ONLY | OF_EXPERTS)[path][1]
+    advised = ast.literal_eval(fix.partition("set it to ")[2])
+    section = path.partition(".")[0]
+    assert not read_config(with_key(path, advised, section), section).faults_with_experts
 
 
 @pytest.mark.parametrize("path", [path for path in ONLY_OFF if not path.startswith("megatron_cfg")])

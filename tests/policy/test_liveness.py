@@ -21,8 +21,6 @@ from megatron_ext.policy.ray.liveness import LOOK_S, Liveness, Whereabouts
 from tests.policy.problems import tiny_batch, tiny_config
 from tests.policy.test_ray_policy import SMALL, WORKERS, ray  # noqa: F401  # a fixture
 
-pytestmark = pytest.mark.slow
-
 # 6 s and a look or two, on a machine that does other things too; without a watch it takes hours. That it is under 10
 # seconds on one that does not: `test_named_within_10_seconds`.
 SOON_S = 120
@@ -86,6 +84,7 @@ def gone(process):
         return file.read().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.slow
 def test_a_stopped_and_a_hung_rank_are_named_and_life_after(ray, tmp_path):  # noqa: F811
     data, weights = tiny_batch(), str(tmp_path / "weights")
     with RayPolicy(tiny_config(), WORKERS, Patient, **SMALL) as policy:
@@ -116,6 +115,7 @@ def test_a_stopped_and_a_hung_rank_are_named_and_life_after(ray, tmp_path):  # n
         torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], saved, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [
@@ -130,6 +130,7 @@ def test_a_long_step_goes_on(policy, call):
     assert policy.is_alive()
 
 
+@pytest.mark.slow
 def test_a_call_that_may_take_no_longer(ray, tmp_path):  # noqa: F811
     with RayPolicy(tiny_config(), WORKERS, Patient, **SMALL, call_timeout_s=6) as policy:
         assert policy._all("sleep_on_all", 0.1) == [0, 1]
@@ -145,7 +146,9 @@ class HostsAtOnce:
         self.cloudpickle = SimpleNamespace(register_pickle_by_value=lambda _: None)
         self.silent, self.monitors = silent, {}
 
-    def remote(self, **_):
+    def remote(self, **options):
+        assert options == {"num_cpus": 0, "max_restarts": 0}
+
         def on_node(scheduling_strategy):
             monitor = host_monitor.HostMonitor()
             node = scheduling_strategy.node_id
@@ -232,6 +235,20 @@ def test_a_driver_that_was_stopped_itself_takes_no_host_for_lost(monkeypatch):
     assert watch.fault([0]) is None  # who waits for rank 0 alone does not need that host
     clock += 1
     assert "host host with ranks [1] of 2 has not answered for 6 s" in watch.fault([0, 1])
+
+
+@pytest.mark.parametrize(
+    "told, words",
+    [
+        ({"waits": False, "outside": None}, "in train, at f"),
+        ({"waits": True, "outside": "a server"}, "in train, waiting for others in f, waiting for a server"),
+    ],
+)
+def test_a_beat_in_words(told, words):
+    beat = {"call": "train", "doing": "f", **told}
+    assert liveness._doing({"beat": beat, "beat_age_s": 2.0, "idle_s": 0.5}) == words
+    old = f"{words}, as it told 4 s ago, idle for 1 s"
+    assert liveness._doing({"beat": beat, "beat_age_s": 4.0, "idle_s": 1.0}) == old
 
 
 @pytest.mark.parametrize(

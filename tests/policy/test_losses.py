@@ -118,6 +118,15 @@ def test_clipped_policy_gradient(loss_fn):
     assert whole_loss(loss_fn, log_probs, data).item() == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("change, which", [(0.1, "min"), (-0.1, "max")])
+def test_extremes_of_ratios_leave_masked_tokens_out(change, which):
+    log_probs, data = problem()
+    data["prev_logprobs"] = log_probs.detach() - change
+    metrics = ClippedPGLoss()(log_probs, data, *counts_for(ClippedPGLoss(), data))[1]
+    for name in ("probs_ratio", "probs_ratio_clamped"):
+        assert metrics[f"{name}_{which}"].item() == pytest.approx(math.exp(change))
+
+
 @pytest.mark.parametrize("average", [False, True])
 def test_dpo(average):
     log_probs, data = problem()

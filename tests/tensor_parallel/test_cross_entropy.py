@@ -217,6 +217,9 @@ def test_the_steps_by_themselves():
     own_z = own_columns(z)
     kept = own_z.clone()
     step = VocabParallelCrossEntropy
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        found = step.calculate_logits_max(own_z.to(dtype))
+        assert [x.dtype for x in found] == [wide, wide]
     logits, largest = step.calculate_logits_max(own_z)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     first = rank * VOCAB // size

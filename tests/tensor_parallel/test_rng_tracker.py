@@ -97,6 +97,8 @@ def test_states_of_any_type_pass_through():
     tracker.reset()
     assert not tracker.is_initialized()
     assert tracker.get_states() == {}
+    tracker.add("a", 1)
+    assert tracker.is_initialized()
 
 
 def test_reset_inside_a_fork_keeps_the_state_of_the_reset():
@@ -290,7 +292,7 @@ def test_transformer_engines_tracker_is_missed_in_one_sentence(monkeypatch):
 def test_transformer_engines_tracker_is_used_when_asked_for(beside_megatron, monkeypatch):
     class Theirs:
         def __init__(self):
-            self.states_, self.seeds_ = {"left over": None}, set()
+            self.states_, self.seeds_, self.made = {"left over": None}, set(), True
 
         def reset(self):
             self.states_, self.seeds_ = {}, set()
@@ -319,6 +321,7 @@ def test_transformer_engines_tracker_is_used_when_asked_for(beside_megatron, mon
         tracker = random.get_cuda_rng_tracker()
         assert isinstance(tracker, wrapped if beside_megatron else Theirs)
         assert tracker.is_initialized()
+        assert tracker.made
         assert tracker.seeds_ == {7, 7 + 2719, 7 + 1024}
         assert random.is_graph_safe_cuda_rng_tracker(tracker)
         assert not tracker.is_inference_rng_tracker

@@ -83,7 +83,7 @@ def test_written_at_one_size_read_at_another(tmp_path):
                     assert torch.equal(parameter, expected(name)), (size, writer, reader, name)
 
 
-@ranks(4)
+@ranks(2, 4)
 @pytest.mark.parametrize("offsets", [(), ((0, 1, 3),), ((0, 1, 3), (1, 0, 2))], ids=str)
 def test_the_same_objects_as_megatrons_layers(offsets):
     with model_parallel(tp=2):
@@ -125,9 +125,9 @@ def test_each_copy_of_an_object_has_its_own_number():
         assert (found.global_shape, found.global_offset) == ((3, 2), (1, 0))
 
 
-@ranks(4)
+@ranks(2, 4)
 def test_parameters_that_fsdp2_cut_over_the_data_parallel_ranks():
-    with model_parallel(tp=2):
+    with model_parallel(tp=torch.distributed.get_world_size() // 2):
         from megatron.core import parallel_state
         from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
         from torch.distributed.device_mesh import DeviceMesh

@@ -11,6 +11,7 @@ from megatron_ext.verify import two_runs
 from megatron_ext.verify.side_by_side import RecordedStep, TwoRuns, relative_difference
 from megatron_ext.verify.step_recorder import read_steps
 from megatron_ext.verify.two_runs import check_ranks
+from tests.pages import DOCS, ROOT, blocks
 from tests.programs import python
 from tests.test_run import STANDIN, launch
 
@@ -98,9 +99,35 @@ def test_verify_on_two_ranks_trains_afterwards(tmp_path):
     assert report.exists()
 
 
+@pytest.mark.slow
+def test_page_shows_the_table_that_is_printed(standin, capsys, tmp_path, monkeypatch):
+    """On one rank, whose losses are those of two. Memory and time, the last columns, are those of one run."""
+    monkeypatch.chdir(tmp_path)
+    (_, command), (_, shown) = blocks((DOCS / "debug_a_difference.md").read_text())[:2]
+    launched = "torchrun --nproc-per-node 2 -m megatron_ext.compare "
+    assert command.startswith(launched)
+    compare.main(command.removeprefix(launched).replace("examples/", f"{ROOT}/examples/").split())
+    printed = capsys.readouterr().err
+    printed = printed[printed.index("step ") :]
+    steps = re.compile(r"^ +(\d+)  (\S+)  (\S+) +(\S+)  (\S+) ", re.M)
+    assert [pytest.approx(list(map(float, row)), rel=1e-5) for row in steps.findall(shown)] == [
+        list(map(float, row)) for row in steps.findall(printed)
+    ]
+    beside = [[line for line in text.splitlines() if not steps.match(line)] for text in (shown, printed)]
+    assert [re.sub(r"\d\.\de[-+]\d+", "X", line) for line in beside[0]] == [
+        re.sub(r"\d\.\de[-+]\d+", "X", line) for line in beside[1]
+    ]
+
+
 def runs(stock, ours, tolerance=1e-3):
     steps = ([RecordedStep(*pair, 1.0, None) for pair in pairs] for pairs in (stock, ours))
     return TwoRuns(*steps, tolerance=tolerance)
+
+
+def test_a_table_shows_milliseconds():
+    assert str(runs([(2.0, 1.0)], [(2.0, 1.0)])).splitlines()[2].split()[-2:] == ["-", "-"]
+    steps = [[RecordedStep(2.0, 1.0, 3.0, seconds)] for seconds in (0.25, 0.125)]
+    assert str(TwoRuns(*steps, tolerance=1e-3)).splitlines()[2].split()[-2:] == ["250", "125"]
 
 
 @pytest.mark.parametrize(

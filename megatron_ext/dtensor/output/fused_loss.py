@@ -32,7 +32,7 @@ from megatron_ext.dtensor.output.stand_ins import (
     with_head,
 )
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
-from megatron_ext.head.validation.option_checks import Bits, rounds
+from megatron_ext.head.validation.option_checks import Bits, Cache, rounds
 from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, fusion_is_on, proof_mode
 from megatron_ext.sequence.next_token import next_tokens
 
@@ -72,7 +72,7 @@ def use_fused_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     skip_ignored: bool | int = False,
-    cache: Any = "bounded",
+    cache: Cache = "bounded",
     chunk_tokens: int | None = None,
     bits: Bits | None = None,
     logit_dtype: torch.dtype | None = None,

@@ -1,7 +1,8 @@
 """A model of transformers from a folder or the Hub, sharded at once: no rank but the first ever holds all weights."""
 
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,21 @@ from megatron_ext.dtensor.parallelize import parallelize, with_all_dims
 from megatron_ext.dtensor.same_model import groups_of
 
 
+class ParallelizeOptions(TypedDict, total=False):
+    """The keywords of `parallelize`, for completion and type checkers."""
+
+    sequence_parallel: bool
+    activation_checkpointing: bool
+    cpu_offload: bool
+    plan: Mapping[str, Any] | str | None
+    expert_parallel: bool
+
+
 def from_pretrained(
-    name_or_path: str | os.PathLike, mesh: DeviceMesh, dtype: torch.dtype = torch.bfloat16, **options: Any
+    name_or_path: str | os.PathLike,
+    mesh: DeviceMesh,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Unpack[ParallelizeOptions],
 ) -> nn.Module:
     """A causal language model of transformers, sharded over `mesh`.
 
@@ -24,7 +38,8 @@ def from_pretrained(
     get each weight in its turn, and keep their piece. Parameters are float32, what an optimizer wants.
 
     Args:
-        name_or_path: a folder, or a name on the Hub, that each rank can read the config of.
+        name_or_path: a folder, or a name on the Hub, that each rank can read the config of. Its own code is never run:
+            load a model that has some yourself, and pass it to `parallelize`.
         mesh, dtype: as for `parallelize`.
         options: the others of `parallelize`, by name.
 
@@ -43,12 +58,12 @@ def from_pretrained(
     try:
         if os.path.isabs(name_or_path) and not os.path.isdir(name_or_path):
             raise FileNotFoundError(f"name_or_path is {str(name_or_path)!r}: there is no such folder on this host")
-        config = transformers.AutoConfig.from_pretrained(name_or_path)
+        config = transformers.AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
         with init_empty_weights():
             empty = auto.from_config(config).float()
         tie_word_embeddings(empty)
         if dist.get_rank() == 0:
-            model = auto.from_pretrained(name_or_path).float()
+            model = auto.from_pretrained(name_or_path, trust_remote_code=False).float()
             whole, empty.generation_config = model.state_dict(), model.generation_config
     except Exception as error:  # raised below, where the other ranks hear of it
         fault = error

@@ -83,8 +83,8 @@ def coefficients(stats: Statistics, kept_T: Tensor | None, basis: Basis, tempera
         return x_T if left_out_T is None else x_T.masked_fill(left_out_T, 0.0)
 
     def pulled(grad_T: Tensor) -> Tensor:
-        g_T = grad_T.to(dtype)
-        return kept(g_T if temperature == 1.0 else g_T * (1.0 / temperature))
+        g_T = grad_T.to(dtype) if temperature == 1.0 else grad_T.to(dtype) * (1.0 / temperature)
+        return g_T if left_out_T is None else g_T.masked_fill(left_out_T, 0.0)
 
     log_p = kept(log_prob(stats))
     a = target = None

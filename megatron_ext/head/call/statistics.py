@@ -71,9 +71,10 @@ def shared_rows(call: ResolvedHead) -> int:
     return max(3 + 2 * call.mean + call.expected + call.hits + (call.softcap is not None), SENT)
 
 
-def new_statistics(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.device, more: int = 0) -> Tensor:
-    """`[K, T + 1]`: room for the shared rows and `more`, and the column that says whose it is."""
-    shared = shared_rows(call)
+def new_statistics(
+    tokens: int, shared: int, call: ResolvedHead, dtype: torch.dtype, device: torch.device, more: int = 0
+) -> Tensor:
+    """`[K, T + 1]`: room for the `shared_rows` and `more`, and the column that says whose it is."""
     stats_KT = torch.empty(shared + more, tokens + 1, dtype=dtype, device=device)
     if call.ranks == 1:  # nothing is sent, and nobody reads that column
         return stats_KT
@@ -131,7 +132,7 @@ def exchange(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None = Non
 
 def refuse(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.device, more: int = 0) -> None:
     """Take part in the exchange, telling the other ranks that this one refused its arguments."""
-    exchange(new_statistics(tokens, call, dtype, device, more).fill_(REFUSED), call)
+    exchange(new_statistics(tokens, shared_rows(call), call, dtype, device, more).fill_(REFUSED), call)
 
 
 def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor | None, call: ResolvedHead) -> Statistics:

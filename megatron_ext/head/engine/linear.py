@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext import main_grad
-from megatron_ext.autograd import differentiable_once, without_autocast
+from megatron_ext.autograd import differentiable_once, save_groups, saved_groups, without_autocast
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.head.call import statistics
@@ -76,41 +76,23 @@ class LinearHead(torch.autograd.Function):
             else:
                 stats = passes.combined(stats_RKT, own_KT, first[0].shift_T, plan.call)
             results, saved = plan.results(stats, stats_RKT, own_KT)
-        ctx.set_materialize_grads(False)
         ctx.plan, ctx.sizes, ctx.parameter = plan, sizes, weight_VD if plan.call.fuse_main_grad else None
         given_TD = hidden_TD if plan.held is None else hidden_TD.to(plan.held)  # widened from it
-        tensors, ctx.saved, ctx.leaves = [given_TD, weight_VD, bias_V, low_VR, *stats], [], len(first)
-        for of_leaf in first:
-            tensors += of_leaf.exp_TV, of_leaf.shift_T
-        found: list[Tensor] = []
-        plain: list[Tensor] = []  # the first result of each read-out may have a gradient
-        ctx.firsts = []
-        for readout, each, own in zip(plan.readouts, results, saved, strict=True):
-            ctx.firsts.append(len(found) if readout.differentiable else None)
-            ctx.saved.append(slice(len(tensors), len(tensors) + len(own)))
-            tensors += own
-            found += each
-            plain += each[1:] if readout.differentiable else each
-        ctx.save_for_backward(*tensors)
-        ctx.mark_non_differentiable(*plain)
-        return tuple(found)
+        of_leaves: list[Tensor] = []
+        for leaf in first:
+            of_leaves += leaf.exp_TV, leaf.shift_T
+        save_groups(ctx, (given_TD, weight_VD, bias_V, low_VR), stats, of_leaves, *saved)
+        return plan.give(ctx, results)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # asked for once: recomputation hands out each tensor once
-        kept = 4 + len(Statistics._fields)
-        hidden_TD, weight_VD, bias_V, low_VR, *fields = tensors[:kept]
-        of_leaves, stats = tensors[kept : kept + 2 * ctx.leaves], Statistics(*fields)
-        saved: list[list[Tensor]] = []
-        firsts: list[Tensor | None] = []
-        for span, at in zip(ctx.saved, ctx.firsts, strict=True):
-            saved.append(list(tensors[span]))
-            firsts.append(None if at is None else grads[at])
+        (hidden_TD, weight_VD, bias_V, low_VR), fields, of_leaves, *saved = saved_groups(ctx)
+        stats = Statistics(*fields)
         if ctx.plan.held is not None:
             hidden_TD = hidden_TD.to(torch.float32)
         with without_autocast(hidden_TD):
-            basis = ctx.plan.basis(stats, saved, firsts)
+            basis = ctx.plan.basis(stats, saved, ctx.plan.given_gradients(ctx, grads))
             if ctx.plan.call.bits != "fast":
                 hidden_TD = fixed_order.aligned(hidden_TD)
             of_head = hidden_TD, weight_VD, bias_V, low_VR
@@ -142,7 +124,8 @@ def _of_all_shards(stats_RKT: Tensor, first: Sequence[FirstPass], plan: Plan, li
 
 def _joined(first: Sequence[FirstPass], plan: Plan) -> Tensor:
     """The statistics of several leaves, to be sent as those of one shard."""
-    own_KT = statistics.new_statistics(plan.tokens, plan.call, first[0].stats_KT.dtype, first[0].stats_KT.device)
+    like = first[0].stats_KT
+    own_KT = statistics.new_statistics(plan.tokens, plan.shared_rows, plan.call, like.dtype, like.device)
     joined_KT = statistics.joined(torch.stack([each.stats_KT[:, :-1] for each in first]), plan.call)
     own_KT[: len(joined_KT), :-1] = joined_KT
     return own_KT
@@ -194,7 +177,7 @@ def _gradients(
                     if block.stop == columns:
                         for side in sides:
                             side.release()
-                        done_TD = linear_passes.finished_dx(rows, product_TD, grad, leaf, head, in_slices)
+                        done_TD = linear_passes.finished_dx(rows, product_TD, grad, leaf, head, passes, in_slices)
                         product_TD = None
                         if tree is not None:
                             tree.add(done_TD)

@@ -84,7 +84,7 @@ def statistics_pass(
     apart = bool(cached) and not as_logits and on_gpu and fixed
     found = []
     for _ in leaves:
-        stats_KT = statistics.new_statistics(tokens, call, dtype, hidden_TD.device)
+        stats_KT = statistics.new_statistics(tokens, plan.shared_rows, call, dtype, hidden_TD.device)
         exp_TV = matrices.new_matrix(hidden_TD, tokens, cached, kept) if cached else hidden_TD.new_empty(tokens, 0)
         found.append(FirstPass(stats_KT, exp_TV, stats_KT.new_empty(tokens)))
 
@@ -217,7 +217,15 @@ def gradient_tile(
     return g_TV
 
 
-def finished_dx(rows: slice, product_TD: Tensor, grad: GradientParts, leaf: LeafWeight, call, passing: bool) -> Tensor:
+def finished_dx(
+    rows: slice,
+    product_TD: Tensor,
+    grad: GradientParts,
+    leaf: LeafWeight,
+    call: ResolvedHead,
+    passes: RowPasses,
+    passing: bool,
+) -> Tensor:
     """A leaf's part of dx of the tokens `rows`, from their product with W, in its memory if possible: in the weight's
     dtype, with fixed bits in that of the sums.
 
@@ -229,7 +237,7 @@ def finished_dx(rows: slice, product_TD: Tensor, grad: GradientParts, leaf: Leaf
             product_TD if product_TD.dtype == w_VD.dtype else product_TD.new_empty(product_TD.shape, dtype=w_VD.dtype)
         )
         for (part_TD, w_VP), (out_TD, _) in zip(w_VD.across(product_TD), w_VD.across(whole_TD), strict=True):
-            done_TD = finished_dx(rows, part_TD, grad, leaf._replace(w_VD=w_VP), call, passing=False)
+            done_TD = finished_dx(rows, part_TD, grad, leaf._replace(w_VD=w_VP), call, passes, passing=False)
             if done_TD is not part_TD:
                 out_TD.copy_(done_TD)
         return whole_TD
@@ -253,7 +261,7 @@ def finished_dx(rows: slice, product_TD: Tensor, grad: GradientParts, leaf: Leaf
         if offset_t is not None and common_D is not None:
             out_TD += offset_t.unsqueeze(1) * common_D
         return out_TD
-    passes_of(product_TD).finish_dx(out_TD, product_TD, scale_t, target_t, value_t, w_VD, offset_t, common_D)
+    passes.finish_dx(out_TD, product_TD, scale_t, target_t, value_t, w_VD, offset_t, common_D)
     return out_TD
 
 

@@ -134,13 +134,15 @@ def result(found: Products, stats_RKT: Tensor, weight_VD: Tensor) -> Result:
     """
     plan = found.plan
     check_exchange(stats_RKT, plan.asked, plan.call)
-    stats = passes_of(stats_RKT).combined(stats_RKT, found.first.stats_KT, found.first.shift_T, plan.call)
+    passes = passes_of(stats_RKT)
+    stats = passes.combined(stats_RKT, found.first.stats_KT, found.first.shift_T, plan.call)
     results, saved = plan.results(stats, stats_RKT, found.first.stats_KT)
     unit_TD = None
     if found.product_TD is not None:
         grad = _gradient(plan, stats, saved, torch.ones_like(results[0][0]))
         _, (leaf,) = leaf_weights(weight_VD, None, None, plan, found.x_TD)
-        unit_TD = finished_dx(slice(0, plan.tokens), found.product_TD, grad, leaf, plan.call, passing=False)
+        tokens = slice(0, plan.tokens)
+        unit_TD = finished_dx(tokens, found.product_TD, grad, leaf, plan.call, passes, passing=False)
     return Result(results, unit_TD, found._replace(product_TD=None), stats, saved)
 
 

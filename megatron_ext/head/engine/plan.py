@@ -45,7 +45,7 @@ class Plan:
         all_tokens: how many tokens all ranks know of, if some were left out, at `places_T` of which these are.
         leaf_count: into how many leaves chunks of logits are cut, see `call/leaves.py`.
         leaves: what `chunked/by_leaf.py` makes of it, once chunks of logits are read.
-        rows: statistics of the read-outs' own, of all leaves.
+        rows: statistics of the read-outs' own, of all leaves, behind the `shared_rows` of the softmax.
         held: the dtype of hidden states that were widened for the call, which they have until backward; None: as they
             are.
     """
@@ -121,10 +121,10 @@ class Plan:
         """The place of each read-out's own rows among those that are sent and those that stay, and its teacher's."""
         self._spans, self._own_spans, self.teachers = [], [], []
         self.rows = self.own_rows = teachers = 0
-        first = statistics.shared_rows(self.call)
+        self.shared_rows = statistics.shared_rows(self.call)
         for r in self.readouts:
-            times = self.leaf_count if r.by_leaf else 1
-            self._spans.append(slice(first + self.rows, first + self.rows + times * r.rows))
+            times, sent = self.leaf_count if r.by_leaf else 1, self.shared_rows + self.rows
+            self._spans.append(slice(sent, sent + times * r.rows))
             self._own_spans.append(slice(self.own_rows, self.own_rows + times * r.own_rows))
             self.rows, self.own_rows = self.rows + times * r.rows, self.own_rows + times * r.own_rows
             teachers += r.teacher is not None
@@ -234,6 +234,23 @@ class Plan:
             found.append(given)
             saved.append(kept)
         return found, saved
+
+    def give(self, ctx: Any, results: list[list[Tensor]]) -> tuple[Tensor, ...]:
+        """Return all results one after the other, for autograd: the first of a read-out alone may have a gradient."""
+        found: list[Tensor] = []
+        plain: list[Tensor] = []
+        ctx.firsts = []
+        for r, each in zip(self.readouts, results, strict=True):
+            ctx.firsts.append(len(found) if r.differentiable else -1)
+            found += each
+            plain += each[1:] if r.differentiable else each
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*plain)
+        return tuple(found)
+
+    def given_gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradient of each read-out's first result, of those of all results."""
+        return [*map((*grads, None).__getitem__, ctx.firsts)]
 
     def basis(self, stats: Statistics, saved: list[list[Tensor]], grads: Sequence[Tensor | None]) -> Basis:
         """The gradients of all of them in the form of a function of the softmax."""

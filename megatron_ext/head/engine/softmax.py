@@ -43,7 +43,8 @@ class DenseSoftmax(torch.autograd.Function):
     def forward(ctx: Any, z_TV: Tensor, logarithm: bool, call: ResolvedHead, places_T: Tensor | None = None) -> Tensor:
         counted, temperature = call.vocab.counted, call.temperature
         nowhere_T = torch.full((z_TV.shape[0],), -1, device=z_TV.device)
-        stats_KT = statistics.new_statistics(z_TV.shape[0], call, accumulation_dtype(z_TV.dtype), z_TV.device)
+        rows, dtype = statistics.shared_rows(call), accumulation_dtype(z_TV.dtype)
+        stats_KT = statistics.new_statistics(z_TV.shape[0], rows, call, dtype, z_TV.device)
         passes_of(z_TV).row_statistics(z_TV, nowhere_T, stats_KT[:, :-1], **call.sums(counted))
         statistics.sign(stats_KT, call, lambda: f"logarithm {logarithm}", [], places_T)
         stats_RKT = statistics.exchange(stats_KT, call, places_T)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.distributed.groups import group_size
 from megatron_ext.head.training_loss import (
     LossSettings,
     TrainingLoss,
@@ -15,13 +16,14 @@ from megatron_ext.head.training_loss import (
     training_loss_of_logits,
 )
 from megatron_ext.head.validation.option_checks import rounds
+from megatron_ext.megatron.build_check import layers_of
 from megatron_ext.megatron.fused_loss import (
     acceptance_counts,
     fusion_decision,
     fusion_proof,
     known_code,
+    megatron_log,
     patch_points,
-    z_loss_log,
 )
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX, HeadRefusal
@@ -36,6 +38,7 @@ from megatron_ext.megatron.fused_loss.promised_logits import (
     Terms,
     check_graph,
     promise_logits,
+    tp_group,
 )
 from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, counters_of, say_once, tell_once
 from megatron_ext.proof import Proof, cannot_prove_now
@@ -145,8 +148,8 @@ class Region:
             return self.refused(fault, labels)
         if found.hits is not None and isinstance(logits, PromisedLogits):
             logits.terms.hits = labels, found.hits
-        if found.z_loss is not None:
-            z_loss_log.remember(self.counters, found.z_loss.transpose(0, 1), labels != IGNORE_INDEX)
+        if found.z_loss is not None or found.entropy is not None:
+            megatron_log.remember(self.counters, found, labels != IGNORE_INDEX)
         return found.loss
 
     def refused(self, fault: ValueError, labels: Tensor) -> Tensor:
@@ -155,7 +158,7 @@ class Region:
         return torch.zeros(labels.shape, device=labels.device)
 
     def redeemed(self, labels: Tensor, logits: Any, own_loss: Any) -> TrainingLoss:
-        """The losses `[B, S]` of labels `[B, S]`, with hits and z-losses `[S, B]`; `own_loss` of logits if need be."""
+        """The losses `[B, S]` of labels `[B, S]`, and what is beside them `[S, B]`; `own_loss` of logits if need be."""
         _check_labels(labels, logits)
         reason: str | None = None
 
@@ -165,9 +168,11 @@ class Region:
             reason = self.why_not(logits.terms, hidden, weight, labels)
             if reason is not None:  # by one call of the layer too: sharded data parallelism counts them
                 self.quiet = True
-                return TrainingLoss(own_loss(logits.made_of(hidden)).clone(), None, None)
+                return TrainingLoss(own_loss(logits.made_of(hidden)).clone())
             if self.to_verify:
                 self.verify(logits.terms, weight, labels)
+            if not self.counters.sizes:
+                self.describe(hidden, weight, labels)
             # Within the layer's call: FSDP2 wants no views of what it hooks.
             return _batch_first(self.fused(logits.terms, hidden, weight, labels))
 
@@ -183,6 +188,18 @@ class Region:
         """The losses `[S, B]` by the head."""
         head = self.settings.lm_head(terms, weight, self.model.config, labels.shape[0])
         return linear_training_loss(head, hidden, labels.transpose(0, 1), self.asked_of_loss(self.hits))
+
+    def describe(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+        """Say in the report what a count of the head's bytes needs to know, and whose layers the model has."""
+        ranks, cache = group_size(tp_group(self.layer)), self.settings.cache
+        dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(hidden.dtype, "fp32")
+        self.counters.layers = layers_of(self.model)
+        self.counters.sizes = (
+            f"--tokens {labels.numel()} --hidden {hidden.shape[-1]} --vocab {weight.shape[0] * ranks} --tp {ranks} "
+            f"--dtype {dtype}{' --sequence-parallel' * getattr(self.layer, 'sequence_parallel', False)}"
+            + f" --cache {cache}"
+            * (cache != "auto")
+        )
 
     def why_not(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> str | None:
         """Why this loss is the model's own, on all ranks; None where the head computes it."""
@@ -245,6 +262,7 @@ class Region:
             settings.label_smoothing,
             z_loss=settings.z_loss,
             hits=hits,
+            entropy=settings.entropy,
             skip_ignored=settings.skip_ignored,
         )
 

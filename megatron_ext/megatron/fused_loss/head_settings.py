@@ -24,6 +24,7 @@ class HeadOptions(TypedDict, total=False):
     label_smoothing: float
     softcap: float | None
     temperature: float
+    entropy: bool
     skip_ignored: bool | int
     bits: Bits | None
     proof: ProofMode | None
@@ -42,11 +43,12 @@ class HeadSettings:
         logit_dtype: the dtype of the hidden states, if that has 16 bits, for logits that are rounded to it, as in
             `LmHead`; torch.float32: not rounded; None: as Megatron's own setting of that name says, else not rounded.
         z_loss: factor of `lse^2` in the loss that gradients are of. The losses that the model returns are without it,
-            as Megatron's lm loss is without those of experts and of multi-token prediction: see `z_loss_log`.
+            as Megatron's lm loss is without those of experts and of multi-token prediction: see `megatron_log`.
         label_smoothing: e of `(1 - e) nll - e mean_log_prob`, in [0, 1), as in `torch.nn.functional.cross_entropy`.
         softcap: logits become `softcap * tanh(logits / softcap)` in the loss; None: they stay. An output layer that
             softcaps by itself needs none here.
         temperature: logits are divided by it in the loss, after the softcap.
+        entropy: the entropy of each token's distribution is logged beside the loss, from the same pass; no gradient.
         skip_ignored: tokens with a label of -100, and those that a `loss_mask` given to the model's forward leaves
             out, take no part in the head's products; their losses are 0. True: their number is read, one host sync a
             loss. An int: no more than so many count (with sequence parallelism in each rank's slice), and neither syncs
@@ -75,6 +77,7 @@ class HeadSettings:
     label_smoothing: float = 0.0
     softcap: float | None = None
     temperature: float = 1.0
+    entropy: bool = False
     skip_ignored: bool | int = False
     bits: Bits | None = None
     proof: ProofMode | None = None
@@ -117,6 +120,8 @@ class HeadSettings:
         for name in ("cache", "z_loss", "label_smoothing", "softcap", "temperature"):
             option_checks.check_option(name, getattr(self, name))
         option_checks.check_at_most(option_checks.token_bound(self.skip_ignored))
+        if type(self.entropy) is not bool:
+            raise ValueError(f"entropy is {self.entropy!r}: it must be True or False; True logs it beside the loss")
         proof_mode(self.proof)
         if type(self.verify) is not int or self.verify < 0:
             raise ValueError(f"verify is {self.verify!r}: it must be a number of losses; 0 compares none")
@@ -175,8 +180,8 @@ class HeadSettings:
         return ", ".join(filter(None, (self.changed_loss(), bits, rounded))) or None
 
     def changed_loss(self) -> str | None:
-        """The options that make the loss another one than Megatron's, as "z_loss=0.0001", or None."""
+        """The options for which the loss must be ours and not Megatron's, as "z_loss=0.0001", or None."""
         usual = HeadSettings()
-        names = ("z_loss", "label_smoothing", "softcap", "temperature")
+        names = ("z_loss", "label_smoothing", "softcap", "temperature", "entropy")
         changed = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != getattr(usual, name)]
         return ", ".join(changed) or None

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.call import logit_gradient
-from megatron_ext.head.engine.autograd import BackwardInputs
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces
 from megatron_ext.head.row_passes.dispatch import passes_of
@@ -45,10 +44,20 @@ class _ChunkSoftmax(NamedTuple):
 
 
 class ChunkGradient:
-    """The gradient of logits, chunk by chunk: all read-outs' added in it. `made`: where logits come from."""
+    """The gradient of logits, chunk by chunk: all read-outs' added in it.
 
-    def __init__(self, asked: BackwardInputs, made: Sequence[Any]):
-        plan, stats, saved, grads = asked.plan, asked.stats, asked.saved, asked.grads
+    `made`: where logits come from. `stats`: the softmax's, or None. `saved`: what each read-out wants of forward.
+    `grads`: of its first result, or None.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        made: Sequence[Any],
+        stats: Any,
+        saved: list[list[Tensor]],
+        grads: Sequence[Tensor | None],
+    ):
         self.plan, self.made, self.stats = plan, made, stats
         self.given = [
             (at, readout, each, grad)

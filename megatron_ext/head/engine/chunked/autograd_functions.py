@@ -1,0 +1,319 @@
+"""The autograd functions of read-outs of logits chunk by chunk: logits that a product makes, and logits that exist.
+
+`ChunkedHead` serves read-outs of hidden states whose gradient wants logits or that have statistics of their own. The
+others have `linear.py`, which makes no logits again for what it keeps. `StoredLogitsHead` serves every read-out.
+
+Legend: T tokens, t of a chunk, D hidden size, V columns of this rank's vocabulary shard, K columns, R ranks.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext import main_grad
+from megatron_ext.autograd import differentiable_once, save_groups, saved_groups, without_autocast
+from megatron_ext.head.call import chunk_sizes, statistics
+from megatron_ext.head.call.leaves import of_shard
+from megatron_ext.head.call.matmul import WeightSums, column_spans
+from megatron_ext.head.call.statistics import MAX, SUM_EXP, Statistics
+from megatron_ext.head.engine.chunked import kept_gradient, sources
+from megatron_ext.head.engine.chunked.by_leaf import Leaves
+from megatron_ext.head.engine.chunked.gradient import ChunkGradient, logits_of_chunk, sides_of
+from megatron_ext.head.engine.chunked.sources import ComputedLogits, LogitTransform
+from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of
+from megatron_ext.head.engine.linear_passes import start_sum_of_ranks
+from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.readouts.read_out import Chunk
+from megatron_ext.head.row_passes import engine_order
+from megatron_ext.head.row_passes.dispatch import passes_of
+from megatron_ext.numerics import matrices
+from megatron_ext.numerics.matrices import accumulation_dtype, part_of
+from megatron_ext.numerics.tree_sums import TreeSum
+
+
+class StoredLogitsHead(torch.autograd.Function):
+    """The results of `plan`'s read-outs, of logits `[T, V]`, or as `Flat.rows` has them, and of those of read-outs that
+    have a teacher, which get no gradient.
+
+    `transforms`: of each. Saves the logits themselves. `into_logits`: backward writes the gradient into their memory,
+    once. The ranks' logits may lie in memory in different orders, above all those of an empty shard: `plan.places_T`
+    says in which.
+
+    Communicates: forward what the read-outs' exchange does, backward nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, transforms: Sequence[LogitTransform], into_logits: bool, *logits: Tensor
+    ) -> tuple[Tensor, ...]:
+        with without_autocast(logits[0]):
+            chunks = plan.chunks() or _chunks(logits, plan)
+            found = _read(plan, [sources.of_logits(logits, transforms)], chunks, logits[0])
+        ctx.plan, ctx.transforms, ctx.into_logits = plan, transforms, into_logits
+        save_groups(ctx, logits, found.stats or (), *found.saved)
+        return plan.give(ctx, found.results)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan, (logits, fields, *saved) = ctx.plan, saved_groups(ctx)
+        stats = Statistics(*fields) if fields else None
+        with without_autocast(logits[0]):
+            made = sources.of_logits(logits, ctx.transforms)
+            gradient = ChunkGradient(plan, made, stats, saved, plan.given_gradients(ctx, grads))
+            dz = logits[0].detach() if ctx.into_logits else new_gradient(logits[0])
+            for rows in _chunks(logits, plan, copy=not ctx.into_logits):
+                gradient.write(rows, rows_of(dz, rows))
+        return None, None, None, dz.view(logits[0].shape), *[None] * (len(logits) - 1)
+
+
+class ChunkedHead(torch.autograd.Function):
+    """The results of `plan`'s read-outs, of hidden states `[T, D]`, weight `[V, D]`, bias `[V]` and a low rank beside
+    the weight, whose columns of the hidden states are the last ones; and the same of each read-out's teacher, without a
+    gradient.
+
+    `transforms`: softcap and scale of these logits and of each teacher's, and whether they are rounded. Never holds
+    more than a chunk of logits of each: backward makes them again, 8 T V D FLOPs in all (6 where the gradient needs
+    none), beside those of teachers; of what `kept_gradient.py` keeps none. Weight gradients add up in fp32. `sizes`:
+    with the sequence layout, where hidden states are this rank's slice, the number of each rank's tokens; else None.
+    `keep`: a backward may follow.
+
+    With fixed bits logits, statistics and gradients are made leaf by leaf (`by_leaf.py`), in the order of the tree.
+
+    Communicates, at several ranks: forward what the exchange does, backward `start_sum_of_ranks`. With the sequence
+    layout each also gathers the hidden states, with the teachers' in the same collective.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        transforms: Sequence[LogitTransform],
+        sizes: list[int] | None,
+        keep: bool,
+        *inputs: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        hidden_TD: Any = inputs[0]
+        with without_autocast(hidden_TD):
+            made = sources.of_hidden(inputs, transforms, plan.call, sizes)
+            kept = kept_gradient.of(plan, made[0][0]) if keep else None
+            found = _read(plan, made, _product_chunks(plan, made, kept), hidden_TD, kept)
+        of_kept = found.shifts if kept is None else (kept.unit_TV, kept.bad_T)
+        ctx.plan, ctx.transforms, ctx.sizes = plan, transforms, sizes
+        ctx.parameter = inputs[1] if plan.call.fuse_main_grad else None
+        given_TD = hidden_TD if plan.held is None else hidden_TD.to(plan.held)  # widened from it
+        save_groups(ctx, (given_TD, *inputs[1:]), found.stats or (), of_kept, *found.saved)
+        return plan.give(ctx, found.results)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan, (inputs, fields, of_kept, *saved) = ctx.plan, saved_groups(ctx)
+        if plan.held is not None:
+            inputs[0] = inputs[0].to(torch.float32)
+        stats, firsts = Statistics(*fields) if fields else None, plan.given_gradients(ctx, grads)
+        with without_autocast(inputs[0]):
+            made = sources.of_hidden(inputs, ctx.transforms, plan.call, ctx.sizes)
+            found = _gradients(ctx, inputs, made, _Forward(stats, [], saved, of_kept), firsts)
+        return None, None, None, None, *found, *[None] * (len(inputs) - len(found))
+
+
+class _Forward(NamedTuple):
+    """Outputs of the pass over chunks of logits that backward takes too.
+
+    Attributes:
+        stats: of all shards together; None: no read-out wanted the softmax.
+        results: of each read-out, which all ranks have.
+        saved: what the read-out's gradient wants of forward.
+        shifts: of each leaf of several, those of its exponentials; in backward also what a `KeptGradient` holds.
+    """
+
+    stats: Statistics | None
+    results: list[list[Tensor]]
+    saved: list[list[Tensor]]
+    shifts: Sequence[Tensor] = ()
+
+
+def _gradients(
+    ctx: Any,
+    inputs: Sequence[Any],
+    made: Sequence[Sequence[ComputedLogits]],
+    forward: _Forward,
+    grads: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of hidden states, weight, bias and low rank."""
+    plan, chosen, (x_TD, weight_VD, bias_V, low_VR, *_) = ctx.plan, ctx.plan.call.chosen, inputs
+    need_dx, need_dw, need_db, need_dlow = ctx.needs_input_grad[4:8]
+    source, fused_VD = made[0][0], None
+    if ctx.parameter is not None and need_dw:
+        fused_VD = main_grad.buffer_of(ctx.parameter)
+    if len(plan.readouts) == 1 and plan.readouts[0].by_factor and grads[0] is not None:
+        # Hidden states of tokens that do not count may be NaN: as where the gradient is kept, they add nothing.
+        x_TD = source.x_TD.masked_fill((grads[0] == 0).unsqueeze(1), 0)
+        for each in made:
+            each[0].x_TD = x_TD
+    gradients, wide, x_TD = _chunk_gradients(plan, made, forward, grads), accumulation_dtype(x_TD.dtype), source.x_TD
+    arithmetic, fixed, width = plan.arithmetic, plan.call.fixed, source.w_VD.shape[0]
+    spans = [slice(at * width, (at + 1) * width) for at in range(len(made))]
+
+    def room(wanted: bool, like: Any, begun: Tensor | None = None) -> Tensor | None:
+        if wanted and begun is not None and not fixed:
+            return begun
+        return like.new_zeros(spans[-1].stop, *like.shape[1:], dtype=wide) if wanted else None
+
+    low = [] if low_VR is None else [low_VR]
+    own_totals = [room(need_dw, weight_VD, fused_VD if chosen is None else None), *(room(need_dlow, x) for x in low)]
+    sums = WeightSums(column_spans([weight_VD, *low]), own_totals)
+    of_leaf = [sums] if len(made) == 1 else [sums.rows(span) for span in spans]
+    total_V, dx_TD = room(need_db, bias_V), None
+    if need_dx:
+        dx_TD = x_TD.new_empty(x_TD.shape, dtype=wide if fixed else x_TD.dtype)
+    kept = kept_gradient.KeptGradient(plan, source, *forward.shifts) if forward.shifts and not fixed else None
+    if kept is not None:
+        kept.add_products(grads[0], (dx_TD, sums, total_V))
+    for rows in _product_chunks(plan, made, kept):
+        if kept is not None and rows.stop <= kept.tokens:
+            continue
+        tree = TreeSum()
+        for (leaf, *_), gradient, own_sums, span in zip(made, gradients, of_leaf, spans, strict=True):
+            dz_tV, w_VD = matrices.new_matrix(x_TD, rows.stop - rows.start, width), leaf.w_VD
+            gradient.write(rows, dz_tV)
+            if dx_TD is not None:
+                tree.add(arithmetic.add_product(None, dz_tV, w_VD))
+            if sums.wanted:
+                own_sums.add(dz_tV, x_TD[rows], arithmetic.add_transposed)
+            if total_V is not None:
+                arithmetic.add_column_sums(total_V[span], dz_tV)
+            del dz_tV  # before the next one is made
+        if dx_TD is not None:
+            dx_TD[rows] = tree.total()
+    sum_TD = None if dx_TD is None else start_sum_of_ranks(dx_TD, inputs[0], plan.call, ctx.sizes)
+    of_low = sums.totals[1] if low else None
+    totals = (sums.totals[0], weight_VD, fused_VD), (total_V, bias_V, None), (of_low, low_VR, None)
+    if chosen is not None:
+        found = [_of_all(total, chosen, like, begun) for total, like, begun in totals]
+    elif fixed:
+        found = [None if total is None else of_shard(total, like, begun) for total, like, begun in totals]
+    else:
+        found = [total for total, _, _ in totals]
+    if fused_VD is not None:
+        found[0] = main_grad.finish(ctx.parameter, weight_VD.dtype)
+    found = [x if x is None else x.to(like.dtype) for x, like in zip(found, (weight_VD, bias_V, low_VR), strict=True)]
+    return None if sum_TD is None else sum_TD.wait(), *found
+
+
+def _chunk_gradients(
+    plan: Plan, made: Sequence[Sequence[ComputedLogits]], forward: _Forward, grads: Sequence[Tensor | None]
+) -> list[ChunkGradient]:
+    """Make the gradient of each leaf, whose exponentials have a shift of their own."""
+    if len(made) == 1:
+        return [ChunkGradient(plan, made[0], forward.stats, forward.saved, grads)]
+    found = []
+    for at, (part, each) in enumerate(zip(plan.leaves.plans, made, strict=True)):
+        stats = None if forward.stats is None else forward.stats._replace(shift=forward.shifts[at])
+        saved = [r.saved_of(at, of_all) for r, of_all in zip(plan.leaves.readouts, forward.saved, strict=True)]
+        found.append(ChunkGradient(part, each, stats, saved, grads))
+    return found
+
+
+def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None = None) -> Tensor | None:
+    """The gradient of all columns, of that of the chosen ones: added to `total`, or new."""
+    if part is None:
+        return None
+    if total is not None:
+        return total.index_add_(0, chosen, part.to(total.dtype))
+    return torch.zeros_like(like).index_copy_(0, chosen, part.to(like.dtype))
+
+
+def _product_chunks(
+    plan: Plan, made: Sequence[Sequence[ComputedLogits]], kept: kept_gradient.KeptGradient | None
+) -> list[slice]:
+    if kept is not None:
+        return kept.chunks()
+    source = made[0][0]
+    tokens = chunk_sizes.summed_tokens(source.w_VD) if source.x_TD.is_cuda else None
+    return _row_chunks(plan, len(made) * source.w_VD.shape[0], tokens)
+
+
+def _row_chunks(plan: Plan, columns: int, tokens: int | None = None) -> list[slice]:
+    """`tokens`: how many a chunk has where nothing else says it; None: by the number of columns."""
+    call, on_gpu, whole = plan.call, plan.target_T.is_cuda, slice(0, plan.tokens)
+    if alike := plan.chunks():
+        return alike
+    if call.fixed:
+        return chunk_sizes.fixed_chunks(call, plan.tokens, columns, on_gpu)
+    if on_gpu and not plan.needs_logits and not call.chunk_tokens:
+        return [whole]  # each pass is one launch, and nothing is made of a chunk
+    return chunk_sizes.chunks(whole, call.chunk_tokens or tokens, columns, on_gpu)
+
+
+def _chunks(logits: Sequence[Tensor], plan: Plan, copy: bool = True) -> list[slice]:
+    """All tokens, by chunks whose rows are the logits' own memory, or copied if they are few; never without `copy`."""
+    chunks: Iterable[slice] = _row_chunks(plan, logits[0].shape[-1])
+    for z in logits:
+        chunks = in_runs(z, chunks, copy=copy)
+    return [*chunks]
+
+
+def _read(
+    plan: Plan,
+    made: Sequence[Sequence[Any]],
+    chunks: list[slice],
+    like: Tensor,
+    kept: kept_gradient.KeptGradient | None = None,
+) -> _Forward:
+    """The shared statistics, the results, and what gradients want of forward. `made`: of each leaf."""
+    call, dtype = plan.call, accumulation_dtype(like.dtype)
+    plan.begin(chunks if plan.tokens else [], like.device)
+    leaves = plan.leaves = Leaves(plan) if len(made) > 1 else None
+    stats_KT = statistics.new_statistics(plan.tokens, plan.shared_rows, call, dtype, like.device, plan.rows)
+    own_KT = stats_KT.new_empty(plan.own_rows, plan.tokens) if plan.own_rows else None
+    whole = leaves is None
+    shifts = [stats_KT.new_empty(plan.tokens)] if whole else stats_KT.new_empty(len(made), plan.tokens).unbind()
+    for rows in chunks:
+        each = [logits_of_chunk(sides, rows, keep_raw=kept is not None) for sides in made]
+        logits, stats_Kt = [found for _, found in each], stats_KT[:, rows]
+        if plan.softmax and leaves is None:
+            _write_statistics(plan, logits[0][0], rows, stats_Kt, part_of(shifts[0], rows))
+        elif plan.softmax:
+            _write_joined(plan, [sides[0] for sides in logits], rows, stats_Kt, shifts)
+        else:
+            counted = call.counted if leaves is None else leaves.plans[0].call.counted
+            stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0][0], counted)
+        for at, part_Kt, own_Kt in plan.parts(stats_Kt, own_KT, rows):
+            if leaves is None:
+                plan.readouts[at].scan(Chunk(rows, sides_of(plan, logits[0], at), part_Kt, own_Kt))
+            else:
+                leaves.readouts[at].scan(rows, [sides_of(plan, sides, at) for sides in logits], part_Kt, own_Kt)
+            if kept is not None:
+                kept.write(rows, plan.readouts[at], each[0][0], logits[0], part_Kt)
+        del each, logits  # before the next ones are made
+    stats_RKT = plan.exchange(stats_KT)
+    stats = None
+    if plan.softmax and call.fixed:
+        stats = engine_order.combined(stats_RKT, stats_KT, shifts[0], call, like)
+    elif plan.softmax:
+        stats = passes_of(stats_RKT).combined(stats_RKT, stats_KT, shifts[0], call)
+    own_shifts = shifts if plan.softmax and leaves is not None else ()
+    return _Forward(stats, *plan.results(stats, stats_RKT, stats_KT, own_KT), own_shifts)
+
+
+def _write_statistics(plan: Plan, z_tV: Tensor, rows: slice, stats_Kt: Tensor, shift_t: Tensor) -> None:
+    """The shared statistics of a chunk of logits."""
+    call = plan.call
+    target_t = part_of(plan.target_T, rows)
+    options = call.sums(call.counted)
+    passes_of(z_tV).row_statistics(z_tV, target_t, stats_Kt, shift_T=shift_t, labelled=plan.labelled, **options)
+    if engine_order.applies(call, z_tV):
+        engine_order.write_sums(z_tV, stats_Kt, None, call.counted, call)
+
+
+def _write_joined(plan: Plan, logits: list[Tensor], rows: slice, stats_Kt: Tensor, shifts: Sequence[Tensor]) -> None:
+    """Write the statistics of several leaves, joined."""
+    each_LKt = stats_Kt.new_empty(len(logits), statistics.own_rows(plan.call), stats_Kt.shape[1])
+    for part, z_tV, own_Kt, shift_T in zip(plan.leaves.plans, logits, each_LKt, shifts, strict=True):
+        _write_statistics(part, z_tV, rows, own_Kt, shift_T[rows])
+    whole_Kt = statistics.joined(each_LKt, plan.call)
+    stats_Kt[: len(whole_Kt)] = whole_Kt

@@ -1,0 +1,89 @@
+"""The z-loss, the entropy and the counts of fused losses in Megatron's log, without a change to the training script.
+
+A script's loss function tells Megatron what to log, and knows neither z-loss nor entropy. After it ran, the schedule's
+`forward_step_calc_loss` has the losses that the model returned and the mean that the script made of them; the
+gradient of one by the other are the script's weights of the tokens, and with the same weights z-loss and entropy are
+averaged. They join what the script logs, in the same form, so Megatron sums them over micro-batches and data-parallel
+ranks as well, and prints and writes them as it does the loss.
+
+The counts of a step are this rank's alone. They go straight to the TensorBoard and wandb writers of `megatron.training`
+where a script has made one: Megatron makes them on the last rank, which has the last stage of the pipeline.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from megatron_ext.head.training_loss import TrainingLoss
+from megatron_ext.megatron.fusion_report import ModelFusion, counts_since_last_call
+
+_last: dict[str, Tensor] = {}  # [B, S] by name in the log, of the last main loss that nobody has logged
+
+
+def remember(counters: ModelFusion, found: TrainingLoss, counted_BS: Tensor) -> None:
+    """Keep what is logged of a loss; multi-token prediction's come before the main one, which stays."""
+    _last.clear()
+    for name, value_SB in (("z_loss", found.z_loss), ("entropy", found.entropy)):
+        if value_SB is not None:
+            value_BS = _last[name.replace("_", " ")] = value_SB.detach().transpose(0, 1)
+            setattr(counters, name, value_BS.sum() / counted_BS.sum().clamp(min=1))
+
+
+def with_head_logged(original: Any) -> Any:
+    """`forward_step_calc_loss`, which adds to what the script's loss function logs, and writes a step's counts."""
+
+    def calc_loss(model: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        found = dict(_last)
+        _last.clear()
+        store = kwargs.get("forward_data_store", args[5] if len(args) > 5 else None)
+        before = 0 if store is None else len(store)
+        results = original(model, output_tensor, *args, **kwargs)
+        if store is not None and len(store) > before:
+            if found and isinstance(store[-1], dict):
+                _add(store[-1], found, output_tensor, results[0] if isinstance(results, tuple) else results)
+            if len(store) == kwargs.get("num_microbatches", args[4] if len(args) > 4 else None):
+                _write(counts_since_last_call())
+        return results
+
+    return calc_loss
+
+
+def _add(logged: dict[str, Any], found: dict[str, Tensor], output: Any, mean: Any) -> None:
+    shape = next(iter(found.values())).shape
+    losses = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.shape == shape]
+    if len(losses) != 1 or not losses[0].requires_grad or not isinstance(mean, Tensor) or not mean.requires_grad:
+        return  # evaluation: what is logged there stays comparable
+    (weights_BS,) = torch.autograd.grad(mean, losses, retain_graph=True, allow_unused=True)
+    if weights_BS is None:
+        return
+    total = weights_BS.sum()
+    like = next((x for x in logged.values() if isinstance(x, Tensor)), None)
+    for name, value_BS in found.items():
+        value = (weights_BS * value_BS).sum() / total.where(total != 0, 1.0)
+        if like is not None and like.numel() == 2:  # a sum and a number of tokens
+            _, tokens = like.flatten()
+            logged[name] = torch.stack([value.to(like.dtype) * tokens, tokens])
+        else:
+            logged[name] = value
+
+
+def _write(counts: dict[str, int]) -> None:
+    """Write the counts of a step of training where Megatron writes those of the same step."""
+    script: Any = sys.modules.get("megatron.training.global_vars")
+    if script is None or not torch.is_grad_enabled():  # evaluation
+        return
+    board, wandb = script.get_tensorboard_writer(), script.get_wandb_writer()
+    if board is None and wandb is None:
+        return
+    args = script.get_args()
+    step = getattr(args, "curr_iteration", None)  # of the steps that are done
+    if step is None or (step + 1) % args.tensorboard_log_interval:
+        return
+    if board is not None:
+        for name, count in counts.items():
+            board.add_scalar(name, count, step + 1)
+    if wandb is not None:
+        wandb.log(counts, step + 1)

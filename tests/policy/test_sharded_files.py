@@ -1,0 +1,116 @@
+"""A small sharded checkpoint: what was saved is read, and what was damaged, or is of something else, is refused."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.policy.checkpoint import sharded_files
+from megatron_ext.policy.checkpoint.atomic_folders import FACTS
+from megatron_ext.policy.checkpoint.sharded_files import Part, find, must_hold, read, save_together
+from tests.ranks import ranks
+
+
+def saved(folder):
+    """Two parts, and the paths of both."""
+    parts = [
+        Part("weights", folder / "weights", {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}, {"step": 7}),
+        Part("optimizer", folder / "optimizer", {"moment": torch.full((4,), 2.0)}, {"lr": 0.01}),
+    ]
+    save_together(*parts)
+    return {part.kind: part.path for part in parts}
+
+
+def one_bit(folder):
+    file = next(folder.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def truncated(folder):
+    file = next(folder.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size - 7)
+
+
+def one_digit(folder):
+    facts = (folder / FACTS).read_text()
+    (folder / FACTS).write_text(facts.replace("0.01", "9.01"))
+
+
+def another_folder(folder):
+    said = json.loads((folder / FACTS).read_text())
+    said["files"]["../weights/index.json"] = said["files"].pop("index.json")
+    (folder / FACTS).write_text(json.dumps(said))
+
+
+def index_cut(folder):
+    os.truncate(folder / "index.json", 60)
+
+
+@ranks(1)
+def test_a_small_checkpoint_is_read_as_it_was_saved(tmp_path):
+    found = find(**saved(tmp_path))
+    assert [one.facts for one in found] == [{"step": 7}, {"lr": 0.01}]
+    own = {"w": torch.zeros(2, 3), "b": torch.zeros(2)}
+    must_hold(found[0], own)
+    read(found[0], own)
+    assert own["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert own["b"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (one_bit, r"optimizer is damaged: __0_0\.distcp is not what was written"),
+        (truncated, r"optimizer is damaged: __0_0\.distcp is not what was written"),
+        (one_digit, r"optimizer is damaged: facts\.json is not what was written"),
+        (another_folder, r"incomplete or damaged \(\.\./weights/index\.json is no name of a file in its folder\)"),
+        (index_cut, r"optimizer is incomplete or damaged"),
+    ],
+)
+@ranks(1)
+def test_a_damaged_file_of_a_checkpoint_is_named(damage, words, tmp_path):
+    paths = saved(tmp_path)
+    damage(paths["optimizer"])
+    with pytest.raises(ValueError, match=words):
+        find(**paths)
+
+
+@pytest.mark.parametrize(
+    "own, words",
+    [
+        ({"w": torch.zeros(3, 2), "b": torch.zeros(2)}, r"w is \[3, 2\] here .* has it as \[2, 3\]"),
+        ({"w": torch.zeros(2, 3, dtype=torch.float64)}, "w is torch.float64 here and torch.float32 in the checkpoint"),
+        ({"w": torch.zeros(2, 3), "c": torch.zeros(2)}, r"c is \[2\] here .* lacks it"),
+        ({"w": torch.zeros(2, 3)}, "has b and there is no such thing here"),
+    ],
+)
+@ranks(1)
+def test_tensors_that_a_checkpoint_does_not_hold_are_named(own, words, tmp_path):
+    found = find(**saved(tmp_path))
+    with pytest.raises(ValueError, match=re.compile(words)):
+        must_hold(found[0], own)
+
+
+@ranks(2)
+def test_ranks_wait_until_all_see_the_same():
+    looks = []
+
+    def look():
+        looks.append(dist.get_rank() == 0 or len(looks) > 1)
+        return looks[-1:]
+
+    assert sharded_files._seen_alike([Path("checkpoint")], look) == [True]
+    assert len(looks) == 3
+
+
+@ranks(1)
+def test_a_part_of_another_kind_is_refused(tmp_path):
+    paths = saved(tmp_path)
+    with pytest.raises(ValueError, match="weights holds weights, and optimizer is to be read there"):
+        find(optimizer=paths["weights"])
