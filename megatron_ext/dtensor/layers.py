@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from megatron_ext.dtensor.decoder import text_model
 from megatron_ext.dtensor.experts import ExpertsByColumn, ExpertsByExpert, are_stacked, column_layout
-from megatron_ext.dtensor.piecewise import adds_up, heads_add_up
+from megatron_ext.dtensor.piecewise import Cut, adds_up, heads_add_up
 from megatron_ext.dtensor.styles import (
     AttentionHeads,
     FusedColwise,
@@ -276,7 +276,7 @@ def _mlp(mlp: Any, layout: ParallelSizes, output: Placement) -> Plan:
     column = [name for name in linears if name not in row]
     fused = [name for name in column if name == "gate_up_proj"]
     if all(type(mlp.get_submodule(name)) is nn.Linear for name in linears):  # else they cannot be cut at all
-        added = adds_up(mlp, column, row, fused)
+        added = adds_up(mlp, Cut(column, row, fused))
         if added is False or (added is None and (fused or activations)):
             raise Unknown(f"{kind}, whose pieces do not add up to the whole,")
     styles: dict[str, ParallelStyle] = {name: ShardwiseModule() for name in activations}

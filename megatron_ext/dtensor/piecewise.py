@@ -8,7 +8,7 @@ Legend: B rows, S positions, D hidden size, F intermediate size, R tensor-parall
 import copy
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,56 @@ from torch.func import functional_call
 _D, _F, _R = 6, 8, 2
 
 
-def adds_up(block: nn.Module, column: Collection[str], row: Collection[str], halves: Collection[str]) -> bool | None:
-    """Tell whether pieces of `block` add up to it; None where it cannot be run on a tensor alone.
+class Cut(NamedTuple):
+    """Names of a block's linear layers that ranks cut.
 
-    Args:
-        column, row: names of its linear layers, which ranks cut along their outputs and along their inputs.
+    Attributes:
+        column, row: along their outputs, and along their inputs.
         halves: those of `column` whose outputs are two parts in a row, each of which is cut.
     """
+
+    column: Collection[str]
+    row: Collection[str]
+    halves: Collection[str]
+
+
+def adds_up(block: nn.Module, cut: Cut) -> bool | None:
+    """Tell whether pieces of `block` add up to it; None where it cannot be run on a tensor alone."""
+    whole, pieces, hidden = _small_weights(block, cut)
+    try:
+        with _evaluation(block), torch.no_grad():
+            expected = _output(block, whole, hidden)
+            found = sum(_output(block, piece, hidden) for piece in pieces)
+    except Exception:  # a forward may fail in any way on weights that are not its own
+        return None
+    return _close(torch.as_tensor(found), expected)
+
+
+def computes_in_pieces(block: nn.Module, cut: Cut) -> bool | None:
+    """Tell whether what enters the one layer of `block` that is cut along its inputs is, in the pieces, a piece of what
+    enters it in the whole; None where there are several, or it cannot be run on a tensor alone."""
+    (whole, pieces, hidden), seen = _small_weights(block, cut), []
+    if len(cut.row) != 1:
+        return None
+    hook = block.get_submodule(next(iter(cut.row))).register_forward_pre_hook(lambda layer, args: seen.append(args[0]))
+    try:
+        with _evaluation(block), torch.no_grad():
+            for weights in (whole, *pieces):
+                _output(block, weights, hidden)
+        expected, *found = seen
+        return _close(torch.cat(found, -1), expected)
+    except Exception:  # a forward may fail in any way on weights that are not its own
+        return None
+    finally:
+        hook.remove()
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def _small_weights(block: nn.Module, cut: Cut) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], Tensor]:
+    """Weights for `block` and for each of its pieces, and hidden states."""
     device = next(block.parameters()).device
     draw = torch.Generator().manual_seed(1)
 
@@ -34,12 +77,12 @@ def adds_up(block: nn.Module, column: Collection[str], row: Collection[str], hal
     pieces: list[dict[str, Tensor]] = [{} for _ in range(_R)]
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
         layer, _, kind = name.rpartition(".")
-        if layer in column:
-            parts = 1 + (layer in halves)
+        if layer in cut.column:
+            parts = 1 + (layer in cut.halves)
             x = drawn(parts, _F, *([_D] if kind == "weight" else []))
             whole[name] = x.flatten(0, 1)
             own = [piece.flatten(0, 1) for piece in x.chunk(_R, 1)]
-        elif layer in row:
+        elif layer in cut.row:
             whole[name] = drawn(_D, _F) if kind == "weight" else drawn(_D)
             own = list(whole[name].chunk(_R, 1)) if kind == "weight" else [whole[name] / _R] * _R
         else:
@@ -47,14 +90,7 @@ def adds_up(block: nn.Module, column: Collection[str], row: Collection[str], hal
             own = [whole[name]] * _R
         for piece, value in zip(pieces, own, strict=True):
             piece[name] = value
-    hidden = drawn(1, 3, _D)
-    try:
-        with _evaluation(block), torch.no_grad():
-            expected = _output(block, whole, hidden)
-            found = sum(_output(block, piece, hidden) for piece in pieces)
-    except Exception:  # a forward may fail in any way on weights that are not its own
-        return None
-    return torch.allclose(torch.as_tensor(found), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    return whole, pieces, drawn(1, 3, _D)
 
 
 def heads_add_up(attention: Any, ratio: int, channels: int) -> bool:
@@ -99,7 +135,7 @@ def heads_add_up(attention: Any, ratio: int, channels: int) -> bool:
             found = torch.stack([output(piece, 1) for piece in pieces]).sum(0)
     except Exception:  # a forward may fail in any way on weights that are not its own
         return False
-    return torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    return _close(found, expected)
 
 
 def _with_heads(attention: Any, heads: int, groups: int) -> nn.Module:

@@ -6,6 +6,7 @@ that is cut, each rank has a part of its gradient. Where that is known of the mo
 """
 
 import functools
+import traceback
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from types import MethodType
@@ -23,7 +24,7 @@ from megatron_ext.dtensor.gradients import to_local_if_dtensor
 from megatron_ext.dtensor.layers import Plan, scalar_functions
 from megatron_ext.dtensor.output.fused_classes import forward_of
 from megatron_ext.dtensor.output.stand_ins import class_of
-from megatron_ext.dtensor.piecewise import adds_up
+from megatron_ext.dtensor.piecewise import Cut, adds_up, computes_in_pieces
 from megatron_ext.dtensor.styles import FusedColwise, ShardwiseModule
 
 _TOLERANCE = 0.05  # of a gradient's norm; parts of a sum differ by about the whole of it
@@ -62,7 +63,7 @@ def with_summed_gradients(model: nn.Module, plan: Plan) -> Plan:
             continue
         halves = [child for child in column if isinstance(styles[f"{name}.{child}"], FusedColwise)]
         functions = [child for child in scalar_functions(block) if f"{name}.{child}" not in styles]
-        if functions and adds_up(block, column, row, halves):
+        if functions and adds_up(block, Cut(column, row, halves)):
             added |= {f"{name}.{child}": ShardwiseModule() for child in functions}
         for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
             child = getattr(block, norm, None)
@@ -74,8 +75,8 @@ def with_summed_gradients(model: nn.Module, plan: Plan) -> Plan:
 
 
 def cut_in_vain(model: nn.Module, plan: Plan) -> str | None:
-    """The name of a block that `plan` cuts, and whose pieces on several ranks do not add up to it; None if none is
-    found. A block in which the plan has more than columns, halves of them and rows is not looked at."""
+    """The name of a block that `plan` cuts, and of which ranks do not compute pieces of what the whole does, or None.
+    A block in which the plan has more than columns, halves of them and rows is not looked at."""
     styles = _styles(model, plan)
     for name, block in model.named_modules():
         column, row = _cut(block, name, styles)
@@ -85,27 +86,29 @@ def cut_in_vain(model: nn.Module, plan: Plan) -> str | None:
         if any(getattr(styles[f"{name}.{child}"], "parts", None) for child in column):
             continue
         halves = [child for child in column if isinstance(styles[f"{name}.{child}"], FusedColwise)]
-        if adds_up(block, column, row, halves) is False:
+        if computes_in_pieces(block, Cut(column, row, halves)) is False:
             return name
     return None
 
 
 def tell_of_cut_parameters(model: nn.Module) -> None:
-    """Have a forward of `model` that computes with a cut parameter outside of its module raise ValueError: torch names
-    an operator. No plan shows this."""
+    """Have a forward of `model` that computes with a cut parameter as DTensor cannot raise ValueError: torch names an
+    operator, or nothing. No plan shows this."""
     own = forward_of(model)
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return own(self, *args, **kwargs)
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+        except Exception as error:
+            frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+            of_torch = str(frame.f_globals.get("__name__")).startswith("torch.distributed.tensor")
+            if isinstance(error, ValueError) or not (of_torch or "mixed torch.Tensor and DTensor" in str(error)):
                 raise
             raise ValueError(
                 f"tensor parallelism of {class_of(model).__name__} is not supported (its forward computes with a "
-                f"parameter that is cut, outside of its module: {error}); run it data parallel alone, or pass a "
-                f"custom_parallel_plan that leaves that module out, the embedding as a rule"
+                f"parameter that is cut, in a way that DTensor does not know: {type(error).__name__} {error}); run it "
+                f"data parallel alone, or pass a custom_parallel_plan without that module, as a rule the embedding"
             ) from error
 
     model.forward = MethodType(forward, model)

@@ -1,4 +1,4 @@
-"""Writes the table of docs/parallelize_table.md: each causal model of the installed transformers under `parallelize`.
+"""Writes the table of docs/parallelize_table.md: each causal model of transformers, and each for images, sharded.
 
 Each is built tiny, and its logits, loss and gradients at 2 tensor- and at 2 context-parallel ranks are compared with
 those of one process.
@@ -20,7 +20,7 @@ import transformers
 
 from tests import ranks as pools
 from tests.dtensor.any_class import alone, made, run
-from tests.dtensor.fused_loss_table import BEGIN, CAUSAL, END
+from tests.dtensor.fused_loss_table import BEGIN, END, names
 from tests.dtensor.tiny_models import batch, tiny
 from tests.ranks import close_pools
 
@@ -97,7 +97,7 @@ def main():
     known = dict(map(json.loads, given.resume.read_text().splitlines())) if resumed else {}
     rows = {}
     try:
-        for name in given.classes or sorted(CAUSAL):
+        for name in given.classes or names():
             rows[name] = known[name] if name in known else row(name)
             print(name, rows[name], flush=True)
             if given.resume is not None and name not in known:

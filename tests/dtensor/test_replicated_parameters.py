@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from megatron_ext.dtensor import causal_lm_loss
 from megatron_ext.dtensor.layers import ParallelSizes
-from megatron_ext.dtensor.piecewise import adds_up
+from megatron_ext.dtensor.piecewise import Cut, adds_up
 from megatron_ext.dtensor.plans import choose_plan
 from megatron_ext.dtensor.replicated_parameters import unequal_gradients
 from tests.dtensor.models import check_gradients, drawn, make, meshes, of_family, parallelize, reference
@@ -89,7 +89,7 @@ class _Block(nn.Module):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_pieces_of_a_block_add_up_unless_it_mixes_channels(device):
     def of(block):
-        return adds_up(block.to(device), ["gate_up_proj"], ["down_proj"], ["gate_up_proj"])
+        return adds_up(block.to(device), Cut(["gate_up_proj"], ["down_proj"], ["gate_up_proj"]))
 
     assert of(_Block())
     assert of(_Block(torch.nn.Dropout(0.5)))
@@ -116,6 +116,19 @@ def test_a_plan_whose_pieces_do_not_add_up_is_refused(plan):
         choose_plan(model, ParallelSizes(2), plan)
 
 
+class _Capped(_Scaled):
+    """A feed-forward block that goes on behind the sum over ranks, as vision adapters do."""
+
+    def forward(self, hidden):
+        return torch.tanh(super().forward(hidden))
+
+
+def test_a_function_of_the_summed_pieces_is_not_refused():
+    model = make("llama")
+    model.model.layers[1].mlp = _Capped(model.model.layers[1].mlp)
+    assert choose_plan(model, ParallelSizes(2), CUT_BLOCKS).plan
+
+
 class _NoWeight(nn.Module):
     """A projection that keeps its weight under another name."""
 
@@ -134,6 +147,25 @@ def test_projections_without_a_weight_are_refused_by_name(path):
     layer.set_submodule(path, _NoWeight(layer.get_submodule(path)))
     with pytest.raises(ValueError, match=f"{path.partition('.')[2]}, a _NoWeight without a weight"):
         choose_plan(model, ParallelSizes(1, 2))
+
+
+class _NormedRows(nn.Embedding):
+    """An embedding that norms what it looks up, as MuseSpark's does."""
+
+    def forward(self, tokens):
+        rows = super().forward(tokens)
+        return rows * torch.pow(rows.pow(2).mean(-1, keepdim=True) + 1e-6, -0.5)
+
+
+@of_family("olmo_hybrid")
+@ranks(2)
+def test_an_embedding_that_dtensor_does_not_know_is_refused():
+    model = make("olmo_hybrid")
+    model.model.embed_tokens.__class__ = _NormedRows
+    mesh, dp_cp = meshes(tp=2)
+    model = parallelize(model, mesh, dp_cp)
+    with pytest.raises(ValueError, match="not supported .*computes with a parameter that is cut"):
+        model(input_ids=drawn(2, 8))
 
 
 @of_family("olmo_hybrid")
