@@ -92,9 +92,10 @@ test-all: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## all CPU tests, the slow mat
 	$(MAKE) test-versions
 
 # Of COUNT lines of the package, one is changed at a time; ONLY="losses dtensor/plans.py" takes these folders and files.
+# RECORDED=1 takes the last record of what each test runs, which takes minutes to make.
 COUNT ?= 200
 mutants: $(VENV)/.ready  ## are changes of single lines noticed? make mutants SEED=1 COUNT=200 ONLY=FOLDERS
-	$(PY) -m tests.mutants --seed $(or $(SEED),1) --count $(COUNT) $(ONLY)
+	$(PY) -m tests.mutants --seed $(or $(SEED),1) --count $(COUNT) $(if $(RECORDED),--recorded) $(ONLY)
 
 test-nccl-rules: $(VENV)/.ready  ## every test of several ranks over NCCL's rules, the slow ones too: RULES=lazy or eager
 	$(ON_NCCL_RULES) $(RULES) -m "several_ranks and not gpu"

@@ -1,7 +1,7 @@
 """`python -m benchmarks.head_memory`: GiB that the lm head of Llama 3 8B takes in a training step, before and after.
 
 Computed, on any machine: the code of each head runs on tensors without memory, on its CUDA path, and the bytes that it
-allocates beyond hidden states and weight are added up. Both gradients are among them. bf16, one GPU.
+allocates beyond hidden states and weight are added up. Both gradients are among them. bf16.
 """
 
 import argparse
@@ -15,19 +15,21 @@ from benchmarks.plan import plan
 HEADS = {"Megatron-Core": UNFUSED, "megatron_ext": None, "megatron_ext, `cache=0`": 0}
 
 
-def case(tokens: int) -> Case:
-    return Case(f"Llama 3 8B, {tokens} tokens", tokens, 4096, 128256, 1, torch.bfloat16)
+# Tokens, and tensor-parallel ranks.
+SIZES = {"8192 tokens": (8192, 1), "32768 tokens": (32768, 1), "8192 tokens, a rank of TP 8": (8192, 8)}
 
 
-def table(lengths: tuple[int, ...] = (8192, 32768)) -> str:
-    """In Markdown: a row for each head, a column for each number of tokens."""
-    lines = [
-        "| GiB at | " + " | ".join(f"{tokens} tokens" for tokens in lengths) + " |",
-        "|---" * (len(lengths) + 1) + "|",
-    ]
+def case(name: str) -> Case:
+    tokens, ranks = SIZES[name]
+    return Case(f"Llama 3 8B, {name}", tokens, 4096, 128256, ranks, torch.bfloat16)
+
+
+def table() -> str:
+    """In Markdown: a row for each head, a column for each of `SIZES`."""
+    lines = ["| GiB at | " + " | ".join(SIZES) + " |", "|---" * (len(SIZES) + 1) + "|"]
     for name, head in HEADS.items():
-        gib = [plan(case(tokens), head)[1] / 2**30 for tokens in lengths]
-        lines.append(f"| {name} | " + " | ".join(f"{x:.1f}" for x in gib) + " |")
+        gib = [plan(case(size), head)[1] / 2**30 for size in SIZES]
+        lines.append(f"| {name} | " + " | ".join(f"{x:.2f}" if x < 1 else f"{x:.1f}" for x in gib) + " |")
     return "\n".join(lines)
 
 

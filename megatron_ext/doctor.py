@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import io
 import json
+import os
 import platform
 import sys
 import textwrap
@@ -298,7 +299,7 @@ def check_script(command: list[str], *, cpu: bool = False) -> int:
     """Run a training script until its models are built, and print what would be fused, on the last rank.
 
     Returns:
-        0 if the head would take all losses, 1 if not, or if the script built no model; what it raises is not caught.
+        0 if the head would take all losses, 1 if not, or if the script built no model; what it raises is raised.
     """
     from megatron_ext import run
 
@@ -307,7 +308,15 @@ def check_script(command: list[str], *, cpu: bool = False) -> int:
 
         stop_when_built(lambda found: run.say_on_last_rank(found, sys.stdout))
 
-    run.main([*(["--cpu"] if cpu else []), *command], before=stop)
+    try:
+        run.main([*(["--cpu"] if cpu else []), *command], before=stop)
+    except Exception as error:
+        if "RANK" not in os.environ:
+            error.add_note(
+                "doctor: the script ran as one process without torchrun; one that takes its rank from torchrun is "
+                "started by: torchrun --nproc-per-node N -m megatron_ext.doctor [--cpu] --model SCRIPT ARGS..."
+            )
+        raise
     print(f"doctor: {command[0]} ended without building a language model of Megatron's", file=sys.stderr)
     return 1
 

@@ -67,8 +67,10 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
     if options.cpu:
         _hush()
         _emulate(parser, options)
-    if options.linear_ce or options.tensor_parallel or options.pipeline_vocab or options.check:
+    changes = options.linear_ce or options.tensor_parallel or options.pipeline_vocab or options.check
+    if changes or before is not None:
         _tell_of_cpu(options)
+    if changes:
         _change_megatron(parser, options)
     if options.record is not None:
         _record(parser, *options.record, on_cpu=options.cpu)

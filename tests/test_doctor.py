@@ -232,6 +232,16 @@ def test_options_that_are_refused(wrong, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_script_that_wants_torchrun_is_told_of_it(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("raise ValueError('environment variable RANK expected, but not set')")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(ValueError, match="RANK expected") as raised:
+        doctor.check_script([str(tmp_path / "script.py")])
+    assert "torchrun --nproc-per-node N -m megatron_ext.doctor [--cpu] --model SCRIPT ARGS" in raised.value.__notes__[0]
+
+
 SCRIPT = """
 import os, sys, torch
 from megatron.core import parallel_state

@@ -48,7 +48,7 @@ def test_transformer_engine_is_asked_for_matrices_alone(monkeypatch):
             assert main_grad.finish(weight, torch.bfloat16).shape == shape
 
 
-def test_a_compiled_forward_tells_of_the_weights_that_megatron_asks_about(monkeypatch):
+def test_a_compiled_forward_tells_megatron_of_main_grad(monkeypatch):
     weights = [torch.nn.Parameter(torch.zeros(N, D), requires_grad=trains) for trains in (True, True, False)]
     for weight in weights[1:]:
         weight.grad_added_to_main_grad, weight.shared_embedding = False, True

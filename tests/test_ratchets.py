@@ -20,15 +20,15 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1352,
+    "megatron_ext/*.py": 1363,
     "megatron_ext/distributed": 862,
-    "megatron_ext/dtensor": 4817,
+    "megatron_ext/dtensor": 4819,
     "megatron_ext/experimental": 2380,
     "megatron_ext/head": 10720,
     "megatron_ext/integrations": 719,
     "megatron_ext/losses": 1305,
     "megatron_ext/megatron": 4442,
-    "megatron_ext/memory": 553,
+    "megatron_ext/memory": 558,
     "megatron_ext/model_utils": 1515,
     "megatron_ext/numerics": 1048,
     "megatron_ext/policy": 7437,

@@ -75,12 +75,14 @@ def with_summed_gradients(model: nn.Module, plan: Plan) -> Plan:
 
 def cut_in_vain(model: nn.Module, plan: Plan) -> str | None:
     """The name of a block that `plan` cuts, and whose pieces on several ranks do not add up to it; None if none is
-    found. A block in which the plan has more than columns and rows is not looked at."""
+    found. A block in which the plan has more than columns, halves of them and rows is not looked at."""
     styles = _styles(model, plan)
     for name, block in model.named_modules():
         column, row = _cut(block, name, styles)
         inside = [path for path in styles if path.startswith(f"{name}.")]
         if not column or not row or len(inside) > len(column) + len(row):
+            continue
+        if any(getattr(styles[f"{name}.{child}"], "parts", None) for child in column):
             continue
         halves = [child for child in column if isinstance(styles[f"{name}.{child}"], FusedColwise)]
         if adds_up(block, column, row, halves) is False:

@@ -260,7 +260,7 @@ def why_not_substituted() -> str | None:
     """Return what of Megatron's tensor-parallel package ours do not know, or None: names, and arguments of names."""
     missing = versions.missing_seams("substitution")
     if missing:
-        return f"it has no {', '.join(missing)}"
+        return f"this Megatron-Core has no {', '.join(missing)}"
     if _active is not None:
         return None
     pairs, lacking = _pairs()

@@ -207,14 +207,14 @@ def unknown_arguments(theirs: Any, ours: Any) -> list[str]:
 def why_no_patch() -> str | None:
     """Why the fused head cannot go into this Megatron-Core; None where it can, into models that have its seams."""
     missing = missing_seams("patch")
-    return f"it has no {', '.join(missing)}" if missing else None
+    return f"this Megatron-Core has no {', '.join(missing)}" if missing else None
 
 
 def why_no_spec(way: str = "spec") -> str | None:
     """Why our layers cannot be named in a layer spec ("spec" or "hybrid spec"); None where they can."""
     missing = missing_seams(way)
     if missing:
-        return f"it has no {', '.join(missing)}"
+        return f"this Megatron-Core has no {', '.join(missing)}"
     theirs = importlib.import_module("megatron.core.tensor_parallel.layers")
     unknown = [
         f"{ours.__name__}({argument}=...)"

@@ -5,7 +5,6 @@ Give the sizes, or a model of transformers (`--model NAME`), or a Megatron scrip
 
 import argparse
 import importlib.util
-import sys
 import warnings
 from functools import partial
 from typing import Any
@@ -29,7 +28,15 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(str(fault))
     if ignored:
         print(f"says nothing of the head's sizes, ignored: {' '.join(ignored)}")
-    print(table(sizes, CACHES if options.cache is None else [options.cache], on_cuda=_as_on_cuda(options.device)))
+    without_kernels = importlib.util.find_spec("triton") is None
+    if options.device == "cuda" and without_kernels:
+        parser.error("--device cuda counts Triton's kernels, and Triton is not installed: pip install triton")
+    on_cuda = options.device != "cpu" and not without_kernels
+    print(table(sizes, CACHES if options.cache is None else [options.cache], on_cuda=on_cuda))
+    if options.device is None and without_kernels:
+        print("A GPU takes less: to count what it takes, pip install triton, which has the kernels.")
+    if importlib.util.find_spec("megatron") is None:
+        print("For a row of Megatron-Core's head: pip install megatron-core")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence-parallel", action="store_const", const=True, help="each rank has its slice")
     parser.add_argument("--dtype", choices=DTYPES, help="of hidden states and weight (default: bf16)")
     parser.add_argument("--cache", type=_cache, metavar="X", help="this one alone; default: bounded, 1, 0.5 and 0")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="whose code is counted (%(default)s)")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], help="whose code is counted (default: cuda if Triton is there)"
+    )
     parser.add_argument("--model", metavar="NAME", help="a folder or a name that transformers finds a config for")
     parser.add_argument("--megatron", nargs=argparse.REMAINDER, metavar="ARGS", help="all that follows is Megatron's")
     return parser
@@ -81,23 +90,19 @@ def _sizes(options: argparse.Namespace) -> tuple[Sizes, list[str]]:
     return Sizes(**found), ignored
 
 
-def _as_on_cuda(device: str) -> bool:
-    if device == "cuda" and importlib.util.find_spec("triton") is None:
-        print("Triton, whose kernels run on CUDA, is not installed: counted as on a CPU", file=sys.stderr)
-        return False
-    return device == "cuda"
-
-
 def table(sizes: Sizes, caches: Any = CACHES, *, on_cuda: bool = True) -> str:
-    """A row for each head: MiB, and what that is of the first row's."""
-    heads = stock(sizes) | {f"megatron_ext, cache={_word(cache)}": partial(ours, cache) for cache in caches}
+    """A row for each head: MiB, and what that is of the first row's, where that is another package's."""
+    others = stock(sizes)
+    heads = others | {f"megatron_ext, cache={_word(cache)}": partial(ours, cache) for cache in caches}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that Megatron-Core does not find
         found = {name: peak_bytes(sizes, build, on_cuda=on_cuda) for name, build in heads.items()}
-    first = next(iter(found.values()))
+    first = found[next(iter(others))] if others else None
     width = max(map(len, found))
     lines = [f"{sizes}: the head's peak on one rank, forward and backward"]
-    lines += [f"{name:<{width}}{nbytes / MIB:>12.1f} MiB{nbytes / first:>8.0%}" for name, nbytes in found.items()]
+    for name, nbytes in found.items():
+        part = f"{nbytes / first:>8.0%}" if first else ""
+        lines.append(f"{name:<{width}}{nbytes / MIB:>12.1f} MiB{part}")
     where = "CUDA" if on_cuda else "a CPU"
     lines.append(f"Counted as on {where}, beyond hidden states and weight; both gradients are in it.")
     return "\n".join(lines)

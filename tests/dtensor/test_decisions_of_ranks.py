@@ -104,6 +104,29 @@ def test_a_forward_without_its_head_on_one_rank_is_told(way, logits, sequence_pa
                 read(way, model, given)
 
 
+@pytest.mark.parametrize("way, logits", [("use_fused_loss", None), ("read", "whole")])
+@ranks(2)
+def test_a_head_that_one_call_leaves_out_on_one_rank_is_told(way, logits):
+    """A forward that decides by itself, in which no change is seen."""
+    given, leaves_out = batch(2, 10), []
+    own, other = transformers.LlamaForCausalLM.forward, without_head(logits)
+
+    def forward(self, *args, **kwargs):
+        return (other if leaves_out else own)(self, *args, **kwargs)
+
+    with mock.patch.object(transformers.LlamaForCausalLM, "forward", forward):
+        model = sharded(way, tp=2)
+        before = read(way, model, given)
+        leaves_out += [True] * dist.get_rank()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=_CHANGED):
+                read(way, model, given)
+        leaves_out[:] = []
+        assert torch.equal(read(way, model, given), before)
+        leaves_out.append(True)
+        read(way, model, given)
+
+
 @pytest.mark.parametrize("where", ["one rank", "all ranks"])
 @ranks(2)
 def test_a_change_in_a_captured_graph_is_told_on_every_rank(where):

@@ -93,6 +93,8 @@ def trained(
         arguments = {"tied": tied, **more}
         chunks = tiny_hybrid_chunks(**arguments) if hybrid else tiny_gpt(spec, weights=weights, **arguments)
         seed_ranks()
+        for weight in (weight for chunk in chunks for weight in chunk.parameters()):
+            assert getattr(weight, "allreduce", True)  # these models have no experts
         wrapped = wrap(chunks)
         # With a larger epsilon than usual Adam does not blow up the rounding of gradients that are 0, as of key biases.
         optimizer = make_optimizer(wrapped, lr=3e-3, adam_eps=1e-4)

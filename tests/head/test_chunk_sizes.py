@@ -29,6 +29,7 @@ def test_logits_that_a_product_makes_take_little_memory_on_cuda(dtype):
     """Without room for more 64 MiB of fp32 logits, and as many of fp64."""
     with cuda_branches():
         found = chunk_sizes.product_chunks(slice(0, 8192), None, 32000, torch.empty(0, 512, dtype=dtype), 0)
+        assert chunk_sizes.product_chunks(slice(5, 5), None, 32000, torch.empty(0, 512, dtype=dtype), 0) == []
     assert [one.start for one in found] == [0, *(one.stop for one in found[:-1])]
     assert found[-1].stop == 8192
     assert max(4 * 32000 * (one.stop - one.start) for one in found) <= 64 * MIB

@@ -163,7 +163,9 @@ def test_norms_of_their_own_store_what_transformer_engines_do(present, monkeypat
         }
         assert extra == ({f"{name}._extra_state" for name in expected} if present else set())
         loaded = model.state_dict() | {"decoder.final_layernorm._extra_state": torch.zeros(3)}
+        loaded["decoder.final_layernorm.weight"] = loaded["decoder.final_layernorm.weight"] + 2
         model.load_state_dict(loaded, strict=True)
+        assert torch.equal(model.decoder.final_layernorm.weight, loaded["decoder.final_layernorm.weight"])
 
 
 @ranks(2)

@@ -1,5 +1,6 @@
 """`python -m megatron_ext.memory`: bytes as the benchmarks measure them, and sizes as jobs give them."""
 
+import importlib.util
 import re
 from functools import partial
 
@@ -62,6 +63,22 @@ def test_table_has_a_row_for_each_cache():
         "megatron_ext, cache=0.5",
     ]
     assert rows[0][2] == "100"
+
+
+def test_what_is_not_installed_is_told_with_its_remedy(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    lacking = {"megatron", "transformers", "triton"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in lacking else found(name, *a))
+    given = ["--tokens", "8", "--hidden", "8", "--vocab", "64", "--cache", "0"]
+    main(given)
+    said = capsys.readouterr().out
+    assert "Counted as on a CPU" in said
+    assert "pip install triton" in said
+    assert "pip install megatron-core" in said
+    assert "%" not in said  # of what another package takes
+    with pytest.raises(SystemExit, match="2"):
+        main([*given, "--device", "cuda"])
+    assert "--device cuda counts Triton's kernels, and Triton is not installed" in capsys.readouterr().err
 
 
 def test_megatron_arguments_give_the_sizes(capsys):

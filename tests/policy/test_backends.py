@@ -9,10 +9,14 @@ import torch.distributed as dist
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.policy.backend.base import Backend
 from megatron_ext.policy.backend.megatron import Inputs
+from megatron_ext.policy.config import read_config
 from megatron_ext.policy.data.batch_plan import RankCoordinates
 from megatron_ext.policy.data.packed_rows import Rows
 from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
+from megatron_ext.policy.megatron_model.layout import transformer_config
+from megatron_ext.policy.refit.shared_memory import SharedBlock
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
+from tests.policy.problems import tiny_config, tiny_model
 from tests.ranks import ranks
 
 
@@ -35,8 +39,20 @@ def test_packed_rows_lie_end_to_end_each_in_a_multiple():
     assert rows.labels_that_count(data).tolist() == [[1, 2, -100, -100, 4, -100]]
 
 
+@pytest.mark.parametrize(
+    "stages, virtual, messages",
+    [(1, 1, (False, False, True)), (2, 1, (True, False, True)), (2, 2, (False, True, False))],
+)
+def test_megatron_sends_shapes_between_stages_that_are_whole(stages, virtual, messages):
+    sizes = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": virtual}
+    settings = read_config(tiny_config() | {"megatron_cfg": sizes}, "megatron_cfg")
+    found = transformer_config(settings, tiny_model(num_hidden_layers=4))
+    assert (found.variable_seq_lengths, found.overlap_p2p_comm, found.batch_p2p_comm) == messages
+    assert found.virtual_pipeline_model_parallel_size == (virtual if virtual > 1 else None)
+
+
 @ranks(2)
-def test_whole_logits_of_an_uneven_vocabulary_take_gradients_back():
+def test_whole_logits_of_an_uneven_vocabulary_and_gradients():
     z = torch.arange(10.0).view(2, 5)
     vocab = VocabShard.split(5, dist.group.WORLD)
     own = z[:, vocab.start : vocab.stop].clone().requires_grad_()
@@ -54,6 +70,12 @@ def test_a_model_moves_unless_its_parameters_are_offloaded(offloaded):
     backend = SimpleNamespace(model=model, settings=SimpleNamespace(cpu_offload=offloaded))
     Backend.move_model(backend, torch.device("meta"))
     assert model.weight.is_meta != offloaded
+
+
+def test_shared_memory_without_linux_is_refused(monkeypatch):
+    monkeypatch.delattr("os.memfd_create")
+    with pytest.raises(OSError, match="weights in shared memory need Linux"):
+        SharedBlock(4)
 
 
 def test_ranks_without_copies_and_stages_are_data_parallel():

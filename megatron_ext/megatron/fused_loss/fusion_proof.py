@@ -135,7 +135,7 @@ def _step(way: Way, ways: BothWays) -> RecordedStep:
     norms = [x.detach().float().norm() for x in gradients if x is not None]
     norm = float(torch.stack(norms).norm())
     peak = (torch.cuda.max_memory_allocated() - held) / 2**20 if on_gpu else None
-    return RecordedStep(float(loss), norm, peak, time.perf_counter() - begun)
+    return RecordedStep(float(loss.detach()), norm, peak, time.perf_counter() - begun)
 
 
 def _sample(terms: Terms, labels_BS: Tensor, most: int) -> tuple[Tensor, Tensor]:
