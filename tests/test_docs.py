@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_ext import reference
+from megatron_ext.megatron.fusion_report import fusion_report
 from tests.gpt import VOCAB, causal_mask, model_parallel
-from tests.megatron.patching import SEQ, batch, grads_of, one_gpt, patched, run, unpatch
+from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run, unpatch
 from tests.pages import DOCS, ROOT, blocks, python_blocks, section
 from tests.programs import python
 from tests.ranks import ranks
@@ -68,7 +69,7 @@ RUN = {
     "docs/numerics.md": 2,
     "docs/one_gpu.md": 2,
     "docs/pipeline.md": 1,
-    "docs/plug_in.md": 9,
+    "docs/plug_in.md": 10,
     "docs/rl.md": 2,
     "docs/trainer.md": 2,
 }
@@ -258,6 +259,44 @@ def test_the_lines_for_megatron():
         layer = tensor_parallel.ColumnParallelLinear
         exec(substitute, {})
         assert tensor_parallel.ColumnParallelLinear is layer
+
+
+class LoRALinear(torch.nn.Module):
+    """A layer of Megatron's with an adapter beside it, as Megatron-Bridge wraps it."""
+
+    def __init__(self, to_wrap):
+        super().__init__()
+        self.to_wrap = to_wrap
+        self.adapter = torch.nn.Linear(to_wrap.input_size, to_wrap.output_size, bias=False)
+
+    def forward(self, x):
+        found, bias = self.to_wrap(x)
+        return found + self.adapter(x), bias
+
+
+@ranks(1)
+def test_the_lines_for_megatron_bridge():
+    """A softcap, and an adapter in a layer, whose gradient is that of the softcapped loss of logits."""
+    (lines,) = python_blocks(section(DOCS / "plug_in.md", "Megatron-Bridge"))
+    with model_parallel():
+        model, labels = one_gpt(tied=False), batch()[1]
+        block = model.decoder.layers[0].mlp
+        block.linear_fc1 = LoRALinear(block.linear_fc1)
+        model.output_layer.weight.data *= 300  # so that the cap bends
+        logits = run(model)
+        capped = 30.0 * torch.tanh(logits / 30.0)
+        expected = torch.nn.functional.cross_entropy(capped.transpose(1, 2), labels, reduction="none")
+        assert logits.abs().max() > 15
+        wanted = grads_of(model, expected)
+        try:
+            exec(lines, {})
+            found = run(model, labels)
+            grads = grads_of(model, found)
+            assert fusion_report().models[-1].losses_fused == 1
+        finally:
+            unpatch()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert_same(grads, wanted)
 
 
 @pytest.mark.slow
