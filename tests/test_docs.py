@@ -70,7 +70,7 @@ RUN = {
     "docs/one_gpu.md": 2,
     "docs/pipeline.md": 1,
     "docs/plug_in.md": 10,
-    "docs/rl.md": 2,
+    "docs/rl.md": 3,
     "docs/trainer.md": 2,
 }
 
@@ -105,6 +105,17 @@ def test_what_a_program_prints_is_held_by_a_test():
     for test in chain(*PRINTED.values()):
         file, _, name = test.partition("::")
         assert f"def {name}(" in (ROOT / file).read_text()
+
+
+def test_the_loop_of_the_page_about_rl_runs():
+    """With log-probabilities as from whole logits, and a loss of both kinds with gradients."""
+    given = {}
+    (code,) = [text for name, text in blocks(section(DOCS / "rl.md", "Your own loop")) if name == "python"]
+    exec(code, given)
+    logits = given["policy"](given["tokens"]).logits[:, :-1] / 0.7
+    whole = logits.log_softmax(-1).gather(-1, given["labels"].unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(given["old"][:, :-1], whole)
+    assert given["policy"].lm_head.weight.grad.abs().sum() > 0
 
 
 def test_the_lines_for_a_laptop():

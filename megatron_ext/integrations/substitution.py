@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -65,17 +65,19 @@ class Report:
         replaced: one for each name; empty before `apply()`.
         lacking: names that this version does not have.
         off: why `apply()` changed nothing, where MEGATRON_EXT_FUSION is off.
+        restored: whether `restore()` has put the framework's functions back.
     """
 
     package: str
     replaced: tuple[Replaced, ...] = ()
     lacking: tuple[str, ...] = ()
     off: str | None = None
+    restored: bool = False
 
     def __str__(self) -> str:
         if not self.replaced:
             return f"megatron_ext replaces nothing in {self.package}: {self.off or 'call apply()'}"
-        lines = [f"megatron_ext in {self.package}"]
+        lines = [f"megatron_ext in {self.package}" + ", until restore() put its own functions back" * self.restored]
         for row in self.replaced:
             modules = f"in {len(row.modules)} module{'s' * (len(row.modules) != 1)}"
             times = f"ran {row.calls} time{'s' * (row.calls != 1)}" if row.calls else "has not run"
@@ -131,6 +133,8 @@ class FrameworkSubstitution:
         changes nothing. What somebody has put around ours stays, and calls the framework's own."""
         for places in self._places:
             restore_everywhere(places)
+        if self._places:
+            self._last = replace(self._last, restored=True)
         self._places = []
 
     def why_not(self) -> str | None:

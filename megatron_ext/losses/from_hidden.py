@@ -7,6 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -148,8 +149,7 @@ class LogProbLoss(FromHidden, ABC):
         """
         check_tensor("labels", labels, "a tensor of integer token ids")
         head = self._head(weight, cache=self.cache)
-        bound = inspect.signature(self.from_log_probs).bind(None, *given, mask=mask, **others)
-        fault = self._fault(labels.shape, bound.arguments)
+        fault = self._fault(labels.shape, self._bound(given, mask=mask, **others))
         counts = labels != self.ignore_index
         if mask is None or mask.shape == labels.shape:
             mask = counts.float() if mask is None else mask.float().where(counts, 0.0)
@@ -157,6 +157,24 @@ class LogProbLoss(FromHidden, ABC):
         read_out = LogProbs(labels, self.ignore_index)
         log_probs = head.read(hidden, read_out, fault=fault, **self._only(counts))
         return self.from_log_probs(log_probs, *given, mask=mask, **others)
+
+    def _bound(self, given: tuple[Tensor, ...], **others: Any) -> dict[str, Any]:
+        """Arguments of `from_log_probs` by name. Raises TypeError that says how the loss is called."""
+        signature, name = inspect.signature(self.from_log_probs), type(self).__name__
+        try:
+            return signature.bind(None, *given, **others).arguments
+        except TypeError as fault:
+            first, options = list(signature.parameters)[1:], [field.name for field in fields(self)]
+            before = first[: first.index("mask")]
+            named = [*before, *(f"{x}=" for x in first if x not in before)]
+            lines = [f"{name}(...)(hidden, weight, labels, {', '.join(named)})"]
+            for unknown in (x for x in others if x not in first):
+                near = get_close_matches(unknown, [*first, *options], 1)
+                if unknown in options or (near and near[0] in options):
+                    lines.append(f"{near[0]} is an option of the loss, {name}({near[0]}=...)")
+                elif near:
+                    lines.append(f"{unknown} may mean {near[0]}")
+            raise TypeError(f"{name}: {fault}; call {', and '.join(lines)}") from None
 
     @abstractmethod
     def from_log_probs(self, log_probs: Tensor, *given: Any, **others: Any) -> tuple[Tensor, Metrics]:

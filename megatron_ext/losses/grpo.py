@@ -89,6 +89,11 @@ class GRPOLoss(LogProbLoss):
                 f"sampling_ratio_min is {low} and sampling_ratio_max {high}: the lower bound must not be above; "
                 f"exchange them"
             )
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise ValueError(
+                "epsilon_high is None with loss_type 'cispo', which weighs a token by min(ratio, epsilon_high): pass "
+                "the largest weight, as 5.0"
+            )
         if self.loss_type in ("cispo", "sapo") and self.importance_sampling_level == "sequence":
             raise ValueError(
                 f"importance_sampling_level is 'sequence' with loss_type {self.loss_type!r}, which weighs tokens; "

@@ -6,6 +6,7 @@ Give the sizes, or a model of transformers (`--model NAME`), or a Megatron scrip
 import argparse
 import importlib.util
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,8 @@ def main(argv: list[str] | None = None) -> None:
     if options.device == "cuda" and without_kernels:
         parser.error("--device cuda counts Triton's kernels, and Triton is not installed: pip install triton")
     on_cuda = options.device != "cpu" and not without_kernels
-    print(table(sizes, CACHES if options.cache is None else [options.cache], on_cuda=on_cuda))
+    for row in rows(sizes, CACHES if options.cache is None else [options.cache], on_cuda=on_cuda):
+        print(row, flush=True)
     if options.device is None and without_kernels:
         print("A GPU takes less: to count what it takes, pip install triton, which has the kernels.")
     if importlib.util.find_spec("megatron") is None:
@@ -90,22 +92,20 @@ def _sizes(options: argparse.Namespace) -> tuple[Sizes, list[str]]:
     return Sizes(**found), ignored
 
 
-def table(sizes: Sizes, caches: Any = CACHES, *, on_cuda: bool = True) -> str:
-    """A row for each head: MiB, and what that is of the first row's, where that is another package's."""
+def rows(sizes: Sizes, caches: Any = CACHES, *, on_cuda: bool = True) -> Iterator[str]:
+    """The table's lines, each once it is counted: of each head MiB, and what that is of another package's first one."""
     others = stock(sizes)
     heads = others | {f"megatron_ext, cache={_word(cache)}": partial(ours, cache) for cache in caches}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of packages that Megatron-Core does not find
-        found = {name: peak_bytes(sizes, build, on_cuda=on_cuda) for name, build in heads.items()}
-    first = found[next(iter(others))] if others else None
-    width = max(map(len, found))
-    lines = [f"{sizes}: the head's peak on one rank, forward and backward"]
-    for name, nbytes in found.items():
-        part = f"{nbytes / first:>8.0%}" if first else ""
-        lines.append(f"{name:<{width}}{nbytes / MIB:>12.1f} MiB{part}")
+    width, first = max(map(len, heads)), None
+    yield f"{sizes}: the head's peak on one rank, forward and backward"
+    for name, build in heads.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of packages that Megatron-Core does not find
+            nbytes = peak_bytes(sizes, build, on_cuda=on_cuda)
+        first = first or (nbytes if others else None)
+        yield f"{name:<{width}}{nbytes / MIB:>12.1f} MiB" + (f"{nbytes / first:>8.0%}" if first else "")
     where = "CUDA" if on_cuda else "a CPU"
-    lines.append(f"Counted as on {where}, beyond hidden states and weight; both gradients are in it.")
-    return "\n".join(lines)
+    yield f"Counted as on {where}, beyond hidden states and weight; both gradients are in it."
 
 
 def _word(cache: Any) -> str:

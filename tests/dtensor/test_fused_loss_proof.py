@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import LlamaForCausalLM, Trainer
 
-from megatron_ext import linear_cross_entropy
+from megatron_ext import fused_loss_report, linear_cross_entropy
 from megatron_ext.dtensor import use_fused_loss
 from megatron_ext.dtensor.output import fused_loss
 from megatron_ext.dtensor.output.reads import say_once
@@ -135,9 +135,10 @@ def test_a_compiled_forward_keeps_its_own_loss(options):
     expected = use_fused_loss(model)(**given).loss  # proved before it is compiled
     compiled = torch.compile(use_fused_loss(model), backend="eager", **options)
     say_once.cache_clear()
-    with pytest.warns(UserWarning, match=r"Llama.* own loss .* torch.compile .* call model.model.compile\(\) instead"):
+    with pytest.warns(UserWarning, match=r"Llama.* own loss .* torch.compile, .* by model.model.compile\(\)"):
         found = compiled(**given).loss
     torch.testing.assert_close(found, expected)
+    assert str(fused_loss_report(model)).endswith("; its own loss in graphs of torch.compile")
     torch._dynamo.reset()
     with pytest.raises(ValueError, match=r"model is what torch.compile made, .* model\.model\.compile\(\)"):
         use_fused_loss(torch.compile(model))

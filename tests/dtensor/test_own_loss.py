@@ -1,6 +1,7 @@
 """Back from `use_fused_loss`, and what a model says of its losses."""
 
 import os
+import warnings
 from unittest import mock
 
 import pytest
@@ -66,7 +67,10 @@ def test_report_says_what_a_model_does():
     asked = str(fused_loss_report(model))
     assert asked == "LlamaForCausalLM: its logits are made, as neither use_fused_loss nor parallelize was called"
     use_fused_loss(model)
-    assert str(fused_loss_report(model)) == "LlamaForCausalLM: use_fused_loss was called, and no loss was taken yet"
+    assert str(fused_loss_report(model)) == "LlamaForCausalLM: use_fused_loss was called, and no loss was fused yet"
+    with warnings.catch_warnings(action="ignore"):
+        model.train()(input_ids=batch()["input_ids"])
+    assert str(fused_loss_report(model)).endswith("calls in training without labels, which made logits: 1")
     model(**batch())
     found = fused_loss_report(model)
     assert str(found).startswith("LlamaForCausalLM: fused (proved on ")

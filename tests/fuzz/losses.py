@@ -58,6 +58,8 @@ def _grpo(draw: Draw, rows: Rows) -> Made:
         use_bias_correction_kl=(False, True),
         delta=(None, 1.6),
     )
+    if kind == "cispo" and o.get("epsilon_high") is None:
+        o["epsilon_high"] = 0.28
     if kind == "dr_grpo":
         o["max_completion_length"] = 9
     if kind not in ("cispo", "sapo"):

@@ -97,6 +97,7 @@ def test_each_name_its_modules_and_its_calls(framework):
     substitution.restore()
     assert trainer.of_all(x) == 3
     assert report.replaced[0].calls == 2
+    assert str(substitution.report()).startswith("megatron_ext in a_framework from source, until restore() put its own")
 
 
 def test_compiled_calls_are_not_counted_and_do_not_compile_anew(framework):

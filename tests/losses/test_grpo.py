@@ -102,12 +102,31 @@ def test_clamped_kl_lets_no_gradient_through_its_weights():
 
 
 @pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"temperature": 0.7}, r"temperature is an option of the loss, GRPOLoss\(temperature=...\)"),
+        ({"old_logprobs": None}, "old_logprobs may mean old_log_probs"),
+        ({"epsilon_hihg": 0.3}, r"epsilon_high is an option of the loss"),
+        ({"advantages": None}, r"multiple values .* call GRPOLoss\(...\)\(hidden, weight, labels, advantages, mask="),
+    ],
+)
+def test_wrong_arguments_are_told_with_the_right_ones(wrong, message):
+    given = rows()
+    with pytest.raises(TypeError, match=message):
+        GRPOLoss()(*head(), given.labels, given.advantages, **wrong)
+
+
+@pytest.mark.parametrize(
     "options, message",
     [
         ({"loss_type": "vespo"}, "loss_type is 'vespo': it must be one of"),
         ({"epsilon": -1}, "epsilon is -1: it must be at least 0"),
         ({"sapo_temperature_pos": 0}, "sapo_temperature_pos is 0"),
-        ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "which weighs tokens; use 'token'"),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0, "importance_sampling_level": "sequence"},
+            "weighs tokens; use 'token'",
+        ),
+        ({"loss_type": "cispo"}, "epsilon_high is None with loss_type 'cispo'"),
         ({"loss_type": "dr_grpo"}, "max_completion_length is None"),
         ({"loss_type": "dr_grpo", "max_completion_length": -3}, "max_completion_length is -3"),
         ({"loss_type": "dr_grpo", "max_completion_length": 2.5}, "max_completion_length is 2.5"),

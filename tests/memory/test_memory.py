@@ -14,7 +14,7 @@ from benchmarks.meter import measure
 from benchmarks.plan import plan
 from megatron_ext import __main__ as programs
 from megatron_ext import linear_cross_entropy
-from megatron_ext.memory.__main__ import main, table
+from megatron_ext.memory.__main__ import main, rows
 from megatron_ext.memory.heads import megatron, ours, peak_bytes, transformers
 from megatron_ext.memory.sizes import Sizes
 from tests.pages import DOCS
@@ -54,15 +54,15 @@ def test_sequence_parallel_heads_are_counted():
 
 
 def test_table_has_a_row_for_each_cache():
-    found = table(SMALL, ["bounded", 0.5])
-    rows = re.findall(r"^(\S+(?:, cache=\S+)?) +([\d.]+) MiB +(\d+)%$", found, re.M)
-    assert [name for name, *_ in rows] == [
+    lines = "\n".join(rows(SMALL, ["bounded", 0.5]))
+    found = re.findall(r"^(\S+(?:, cache=\S+)?) +([\d.]+) MiB +(\d+)%$", lines, re.M)
+    assert [name for name, *_ in found] == [
         "Megatron-Core",
         "transformers",
         "megatron_ext, cache=bounded",
         "megatron_ext, cache=0.5",
     ]
-    assert rows[0][2] == "100"
+    assert found[0][2] == "100"
 
 
 def test_what_is_not_installed_is_told_with_its_remedy(monkeypatch, capsys):
@@ -132,4 +132,4 @@ def test_wrong_arguments_are_told(given, said, capsys):
 def test_page_shows_the_table_that_is_printed():
     section = (DOCS / "faq.md").read_text().partition("## What do I gain")[2].partition("\n## ")[0]
     shown = section.partition("```text\n")[2].partition("```")[0]
-    assert shown == table(Sizes(8192, 4096, 128256)) + "\n"
+    assert shown == "\n".join(rows(Sizes(8192, 4096, 128256))) + "\n"

@@ -40,7 +40,15 @@ _PROOFS = Proofs()
 
 
 class FusedLoss:
-    """The settings of a model's fused loss, and the owner of its proofs: a copy is proved anew."""
+    """The settings of a model's fused loss, and the owner of its proofs: a copy is proved anew.
+
+    Attributes:
+        calls_without_labels: how many calls in training made logits, as they had no labels.
+        compiled: whether a call with labels ran in a graph of torch.compile.
+    """
+
+    calls_without_labels = 0
+    compiled = False
 
     def __init__(self, read: Read, in_eval: bool, proof: ProofMode | None):
         self.read, self.in_eval, self.proof = read, in_eval, proof
@@ -164,9 +172,11 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
     wanted = any(isinstance(given.get(name), Tensor) for name in ("labels", "shift_labels"))
     if not wanted or not (self.training or fused.in_eval):
         if not wanted and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            fused.calls_without_labels += 1
             _say_that_labels_are_missing(type(self).__name__.removeprefix("FSDP"))
         return own(self, *args, **kwargs)
     if torch.compiler.is_compiling():
+        fused.compiled = True
         _say_that_it_is_compiled(type(self).__name__, self.base_model_prefix or "model")
         return own(self, *args, **kwargs)
     _check_labels(self, given)
@@ -217,8 +227,8 @@ def _say_that_labels_are_missing(name: str) -> None:
 @torch.compiler.assume_constant_result  # called when the graph is made, also of `fullgraph`
 def _say_that_it_is_compiled(name: str, decoder: str) -> None:
     say_once(
-        f"{name} keeps its own loss inside of what torch.compile made of it: call model.{decoder}.compile() instead, "
-        f"which compiles the decoder, and the model itself"
+        f"{name} keeps its own loss in a graph of torch.compile, where nothing can be proved: compile the decoder "
+        f"alone, by model.{decoder}.compile(), and call the model itself"
     )
 
 

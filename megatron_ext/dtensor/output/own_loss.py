@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from megatron_ext.dtensor.output.fused_classes import FUSED, leave_fused_class
-from megatron_ext.dtensor.output.fused_loss import model_inside, proofs_of
+from megatron_ext.dtensor.output.fused_loss import FusedLoss, model_inside, proofs_of
 from megatron_ext.dtensor.output.stand_ins import KEEPS_LOGITS, is_registered, why_logits_are_made
 from megatron_ext.proof import Proof, why_fusion_is_off
 
@@ -34,22 +34,23 @@ class FusedLossReport:
         uses_fused_loss: whether `use_fused_loss` was called, and not undone.
         proofs: the outcome of comparing its own loss with the fused one, of each kind of call in order.
         makes_logits: why its logits are made, where that is known without a call.
+        made_logits: in which calls of training they were made, as the calls were seen.
     """
 
     model: str
     uses_fused_loss: bool
     proofs: tuple[Proof, ...]
     makes_logits: str | None
+    made_logits: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.makes_logits is not None:
             return f"{self.model}: its logits are made, {self.makes_logits}"
         if not self.uses_fused_loss:
             return f"{self.model}: causal_lm_loss reads its head from hidden states; use_fused_loss was not called"
-        if not self.proofs:
-            return f"{self.model}: use_fused_loss was called, and no loss was taken yet"
         ways = [f"{'fused' if proof.fused else 'its own loss'} ({proof})" for proof in self.proofs]
-        return f"{self.model}: " + "; ".join(ways)
+        ways = ways or ["use_fused_loss was called, and no loss was fused yet"]
+        return f"{self.model}: " + "; ".join([*ways, *self.made_logits])
 
 
 def fused_loss_report(model: nn.Module) -> FusedLossReport:
@@ -59,4 +60,11 @@ def fused_loss_report(model: nn.Module) -> FusedLossReport:
     reason = why_fusion_is_off() if uses else why_logits_are_made(inside)
     if not uses and not is_registered(inside) and KEEPS_LOGITS not in inside.__dict__:
         reason = reason or "as neither use_fused_loss nor parallelize was called"
-    return FusedLossReport(type(inside).__name__.removeprefix("FSDP"), uses, proofs_of(inside), reason)
+    fused: FusedLoss | None = inside.__dict__.get(FUSED)
+    made = []
+    if fused is not None and fused.calls_without_labels:
+        made.append(f"calls in training without labels, which made logits: {fused.calls_without_labels}")
+    if fused is not None and fused.compiled:
+        made.append("its own loss in graphs of torch.compile")
+    name = type(inside).__name__.removeprefix("FSDP")
+    return FusedLossReport(name, uses, proofs_of(inside), reason, tuple(made))
