@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.fusions import fused_cross_entropy
-from megatron.core.tensor_parallel import cross_entropy
+from megatron.core.tensor_parallel import cross_entropy, layers, mappings
 from torch.nn.utils import parametrize
 
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
@@ -52,6 +52,24 @@ def function_of_the_fused_cross_entropy(model):
 
     model.config.cross_entropy_loss_fusion, model.config.cross_entropy_fusion_impl = True, "native"
     return mock.patch.object(fused_cross_entropy, "calculate_cross_entropy_loss", other)
+
+
+def apply_of_the_linear_function(model):
+    """The autograd class inherits it: what is put there is no static method, and was not there before."""
+    owner = layers.LinearWithGradAccumulationAndAsyncCommunication
+    own = owner.apply
+    return mock.patch.object(owner, "apply", lambda *args: 2 * own(*args))
+
+
+def backward_of_the_copy_to_ranks(model):
+    """Called within a function that is Megatron's own still; losses stay, gradients do not."""
+    own = mappings._CopyToModelParallelRegion.backward
+
+    def other(ctx, gradient):
+        found = own(ctx, gradient)
+        return (2 * found[0], *found[1:])
+
+    return mock.patch.object(mappings._CopyToModelParallelRegion, "backward", staticmethod(other))
 
 
 def quantizer_inside(model):
@@ -141,6 +159,8 @@ CHANGES = {
     subclass_that_calls_super: 0,
     function_of_the_cross_entropy: 0,
     function_of_the_fused_cross_entropy: 0,
+    apply_of_the_linear_function: 0,
+    backward_of_the_copy_to_ranks: 0,
     quantizer_inside: 0,
     forward_as_a_partial: 0,
     foreign_layer: 0,

@@ -7,7 +7,7 @@ its globals: those are of the file that defines it.
 import operator
 import sys
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -31,10 +31,10 @@ _PLACES = {
         *("calculate_logits_max", "calculate_predicted_logits", "calculate_cross_entropy_loss", "calculate_gradients"),
     ),
     "megatron.core.tensor_parallel.layers": (
-        *("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"),
-        *("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight"),
-        "copy_to_tensor_model_parallel_region",
+        *("linear_with_grad_accumulation_and_async_allreduce", "LinearWithGradAccumulationAndAsyncCommunication"),
+        *("linear_with_frozen_weight", "LinearWithFrozenWeight", "copy_to_tensor_model_parallel_region"),
     ),
+    "megatron.core.tensor_parallel.mappings": ("_CopyToModelParallelRegion", "_reduce"),
     LanguageModule.__module__: ("fused_vocab_parallel_cross_entropy", "te_parallel_cross_entropy"),
 }
 
@@ -49,8 +49,8 @@ def in_places() -> dict[str, Any]:
                 found[f"{home}.{name}"] = value
                 if isinstance(value, type):
                     for method, inner in vars(value).items():
-                        if isinstance(inner, staticmethod):
-                            found[f"{home}.{name}.{method}"] = inner.__func__
+                        if isinstance(inner, staticmethod | classmethod | FunctionType):
+                            found[f"{home}.{name}.{method}"] = getattr(inner, "__func__", inner)
     return found
 
 
