@@ -65,7 +65,7 @@ def _flatten(parts: Any, into: list[Any]) -> None:
             into.append(part)
         elif type(part) in (tuple, list):
             _flatten(part, into)
-        elif isinstance(part, MethodType):
+        elif type(part) is MethodType:  # a transparent proxy of one is another function
             into += (_weakly(part.__func__), _weakly(part.__self__))
         elif isinstance(part, Mapping):
             _flatten(tuple(part.items()), into)

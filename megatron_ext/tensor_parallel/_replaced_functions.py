@@ -7,9 +7,9 @@ copy names: here the code object decides.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import CodeType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -65,25 +65,18 @@ users_linear_function._dynamo_marked_constant = True  # type: ignore[attr-define
 def is_megatrons_own(value: Any) -> bool:
     """True if all code of a function or class is Megatron-Core's, or torch's where Megatron has torch make it.
 
-    What can be called and has no Python code is asked for its module.
+    What can be called and has no Python code is asked for its class: an object may answer in another one's name.
     """
-    codes = list(_codes(value))
-    if not codes:
-        return not callable(value) or str(getattr(value, "__module__", "")).startswith("megatron.core")
-    folder = str(Path(str(sys.modules["megatron.core"].__file__)).parent)
-    return all(code.co_filename.startswith((folder, _TORCH, "<")) for code in codes)  # "<": methods of dataclasses
-
-
-def _codes(value: Any) -> Iterator[CodeType]:
     if isinstance(value, type):
-        for member in vars(value).values():
-            if not isinstance(member, type):
-                yield from _codes(member)
-        return
+        return all(is_megatrons_own(one) for one in vars(value).values() if not isinstance(one, type)) and (
+            value.__module__.startswith("megatron.core")
+        )
     value = getattr(value, "__func__", value)
-    code = getattr(value, "__code__", None)
-    while isinstance(code, CodeType) and code.co_filename in _DECORATORS and hasattr(value, "__wrapped__"):
+    while type(value) is FunctionType and value.__code__.co_filename in _DECORATORS and hasattr(value, "__wrapped__"):
         value = value.__wrapped__
-        code = getattr(value, "__code__", None)
-    if isinstance(code, CodeType):
-        yield code
+    if type(value) is not FunctionType:
+        return not callable(value) or type(value).__module__ == "builtins"
+    file, home = value.__code__.co_filename, str(value.__globals__.get("__name__"))
+    folder = str(Path(str(sys.modules["megatron.core"].__file__)).parent)
+    # Methods of dataclasses have no file, and what a user types has none either.
+    return file.startswith((folder, _TORCH)) or (file.startswith("<") and home.startswith("megatron.core"))

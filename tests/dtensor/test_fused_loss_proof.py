@@ -19,6 +19,7 @@ from tests.dtensor.models import SIZES, batch, check_gradients, drawn, loss_and_
 from tests.dtensor.test_fused_loss import check_fused
 from tests.dtensor.test_trainer import rows, settings
 from tests.ranks import ranks
+from tests.transparent import Transparent
 
 
 @pytest.fixture
@@ -228,6 +229,17 @@ def test_a_forward_of_another_model_computes_with_its_weights():
     expected = other(**given).loss
     model.forward = other.forward
     torch.testing.assert_close(use_fused_loss(model)(**given).loss, expected)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_transparent_decorator_of_a_forward_is_called(when):
+    """An object of wrapt's that doubles the loss says of itself that it is the model's own method."""
+    model, given = make("llama"), batch()
+    expected = 2 * model(**given).loss
+    if when == "after":
+        use_fused_loss(model)(**given)
+    model.forward = Transparent(model.forward)
+    torch.testing.assert_close((model if when == "after" else use_fused_loss(model))(**given).loss, expected)
 
 
 @ranks(2)

@@ -5,7 +5,9 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.fusions import fused_cross_entropy
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import cross_entropy, layers, mappings
 from torch.nn.utils import parametrize
 
@@ -13,6 +15,7 @@ from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_repo
 from tests.gpt import model_parallel
 from tests.megatron.patching import assert_same, batch, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
+from tests.transparent import Transparent
 
 
 def partial_with_a_factor(model):
@@ -70,6 +73,26 @@ def backward_of_the_copy_to_ranks(model):
         return (2 * found[0], *found[1:])
 
     return mock.patch.object(mappings._CopyToModelParallelRegion, "backward", staticmethod(other))
+
+
+def _transparent(owner, name):
+    return mock.patch.object(owner, name, Transparent(getattr(owner, name)))
+
+
+def transparent_loss(model):
+    return _transparent(LanguageModule, "compute_language_model_loss")
+
+
+def transparent_forward_impl(model):
+    return _transparent(model.output_layer, "_forward_impl")
+
+
+def transparent_call_impl(model):
+    return _transparent(model.output_layer, "_call_impl")
+
+
+def transparent_cross_entropy(model):
+    return _transparent(tensor_parallel, "vocab_parallel_cross_entropy")
 
 
 def quantizer_inside(model):
@@ -161,6 +184,10 @@ CHANGES = {
     function_of_the_fused_cross_entropy: 0,
     apply_of_the_linear_function: 0,
     backward_of_the_copy_to_ranks: 0,
+    transparent_loss: 0,
+    transparent_forward_impl: 0,
+    transparent_call_impl: 0,
+    transparent_cross_entropy: 0,
     quantizer_inside: 0,
     forward_as_a_partial: 0,
     foreign_layer: 0,

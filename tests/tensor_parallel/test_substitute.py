@@ -13,6 +13,7 @@ import torch
 from tests.gpt import model_parallel, ours_everywhere, stock_spec, tiny_batches, tiny_gpt, train_steps
 from tests.ranks import TIMEOUT_S, ranks
 from tests.tensor_parallel.test_gpt_parity import FULL
+from tests.transparent import Transparent
 
 
 def references():
@@ -82,6 +83,9 @@ def test_megatrons_layers_are_known_after_imports_among_ours():
 
 
 def _executed_anew(name):
+    importlib.import_module(
+        name
+    )  # with all that it imports, which would be forgotten below, and imported a second time
     spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
     with mock.patch.dict(sys.modules, {name: module}):  # where its dataclasses look themselves up
@@ -223,6 +227,24 @@ def test_substitution_refuses_what_users_replaced(place):
             substitute_tensor_parallel()
         assert references() == before
         assert restore_tensor_parallel() is None
+
+
+@ranks(1)
+def test_substitution_refuses_code_without_a_file():
+    """As typed at a prompt; or behind an object that answers in the name of Megatron's function."""
+    from megatron_ext import substitute_tensor_parallel
+
+    with model_parallel():
+        from megatron.core.tensor_parallel import layers
+
+        typed = {"__name__": "__main__", "own": layers.RowParallelLinear.forward}
+        exec("def forward(*args): return own(*args)", typed)
+        for forward in (functools.wraps(typed["own"])(typed["forward"]), Transparent(typed["own"])):
+            with (
+                mock.patch.object(layers.RowParallelLinear, "forward", forward),
+                pytest.raises(RuntimeError, match=r"layers\.RowParallelLinear\.forward \(.*nothing was replaced"),
+            ):
+                substitute_tensor_parallel()
 
 
 @ranks(1)

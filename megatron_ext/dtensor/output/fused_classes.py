@@ -48,8 +48,8 @@ class _OfInstance:
     """A forward that was put on an instance, called with the model or a stand-in of it."""
 
     def __init__(self, model: Any, forward: Callable[..., Any]):
-        # A method of another object computes with what that one has.
-        own = isinstance(forward, MethodType) and forward.__self__ is model
+        # A method of another object computes with what that one has, and a proxy of a method adds something to it.
+        own = type(forward) is MethodType and forward.__self__ is model
         self.function = forward.__func__ if own else None  # type: ignore[attr-defined]
         self.forward = None if own else forward
 

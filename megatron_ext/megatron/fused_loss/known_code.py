@@ -1,7 +1,7 @@
 """The code between hidden states and loss that is known: Megatron's own and ours, by identity and not by names.
 
 A decorator with `functools.wraps` has every name of the function that it wraps, and its `__module__`. It does not have
-its globals: those are of the file that defines it.
+its globals: those are of the file that defines it. An object of wrapt's has even these, and `isinstance` believes it.
 """
 
 import operator
@@ -59,17 +59,17 @@ def function_of(value: Any) -> Any:
 
     Any other partial is another function.
     """
-    bound = value.args if isinstance(value, partial) and not value.keywords else ()
+    bound = value.args if type(value) is partial and not value.keywords else ()
     if len(bound) == 1 and isinstance(bound[0], torch.nn.Module):
         return value.func
-    return value.__func__ if isinstance(value, MethodType) else value
+    return value.__func__ if type(value) is MethodType else value
 
 
 def is_own(value: Any) -> bool:
     """Tell whether a function or class is defined in Megatron or here, and all that it wraps too."""
     while value is not None:
         function = function_of(value)
-        home = function.__module__ if isinstance(function, type) else _home(function)
+        home = function.__module__ if issubclass(type(function), type) else _home(function)
         inner = getattr(function, "__wrapped__", None)
         if not home.startswith(_HOMES) and not (home.startswith(_TORCH) and inner is not None):
             return False
@@ -82,7 +82,7 @@ def what_is_not_known(model: Any) -> str | None:
     if (reason := why_not_known(patch_points.output_layer(model))) is not None:
         return reason
     loss = function_of(patch_points.own_loss(model))
-    if loss not in _LOSSES:
+    if not any(loss is one for one in _LOSSES):
         return f"it has a {patch_points.LOSS} of its own{_where(loss)}"
     global _seen_as_own
     found = in_places()
@@ -100,9 +100,8 @@ def why_not_known(layer: Any) -> str | None:
     kind = type(layer)
     if patch_points.FORWARD in vars(layer):
         return "its output layer has a forward of its own, put there by somebody else"
-    forward_impl = getattr(layer, "_forward_impl", None)
-    if forward_impl is not None and not is_own(forward_impl):
-        return f"its output layer has a _forward_impl of its own{_where(forward_impl)}"
+    if (inner := getattr(layer, "_forward_impl", None)) is not None and not is_own(inner):
+        return f"its output layer has a _forward_impl of its own{_where(inner)}"
     forwards = [vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one) and one is not torch.nn.Module]
     if kind.forward in _FORWARDS and all(map(is_own, forwards)):
         return None
@@ -126,7 +125,7 @@ def why_not_linear(layer: Any) -> str | None:
 
 
 def _home(function: Any) -> str:
-    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+    return str(function.__globals__.get("__name__")) if type(function) is FunctionType else ""
 
 
 def _where(value: Any) -> str:

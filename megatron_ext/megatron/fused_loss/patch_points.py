@@ -8,6 +8,7 @@ Models differ in names and versions, and agree in this: an output layer makes lo
 
 import inspect
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import megatron.core
@@ -135,7 +136,7 @@ def why_not_promised(layer: Any) -> str | None:
         return f"its output layer is a {type(layer).__name__} and no torch.nn.Module"
     if lacking := [name for name in _ATTRIBUTES if not hasattr(layer, name)]:
         return f"its output layer is a {type(layer).__name__}, which lacks {', '.join(lacking)} of Megatron's"
-    if getattr(standing(layer, CALL), "__func__", None) is not torch.nn.Module._call_impl:
+    if type(call := standing(layer, CALL)) is not MethodType or call.__func__ is not torch.nn.Module._call_impl:
         return f"its output layer has a {CALL} of its own, which would not run"
     mxfp8_head = getattr(transformer_engine, MXFP8_HEAD, None)
     if isinstance(mxfp8_head, type) and isinstance(layer, mxfp8_head):
