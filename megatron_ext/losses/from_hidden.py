@@ -81,7 +81,7 @@ class FromHidden:
         options = {name: getattr(self, name) for name in _OF_THE_HEAD} | more
         if isinstance(weight, LmHead):
             return with_options(weight, options, "the loss", "the LmHead")
-        check_tensor("weight", weight, "a tensor, this rank's [V/R, D]")  # the head says what else is wrong with it
+        check_tensor("weight", weight, "a tensor, this rank's [V/R, D]; of a layer pass LmHead.of(layer)")
         return LmHead(weight, **options)
 
     def _only(self, counts: Tensor | None) -> dict[str, Any]:

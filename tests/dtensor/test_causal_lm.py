@@ -248,6 +248,7 @@ def test_logits_on_a_mesh_of_two_dims_are_refused():
     [
         ({"tokens_BS": torch.zeros(4, dtype=torch.int64)}, "batch, tokens"),
         ({"tokens_BS": torch.zeros(1, 4)}, "integers"),
+        ({"tokens_BS": {"input_ids": drawn(2, 8)}}, r"tokens is a dict: .* pass batch\['input_ids'\]"),
         ({"labels": drawn(1, 9)}, "labels has shape"),
         ({"shift_labels": drawn(1, 9)}, "shift_labels has shape"),
         ({"labels": drawn(2, 8), "shift_labels": drawn(2, 8)}, "labels and shift_labels are both given"),

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -240,6 +241,26 @@ def test_a_transparent_decorator_of_a_forward_is_called(when):
         use_fused_loss(model)(**given)
     model.forward = Transparent(model.forward)
     torch.testing.assert_close((model if when == "after" else use_fused_loss(model))(**given).loss, expected)
+
+
+def test_threads_share_a_fused_model():
+    """Some call it with labels, others for its logits."""
+    model, given = make("llama"), batch()
+    expected, tokens = model(**given), {"input_ids": given["input_ids"]}
+    use_fused_loss(model)
+    before = dict(vars(model))
+
+    def work(with_labels):
+        for _ in range(10):
+            found = model(**given if with_labels else tokens)
+            if with_labels:
+                torch.testing.assert_close(found.loss, expected.loss)
+            else:
+                assert torch.equal(found.logits, expected.logits)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, (True, False, True, False)))
+    assert vars(model) == before
 
 
 @ranks(2)

@@ -17,6 +17,7 @@ B, S, D, V, K = 4, 3, 5, 24, 2
 # Of any loss: options and arguments that differ from good ones, and what is said of them. The head says some of it.
 OF_ALL = [
     ({"weight": None}, "weight is NoneType: it must be a tensor"),
+    ({"weight": torch.nn.Linear(2, 2)}, r"weight is Linear: .*; of a layer pass LmHead\.of\(layer\)"),
     ({"hidden": torch.zeros(B, S, D).long()}, "hidden is torch.int64"),
     ({"mask": [1.0]}, "mask is list: it must be a tensor"),
     ({"count": "4"}, "count is '4': it must be a number or a tensor"),
