@@ -22,7 +22,7 @@ AREAS = {
     "megatron": ("Megatron-Core", "megatron.md"),
     "tensor_parallel": ("Tensor parallelism", "api/tensor_parallel.md"),
     "dtensor": ("Hugging Face models", "hugging_face.md"),
-    "policy": ("Policy worker", "rl.md"),
+    "policy": ("Policy worker", "policy_worker.md"),
     "sequence": ("Sequences and packing", "api/sequence.md"),
     "experimental": ("Experimental", "pipeline.md"),
     "megatron_on_cpu": ("Megatron-Core on a CPU", "api/megatron_on_cpu.md"),

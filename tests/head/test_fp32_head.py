@@ -105,7 +105,7 @@ def test_with_lora_and_under_autocast():
 def test_other_pairs_and_rounded_logits_are_refused():
     hidden, weight, bias, *_, labels = drawn(torch.bfloat16)
     for x, w in ((hidden.float(), weight.bfloat16()), (hidden, weight.double()), (hidden, weight.half())):
-        with pytest.raises(ValueError, match="they must be equal, or weight and bias fp32 over 16 bits"):
+        with pytest.raises(ValueError, match="they must be equal, or weight and bias float32 beside hidden"):
             linear_cross_entropy(x, w, labels)
     with pytest.raises(
         ValueError, match="bias is torch.bfloat16, hidden torch.bfloat16: they must be equal, or weight"

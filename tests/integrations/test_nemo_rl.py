@@ -15,28 +15,33 @@ NAMES = sorted(FUNCTIONS | CLASSES)
 EARLIER = "tensor_parallel_hidden_states, output_weight_layer, output_weight, runtime_gather_output, target, "
 
 
+def write_package(path, changed: dict[str, str] | None = None) -> None:
+    """Write a package `nemo_rl`, whose functions return "theirs"; `changed`: parameters by a function's name."""
+    lines = ["import torch\n"]
+    for name, given in (FUNCTIONS | (changed or {})).items():
+        lines.append(f"def {name}({given}):\n    return 'theirs'\n")
+    for name, given in CLASSES.items():
+        cls = f"class {name}(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, {given}):\n"
+        lines.append(f"{cls}        return 'theirs'\n")
+    lines.append("def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size):\n    return 'theirs'\n")
+    lines.append("def nobody_knows_it():\n    return vocab_parallel_argmax(torch.ones(1, 1, 3))\n")
+    folder = path / "nemo_rl" / "distributed"
+    folder.mkdir(parents=True)
+    for each in (folder, folder.parent):
+        (each / "__init__.py").write_text("")
+    (folder / "model_utils.py").write_text("\n".join(lines))
+    other = "from nemo_rl.distributed.model_utils import DistributedLogprob as other_name\n"
+    for user in ("early", "late"):
+        names = f"from nemo_rl.distributed.model_utils import {', '.join(NAMES)}\n"
+        (folder / f"{user}.py").write_text(names + other)
+
+
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Writes and imports `nemo_rl`, whose functions return "theirs"; gone afterwards."""
+    """Writes and imports `nemo_rl`; gone afterwards."""
 
     def make(changed: dict[str, str] | None = None):
-        lines = ["import torch\n"]
-        for name, given in (FUNCTIONS | (changed or {})).items():
-            lines.append(f"def {name}({given}):\n    return 'theirs'\n")
-        for name, given in CLASSES.items():
-            cls = f"class {name}(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, {given}):\n"
-            lines.append(f"{cls}        return 'theirs'\n")
-        lines.append("def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size):\n    return 'theirs'\n")
-        lines.append("def nobody_knows_it():\n    return vocab_parallel_argmax(torch.ones(1, 1, 3))\n")
-        folder = tmp_path / "nemo_rl" / "distributed"
-        folder.mkdir(parents=True)
-        for each in (folder, folder.parent):
-            (each / "__init__.py").write_text("")
-        (folder / "model_utils.py").write_text("\n".join(lines))
-        other = "from nemo_rl.distributed.model_utils import DistributedLogprob as other_name\n"
-        for user in ("early", "late"):
-            names = f"from nemo_rl.distributed.model_utils import {', '.join(NAMES)}\n"
-            (folder / f"{user}.py").write_text(names + other)
+        write_package(tmp_path, changed)
         monkeypatch.syspath_prepend(tmp_path)
         importlib.invalidate_caches()
         return importlib.import_module(nemo_rl.MODULE)

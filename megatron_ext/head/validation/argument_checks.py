@@ -261,7 +261,7 @@ def linear_fault(
         if x.dtype != computed_dtype(hidden, weight):
             return ValueError(
                 f"{name} is {x.dtype}, {its_hidden} {hidden.dtype}: they must be equal, or weight and bias "
-                f"fp32 over 16 bits; cast one, or autocast"
+                f"float32 beside hidden states of 16 bits; cast one, or autocast"
             )
     if bias is not None and bias.shape[0] != weight.shape[0]:
         return ValueError(
