@@ -7,12 +7,13 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import megatron.core
 import pytest
 import torch
 
-from megatron_ext import doctor
+from megatron_ext import doctor, run
 from megatron_ext.integrations import trl
 from megatron_ext.numerics import cpu_products
 from tests.programs import python
@@ -107,11 +108,17 @@ def test_what_is_off_says_why(monkeypatch):
     assert "Triton is not installed" in triton["why"]
 
 
+def tell_version(monkeypatch, package, told):
+    """Have pip's metadata say another version of one package: others are imported meanwhile, and keep what they read."""
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: told if name == package else version(name))
+
+
 def test_another_megatron_than_pips(monkeypatch):
     from megatron_ext.megatron import versions
 
     monkeypatch.setattr(versions, "megatron_version", lambda: "0.21.0+abc")
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.16.1")
+    tell_version(monkeypatch, "megatron-core", "0.16.1")
     found = doctor.megatron()
     assert found["version"] == "0.21.0+abc"
     assert found["tested"] is False
@@ -201,7 +208,7 @@ def test_undeclared_transformer_engine_is_told(monkeypatch):
 
     there = importlib.import_module("megatron.core.extensions.transformer_engine")
     monkeypatch.setattr(there, "HAVE_TE", True)
-    monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: versions.megatron_version())
+    tell_version(monkeypatch, "megatron-core", versions.megatron_version())
     wants = ["torch", 'transformer-engine[pytorch]>=2.9.0a0,<2.12.0; extra == "dev"']
     monkeypatch.setattr(versions.importlib.metadata, "requires", lambda name: wants)
     refused = engine(monkeypatch, types.SimpleNamespace)["why_not"]
@@ -212,7 +219,7 @@ def test_undeclared_transformer_engine_is_told(monkeypatch):
 
 
 def test_the_other_apex(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.10")
+    tell_version(monkeypatch, "apex", "0.9.10")
     assert doctor._installed("apex") == "0.9.10 (without NVIDIA's kernels: PyPI's apex is another project)"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace() if name == "amp_C" else None)
     assert doctor._installed("apex") == "0.9.10"
@@ -232,13 +239,13 @@ def test_options_that_are_refused(wrong, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_script_that_wants_torchrun_is_told_of_it(tmp_path, monkeypatch):
-    (tmp_path / "script.py").write_text("raise ValueError('environment variable RANK expected, but not set')")
+def test_a_script_that_wants_torchrun_is_told_of_it(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", [*sys.argv])
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    failing = mock.Mock(side_effect=ValueError("environment variable RANK expected, but not set"))
+    monkeypatch.setattr(run, "main", failing)
     with pytest.raises(ValueError, match="RANK expected") as raised:
-        doctor.check_script([str(tmp_path / "script.py")])
+        doctor.check_script(["script.py"])
+    failing.assert_called_once()
     assert "torchrun --nproc-per-node N -m megatron_ext.doctor [--cpu] --model SCRIPT ARGS" in raised.value.__notes__[0]
 
 
