@@ -1,13 +1,12 @@
 """Megatron's global switch of batch-invariant kernels, and the calls of the head that has fixed bits."""
 
-import sys
 import types
 import warnings
 from contextlib import contextmanager
-from unittest import mock
 
 from megatron_ext.head.engine.linear import LinearHead
 from megatron_ext.numerics import batch_invariance
+from tests.stub_modules import stub_modules
 
 
 @contextmanager
@@ -30,7 +29,7 @@ def fixed_calls():
 def switch(on):
     """Megatron's module of kernels with its switch on or off, and without its kernels, while this lasts."""
     kernels = types.SimpleNamespace(is_batch_invariant_mode_enabled=lambda: on)
-    return mock.patch.dict(sys.modules, {batch_invariance.KERNELS: kernels})
+    return stub_modules({batch_invariance.KERNELS: kernels})
 
 
 @contextmanager

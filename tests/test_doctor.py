@@ -109,7 +109,7 @@ def test_what_is_off_says_why(monkeypatch):
 
 
 def tell_version(monkeypatch, package, told):
-    """Have pip's metadata say another version of one package: others are imported meanwhile, and keep what they read."""
+    """Have pip's metadata say another version of one package: others may be imported meanwhile, and keep theirs."""
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: told if name == package else version(name))
 

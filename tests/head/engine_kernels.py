@@ -2,12 +2,13 @@
 
 import functools
 import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
+
+from tests.stub_modules import stub_modules
 
 VLLM_FILES = ["determinism/batch_invariant.py", "layers/batch_invariant.py"]  # since 0.33, and before
 
@@ -48,7 +49,7 @@ def vllms(tree: str) -> ModuleType:
     # No table of tiles that were tuned on one device; those change the order where their BLOCK_SIZE_K is another.
     configs = stubs["vllm.model_executor.determinism.batch_invariant_configs"]
     configs._get_matmul_config = lambda m, n, k, dtype, default: default
-    with mock.patch.dict(sys.modules, stubs):
+    with stub_modules(stubs):
         return _module("vllm_batch_invariant", found[0])
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import sys
 import warnings
 from types import SimpleNamespace
 from unittest import mock
@@ -37,6 +36,7 @@ from tests.megatron.patching import (
     unpatch,
 )
 from tests.ranks import ranks
+from tests.stub_modules import stub_modules
 
 CHANGED = {"z_loss": 0.03, "label_smoothing": 0.2, "softcap": 0.4, "temperature": 0.7}
 
@@ -223,7 +223,7 @@ def test_z_loss_entropy_and_counts_in_megatrons_log():
                     patch(z_loss=0.1, entropy=True, chunk_size=3)
                 chunks = data_parallel(tiny_gpt(spec), distributed_optimizer=False)
                 tokens = tiny_batches(batch=4, seq=SEQ)[0]
-                with mock.patch.dict(sys.modules, {"megatron.training.global_vars": script}):
+                with stub_modules({"megatron.training.global_vars": script}):
                     for forward_only in (True, False):
                         with torch.set_grad_enabled(not forward_only):
                             logs = get_forward_backward_func()(
