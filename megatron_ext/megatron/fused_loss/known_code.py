@@ -82,7 +82,7 @@ def what_is_not_known(model: Any) -> str | None:
     if (reason := why_not_known(patch_points.output_layer(model))) is not None:
         return reason
     loss = function_of(patch_points.own_loss(model))
-    if not any(loss is one for one in _LOSSES):
+    if loss is not _LOSS:
         return f"it has a {patch_points.LOSS} of its own{_where(loss)}"
     global _seen_as_own
     found = in_places()
@@ -135,7 +135,7 @@ def _where(value: Any) -> str:
 
 
 # What others have put in these places before this module was imported is not known.
-_LOSSES = [one for one in (LanguageModule.compute_language_model_loss,) if is_own(one)]
+_LOSS = LanguageModule.compute_language_model_loss if is_own(LanguageModule.compute_language_model_loss) else None
 _OURS = our_layers.ColumnParallelLinear
 _LINEAR: list[Any] = [megatrons_own_layer(_OURS), _OURS, OutputLayer]
 _FORWARDS = [kind.forward for kind in _LINEAR if is_own(kind.forward)]
