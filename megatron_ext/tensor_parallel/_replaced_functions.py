@@ -22,6 +22,15 @@ _HOMES = ("megatron_ext.tensor_parallel.layers", "megatron.core.tensor_parallel.
 _LINEAR = "linear_with_grad_accumulation_and_async_allreduce", "LinearWithGradAccumulationAndAsyncCommunication"
 _FROZEN = "linear_with_frozen_weight", "LinearWithFrozenWeight"
 HONOURED = _LINEAR[0], _FROZEN[0]
+# What Megatron's linear layers look up beside these, and ours do not call, by the module below its tensor_parallel.
+_NOT_CALLED = {
+    "layers": (
+        *("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"),
+        *("gather_from_tensor_model_parallel_region", "scatter_to_tensor_model_parallel_region"),
+        *("gather_from_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"),
+    ),
+    "mappings": ("_reduce", "_CopyToModelParallelRegion", "_ReduceFromModelParallelRegion"),
+}
 _TORCH = str(Path(torch.__file__).parent)
 _DECORATORS = (torch.amp.autocast_mode.__file__, contextlib.__file__)  # Megatron uses them itself
 _originals: dict[bool, list[Any]] = {}
@@ -31,7 +40,8 @@ def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
     """The function to call, by Megatron's arguments, in the place of our matmul; None where nobody replaced any.
 
     Raises:
-        RuntimeError: an autograd class was replaced whose function is ours, which does not call that class.
+        RuntimeError: an autograd class was replaced whose function is ours, which does not call that class; or another
+            function or class that Megatron's layers look up, and ours do not call.
     """
     name, autograd = _FROZEN if frozen else _LINEAR
     found = []
@@ -40,7 +50,8 @@ def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
             module = vars(sys.modules[home])
             methods = vars(module[autograd])
             found.append((home, module[name], module[autograd], methods.get("forward"), methods.get("backward")))
-    if found == _originals.get(frozen):
+    others = _not_called()
+    if [*found, *others] == _originals.get(frozen):
         return None
     ours = vars(megatron_linear_functions)
     for home, function, kind, forward, _ in found:
@@ -54,8 +65,26 @@ def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
             f"{home}.{autograd} was replaced, and megatron_ext's {name} does not call that class: replace "
             f"{home}.{name} instead, which the layers look up, or take Megatron's own layers"
         )
-    _originals[frozen] = found
+    ours = vars(sys.modules.get("megatron_ext.tensor_parallel.mappings", sys))
+    for place, other in others:
+        if other is not None and other is not ours.get(place.rpartition(".")[2]) and not is_megatrons_own(other):
+            raise RuntimeError(
+                f"{place} was replaced, and megatron_ext's linear layers do not call it: replace "
+                f"{_HOMES[1]}.{name} instead, which the layers look up, or take Megatron's own layers"
+            )
+    _originals[frozen] = [*found, *others]
     return None
+
+
+def _not_called() -> list[tuple[str, Any]]:
+    """The places of `_NOT_CALLED` in the modules that are imported, and what stands there."""
+    found = []
+    for part, names in _NOT_CALLED.items():
+        home = f"megatron.core.tensor_parallel.{part}"
+        if home in sys.modules:
+            module = vars(sys.modules[home])
+            found += [(f"{home}.{name}", module.get(name)) for name in names]
+    return found
 
 
 # What `torch.compiler.assume_constant_result` does, which imports torch._dynamo, and that Triton.

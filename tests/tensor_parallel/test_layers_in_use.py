@@ -1,7 +1,9 @@
 """What Megatron and others ask of the layers beside the product: marks, copies, states, buffers, other methods."""
 
+import contextlib
 import copy
 import functools
+import importlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,7 +19,7 @@ from megatron_ext.tensor_parallel.layers import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from tests.gpt import model_parallel, tiny_config
+from tests.gpt import model_parallel, ours_everywhere, tiny_config
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import CLASSES, Config, build, numbers, piece, world
 from tests.tensor_parallel.test_layers import B, D, N, S, column, init, row
@@ -276,6 +278,35 @@ def test_layers_call_a_replaced_linear_function(home, frozen):
                 results[package, kind] = y.detach(), x.grad, layer.weight.grad
         for kind in ("column", "row"):
             torch.testing.assert_close(results[ours, kind], results[stock, kind])
+
+
+@ranks(1)
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        ("layers", "copy_to_tensor_model_parallel_region"),
+        ("layers", "reduce_from_tensor_model_parallel_region"),
+        ("mappings", "_reduce"),
+        ("mappings", "_CopyToModelParallelRegion"),
+    ],
+)
+@pytest.mark.parametrize("substituted", [False, True])
+def test_a_replaced_function_that_layers_do_not_call_is_told(module, name, substituted):
+    with model_parallel(), ours_everywhere() if substituted else contextlib.nullcontext():
+        home = importlib.import_module(f"megatron.core.tensor_parallel.{module}")
+        layer, x = build("column", D, N, config=tiny_config()), numbers(S, B, D, seed=1)
+        plain = layer(x)[0]
+        original = getattr(home, name)
+
+        def counted(*args, **kwargs):
+            return original(*args, **kwargs)
+
+        with (
+            mock.patch.object(home, name, functools.wraps(original, updated=())(counted)),
+            pytest.raises(RuntimeError, match=f"{module}.{name} was replaced, and megatron_ext's linear layers do not"),
+        ):
+            layer(x)
+        assert torch.equal(layer(x)[0], plain)
 
 
 @ranks(1)
