@@ -32,7 +32,7 @@ LINES = {
     "megatron_ext/model_utils": 1515,
     "megatron_ext/numerics": 1048,
     "megatron_ext/policy": 7437,
-    "megatron_ext/proof": 589,
+    "megatron_ext/proof": 590,
     "megatron_ext/sequence": 1504,
     "megatron_ext/tensor_parallel": 4607,
     "megatron_ext/verify": 324,

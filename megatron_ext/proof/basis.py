@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_WRITTEN = ("architectures", "dtype", "torch_dtype")  # to a config of transformers by whoever saves it: one rank, maybe
+# To a config of transformers by whoever saves it, one rank, maybe; the last two up to transformers 4.55.
+_WRITTEN = ("architectures", "dtype", "torch_dtype", "_attn_implementation_autoset")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
