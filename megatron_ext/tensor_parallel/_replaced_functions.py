@@ -22,14 +22,16 @@ _HOMES = ("megatron_ext.tensor_parallel.layers", "megatron.core.tensor_parallel.
 _LINEAR = "linear_with_grad_accumulation_and_async_allreduce", "LinearWithGradAccumulationAndAsyncCommunication"
 _FROZEN = "linear_with_frozen_weight", "LinearWithFrozenWeight"
 HONOURED = _LINEAR[0], _FROZEN[0]
-# What Megatron's linear layers look up beside these, and ours do not call, by the module below its tensor_parallel.
+# What Megatron's linear layers look up beside these, and ours do not call, by module.
 _NOT_CALLED = {
-    "layers": (
+    _HOMES[1]: (
         *("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"),
         *("gather_from_tensor_model_parallel_region", "scatter_to_tensor_model_parallel_region"),
         *("gather_from_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"),
     ),
-    "mappings": ("_reduce", "_CopyToModelParallelRegion", "_ReduceFromModelParallelRegion"),
+    "megatron.core.tensor_parallel.mappings": (
+        *("_reduce", "_CopyToModelParallelRegion", "_ReduceFromModelParallelRegion"),
+    ),
 }
 _TORCH = str(Path(torch.__file__).parent)
 _DECORATORS = (torch.amp.autocast_mode.__file__, contextlib.__file__)  # Megatron uses them itself
@@ -44,13 +46,16 @@ def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
             function or class that Megatron's layers look up, and ours do not call.
     """
     name, autograd = _FROZEN if frozen else _LINEAR
-    found = []
+    found: list[Any] = []
+    others: list[Any] = []
     for home in _HOMES:
         if home in sys.modules:
             module = vars(sys.modules[home])
             methods = vars(module[autograd])
             found.append((home, module[name], module[autograd], methods.get("forward"), methods.get("backward")))
-    others = _not_called()
+    for home, names in _NOT_CALLED.items():
+        module = vars(sys.modules[home]) if home in sys.modules else {}
+        others += map(module.get, names)
     if [*found, *others] == _originals.get(frozen):
         return None
     ours = vars(megatron_linear_functions)
@@ -66,25 +71,15 @@ def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
             f"{home}.{name} instead, which the layers look up, or take Megatron's own layers"
         )
     ours = vars(sys.modules.get("megatron_ext.tensor_parallel.mappings", sys))
-    for place, other in others:
-        if other is not None and other is not ours.get(place.rpartition(".")[2]) and not is_megatrons_own(other):
+    places = ((home, inner) for home, names in _NOT_CALLED.items() for inner in names)
+    for (home, inner), other in zip(places, others, strict=True):
+        if other is not None and other is not ours.get(inner) and not is_megatrons_own(other):
             raise RuntimeError(
-                f"{place} was replaced, and megatron_ext's linear layers do not call it: replace "
+                f"{home}.{inner} was replaced, and megatron_ext's linear layers do not call it: replace "
                 f"{_HOMES[1]}.{name} instead, which the layers look up, or take Megatron's own layers"
             )
     _originals[frozen] = [*found, *others]
     return None
-
-
-def _not_called() -> list[tuple[str, Any]]:
-    """The places of `_NOT_CALLED` in the modules that are imported, and what stands there."""
-    found = []
-    for part, names in _NOT_CALLED.items():
-        home = f"megatron.core.tensor_parallel.{part}"
-        if home in sys.modules:
-            module = vars(sys.modules[home])
-            found += [(f"{home}.{name}", module.get(name)) for name in names]
-    return found
 
 
 # What `torch.compiler.assume_constant_result` does, which imports torch._dynamo, and that Triton.
