@@ -92,7 +92,7 @@ class LinearHead(torch.autograd.Function):
         if ctx.plan.held is not None:
             hidden_TD = hidden_TD.to(torch.float32)
         with without_autocast(hidden_TD):
-            basis = ctx.plan.basis(stats, saved, ctx.plan.given_gradients(ctx, grads))
+            basis = ctx.plan.basis(stats, saved, [*map((*grads, None).__getitem__, ctx.firsts)])
             if ctx.plan.call.bits != "fast":
                 hidden_TD = fixed_order.aligned(hidden_TD)
             of_head = hidden_TD, weight_VD, bias_V, low_VR

@@ -236,7 +236,10 @@ class Plan:
         return found, saved
 
     def give(self, ctx: Any, results: list[list[Tensor]]) -> tuple[Tensor, ...]:
-        """Return all results one after the other, for autograd: the first of a read-out alone may have a gradient."""
+        """Return all results one after the other, for autograd: the first of a read-out alone may have a gradient.
+
+        `ctx.firsts`: the place of each read-out's first result among all gradients, -1 of one that has none.
+        """
         found: list[Tensor] = []
         plain: list[Tensor] = []
         ctx.firsts = []
@@ -247,10 +250,6 @@ class Plan:
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*plain)
         return tuple(found)
-
-    def given_gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradient of each read-out's first result, of those of all results."""
-        return [*map((*grads, None).__getitem__, ctx.firsts)]
 
     def basis(self, stats: Statistics, saved: list[list[Tensor]], grads: Sequence[Tensor | None]) -> Basis:
         """The gradients of all of them in the form of a function of the softmax."""

@@ -62,7 +62,7 @@ class StoredLogitsHead(torch.autograd.Function):
         stats = Statistics(*fields) if fields else None
         with without_autocast(logits[0]):
             made = sources.of_logits(logits, ctx.transforms)
-            gradient = ChunkGradient(plan, made, stats, saved, plan.given_gradients(ctx, grads))
+            gradient = ChunkGradient(plan, made, stats, saved, [*map((*grads, None).__getitem__, ctx.firsts)])
             dz = logits[0].detach() if ctx.into_logits else new_gradient(logits[0])
             for rows in _chunks(logits, plan, copy=not ctx.into_logits):
                 gradient.write(rows, rows_of(dz, rows))
@@ -113,7 +113,7 @@ class ChunkedHead(torch.autograd.Function):
         plan, (inputs, fields, of_kept, *saved) = ctx.plan, saved_groups(ctx)
         if plan.held is not None:
             inputs[0] = inputs[0].to(torch.float32)
-        stats, firsts = Statistics(*fields) if fields else None, plan.given_gradients(ctx, grads)
+        stats, firsts = Statistics(*fields) if fields else None, [*map((*grads, None).__getitem__, ctx.firsts)]
         with without_autocast(inputs[0]):
             made = sources.of_hidden(inputs, ctx.transforms, plan.call, ctx.sizes)
             found = _gradients(ctx, inputs, made, _Forward(stats, [], saved, of_kept), firsts)
