@@ -38,6 +38,8 @@ REPLACEABLE = ("megatron.", "torch.distributed", "torch.nn", "torch.optim", "tor
 KINDS = {type, types.FunctionType, staticmethod, classmethod, property, functools.partial}
 # The packages whose functions may stand in the place of others' as long as a test runs.
 OURS = ("megatron_ext", "megatron_on_cpu", "tests", "benchmarks", "examples")
+# The packages in which no function of the tests may stay; ours may be in transformers' tables for good.
+REPLACED_BY_TESTS = ("megatron_ext.", "megatron_on_cpu.", "transformers.")
 
 
 CLEARS = [  # one function from torch 2.11 on, before it two
@@ -141,11 +143,13 @@ def of_file() -> dict[str, object]:
         if name.startswith(("megatron", "tests")) and getattr(logger, "handlers", None):
             state[f"handlers of the logger {name}"] = repr(logger.handlers)
     for name, module in list(sys.modules.items()):
-        if type(module) is types.ModuleType and (name.startswith(REPLACEABLE) or name == "torch"):
+        by_tests = name.startswith(REPLACED_BY_TESTS)
+        if type(module) is types.ModuleType and (by_tests or name.startswith(REPLACEABLE) or name == "torch"):
+            ours = ("tests",) if by_tests else OURS
             values = {key: value for key, value in vars(module).items() if type(value) in KINDS}
-            state |= {f"{name}.{key}": _at(value) for key, value in values.items() if _of_ours(value)}
+            state |= {f"{name}.{key}": _at(value) for key, value in values.items() if _of(ours, value)}
             for kind in [value for value in values.values() if type(value) is type and value.__module__ == name]:
-                state |= {f"{name}.{kind.__name__}.{k}": _at(v) for k, v in list(vars(kind).items()) if _of_ours(v)}
+                state |= {f"{name}.{kind.__name__}.{k}": _at(v) for k, v in list(vars(kind).items()) if _of(ours, v)}
     if "megatron_ext.megatron.layer_specs" in sys.modules:
         state.pop("megatron.core.transformer.transformer_block.LayerNormImpl", None)  # replaced by its import
     return state
@@ -163,19 +167,19 @@ def _is_model(kind: type) -> bool:
     return issubclass(kind, torch.nn.Module) and not issubclass(kind, torch.fx.GraphModule)  # of torch.compile's caches
 
 
-def _of_ours(value: object) -> bool:
-    """A function or class that `OURS` define, whatever its `__module__` says."""
+def _of(packages: tuple[str, ...], value: object) -> bool:
+    """Return whether `packages` define the function or class, whatever its `__module__` says."""
     kind = type(value)
     if kind is types.FunctionType:
-        return str(value.__globals__.get("__name__")).startswith(OURS)
+        return str(value.__globals__.get("__name__")).startswith(packages)
     if kind is type:
-        return str(value.__module__).startswith(OURS)
+        return str(value.__module__).startswith(packages)
     if kind in (staticmethod, classmethod):
-        return _of_ours(value.__func__)
+        return _of(packages, value.__func__)
     if kind is property:
-        return _of_ours(value.fget)
+        return _of(packages, value.fget)
     if kind is functools.partial:
-        return _of_ours(value.func)
+        return _of(packages, value.func)
     return False
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import megatron_ext.numerics.matrices
 from tests.left_behind import LeftBehind, begin_file, end_file, groups, nothing_left_by_test
 from tests.ranks import ranks
 
@@ -90,6 +91,12 @@ def replace_a_function():
     return lambda: setattr(torch.optim.SGD, "step", step)
 
 
+def replace_a_function_of_the_package():
+    place = megatron_ext.numerics.matrices
+    original, place.pieces = place.pieces, lambda x: False
+    return lambda: setattr(place, "pieces", original)
+
+
 def open_a_file():
     return open(__file__).close
 
@@ -103,6 +110,7 @@ def keep_a_model():
     "leave,name",
     [
         (replace_a_function, "torch.optim.sgd.SGD.step: nothing became step_of_another"),
+        (replace_a_function_of_the_package, "numerics.matrices.pieces: nothing became replace_a_function_of_the"),
         (open_a_file, "open files .*test_left_behind.py: nothing became 1"),
         (keep_a_model, "models alive of .*Bilinear.*: nothing became 1"),
     ],
@@ -134,6 +142,21 @@ def test_what_a_rank_leaves_behind_fails_its_test():
     with pytest.raises(pytest.fail.Exception, match=told):
         leaves_a_variable(world_size=2)
     forgets_the_variable(world_size=2)
+
+
+@ranks(1)
+def replaces_a_function(monkeypatch):
+    monkeypatch.setattr(megatron_ext.numerics.matrices, "pieces", None)
+
+
+@ranks(1)
+def finds_the_function():
+    assert callable(megatron_ext.numerics.matrices.pieces)
+
+
+def test_monkeypatch_is_undone_on_ranks(monkeypatch):
+    replaces_a_function(world_size=1, monkeypatch=monkeypatch)
+    finds_the_function(world_size=1)
 
 
 @ranks(2)
