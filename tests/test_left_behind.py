@@ -1,5 +1,6 @@
 """Leftovers of each kind fail the test, or the file, that leaves them, and are named."""
 
+import contextlib
 import logging
 import os
 import warnings
@@ -10,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import megatron_ext.numerics.matrices
-from tests.left_behind import LeftBehind, begin_file, end_file, groups, nothing_left_by_test
+from tests.left_behind import LeftBehind, begin_file, end_file, groups, nothing_left_by_test, told
 from tests.ranks import ranks
 
 KEPT: list = []
@@ -126,15 +127,25 @@ def test_what_a_file_leaves_behind_is_named(leave: Callable, name: str):
     end_file()
 
 
+@pytest.mark.parametrize("passing", [False, True])
+def test_leftovers_that_pass_are_told_and_others_raised(passing, capsys, monkeypatch):
+    monkeypatch.delenv("LEFT_BEHIND", raising=False)
+    message = "a test of this file leaves behind\nopen files a: nothing became 1"
+    message += "" if passing else "\ntorch.optim.sgd.SGD.step: nothing became f"
+    with contextlib.nullcontext() if passing else pytest.raises(LeftBehind):
+        with told():
+            raise LeftBehind(message)
+    assert capsys.readouterr().err.strip() == (message if passing else "")
+
+
 @ranks(2)
 def leaves_a_variable():
-    os.environ |= {"NVTE_LEFT": "1", "LEFT_BEHIND": "error"}
+    os.environ["NVTE_LEFT"] = "1"
 
 
 @ranks(2)
 def forgets_the_variable():
-    for name in ("NVTE_LEFT", "LEFT_BEHIND"):
-        os.environ.pop(name, None)
+    os.environ.pop("NVTE_LEFT", None)
 
 
 def test_what_a_rank_leaves_behind_fails_its_test():
