@@ -28,7 +28,7 @@ LINES = {
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1328,
     "megatron_ext/megatron": 4442,
-    "megatron_ext/memory": 558,
+    "megatron_ext/memory": 700,
     "megatron_ext/model_utils": 1515,
     "megatron_ext/numerics": 1048,
     "megatron_ext/policy": 7437,
