@@ -14,7 +14,7 @@ from benchmarks.meter import measure
 from benchmarks.plan import A, B, measured_rows, plan
 from megatron_ext import __main__ as programs
 from megatron_ext import linear_cross_entropy
-from megatron_ext.memory import __main__, step_time
+from megatron_ext.memory import __main__, apart, step_time
 from megatron_ext.memory.__main__ import main, rows
 from megatron_ext.memory.heads import megatron, ours, peak_bytes, transformers
 from megatron_ext.memory.sizes import Sizes
@@ -174,6 +174,17 @@ def test_wrong_arguments_are_told(given, said, capsys):
         main(given.split())
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_count_by_another_process_may_fail(monkeypatch):
+    monkeypatch.setattr(apart.sys, "executable", "/nowhere/python")
+    assert apart.counted_apart("--tokens 8") == ""
+
+
+@pytest.mark.slow
+def test_another_process_counts_what_this_one_does():
+    found = apart.counted_apart("--tokens 512 --hidden 64 --vocab 4096 --cache 0.5")
+    assert found == "\n".join(rows(SMALL, [0.5]))
 
 
 def test_page_shows_the_table_that_is_printed():
