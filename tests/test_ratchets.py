@@ -20,18 +20,18 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1363,
+    "megatron_ext/*.py": 1383,
     "megatron_ext/distributed": 862,
-    "megatron_ext/dtensor": 4876,
+    "megatron_ext/dtensor": 4879,
     "megatron_ext/experimental": 2380,
     "megatron_ext/head": 10719,
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1328,
-    "megatron_ext/megatron": 4442,
-    "megatron_ext/memory": 558,
+    "megatron_ext/megatron": 4451,
+    "megatron_ext/memory": 717,
     "megatron_ext/model_utils": 1515,
     "megatron_ext/numerics": 1048,
-    "megatron_ext/policy": 7437,
+    "megatron_ext/policy": 7441,
     "megatron_ext/proof": 590,
     "megatron_ext/sequence": 1504,
     "megatron_ext/tensor_parallel": 4602,
