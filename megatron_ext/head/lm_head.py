@@ -16,7 +16,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.adapters.lora import LoRA, adapters_of, check_adapters, check_dropout
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.layer_facts import LayerFacts, head_facts
-from megatron_ext.head.read import HeadTensors, LogitTransform, read_hidden, read_logits
+from megatron_ext.head.read import read_hidden, read_logits
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, bits_or_mode
@@ -151,7 +151,7 @@ class LmHead:
         Raises:
             ValueError: an argument breaks its rule; the message says which, and the fix.
         """
-        return read_hidden(self.resolved(), self.tensors, hidden, readouts, counts, at_most, fault)
+        return read_hidden(self.resolved(), self, hidden, readouts, counts, at_most, fault)
 
     def resolved(self) -> ResolvedHead:
         """This head in one call: group, shard and bits as they are now.
@@ -179,17 +179,6 @@ class LmHead:
             in_slices=in_slices,
             guessed=guessed,
         )
-
-    @property
-    def tensors(self) -> HeadTensors:
-        """Its tensors, and the dtype of its logits."""
-        adapters = () if self.lora is None else adapters_of(self.lora)
-        return HeadTensors(self.weight, self.bias, adapters, self.logit_dtype)
-
-    @property
-    def transform(self) -> LogitTransform:
-        """Softcap and scale of its product's logits, and their rounding."""
-        return LogitTransform(None, self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype))
 
 
 @dataclass(frozen=True, eq=False)

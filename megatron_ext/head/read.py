@@ -6,7 +6,7 @@ the one that was found last counts, and before all of them the caller's. `Plan.r
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.adapters.lora import LoRA, low_rank, options_of, rows_fault, widened
+from megatron_ext.head.adapters.lora import adapters_of, low_rank, options_of, rows_fault, widened
 from megatron_ext.head.call.matmul import numbers
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.engine.chunked.autograd_functions import ChunkedHead, StoredLogitsHead
@@ -35,53 +35,13 @@ from megatron_ext.head.validation.bits_checks import bits_fault
 from megatron_ext.numerics.fixed_order import products_fault
 from megatron_ext.numerics.matrices import accumulation_dtype
 
-__all__ = ["HeadTensors", "LogitTransform", "read_hidden", "read_logits"]
-
-
-class HeadTensors(NamedTuple):
-    """The tensors of a head, and the dtype that its logits are rounded to, if any."""
-
-    weight: Any  # [V/R, D]
-    bias: Tensor | None
-    adapters: tuple[LoRA, ...]
-    logit_dtype: torch.dtype | None
-
-    def fault(self, hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = "") -> ValueError | None:
-        """Return the fault of this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
-        found = argument_checks.linear_fault(hidden, self.weight, self.bias, vocab, ranks, whose)
-        if found is None and self.adapters:
-            found = rows_fault(self.adapters, self.weight)
-        if found is not None or self.logit_dtype is None:
-            return found
-        dtype = computed_dtype(hidden, self.weight)
-        return option_checks.logit_dtype_fault(self.logit_dtype, dtype, f"{whose}hidden")
-
-    def inputs(self, x_TD: Tensor, head: ResolvedHead) -> tuple[Tensor, Any, Tensor | None, Tensor | None]:
-        """Hidden states, with the columns of the low rank if there is one, weight, bias and low rank."""
-        if not self.adapters:
-            return x_TD, self.weight, self.bias, None
-        x_TD = widened(x_TD, self.adapters, head.group, head.in_slices, head.fixed)
-        return x_TD, self.weight, self.bias, low_rank(self.adapters)
-
-
-class GivenLogits(Protocol):
-    """The part of `Logits` that a call takes."""
-
-    @property
-    def logits(self) -> Tensor: ...
-    @property
-    def softcap(self) -> float | None: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def gradient_into_logits(self) -> bool: ...
-    @property
-    def name(self) -> str: ...
+if TYPE_CHECKING:
+    from megatron_ext.head.lm_head import LmHead, Logits
 
 
 def read_hidden(
     head: ResolvedHead,
-    own: HeadTensors,
+    own: "LmHead",
     hidden: Tensor,
     asked: Sequence[ReadOut],
     counts: Tensor | None,
@@ -93,7 +53,7 @@ def read_hidden(
     ranks = 1 if head.group is None else head.group.size()
     readouts, teachers, fault = checked(asked, head)
     leading, found = _leading(hidden, readouts, ranks, head.in_slices)
-    fault = own.fault(hidden, None if head.guessed else head.vocab, ranks) or found or fault
+    fault = _tensors_fault(own, hidden, None if head.guessed else head.vocab, ranks) or found or fault
     if head.bits != "fast":
         fault = bits_fault(head, ranks, hidden, readouts) or fault
     if head.fuse_main_grad and torch.is_grad_enabled():
@@ -117,16 +77,16 @@ def read_hidden(
         x_T = x if len(leading) == 1 else x.reshape((leading.numel(), *x.shape[len(leading) :]))
         return x_T if left is None else left.of_all(x_T)
 
-    adapters = own.adapters
+    adapters = adapters_of(own.lora) if own.lora else ()
     for teacher in teachers:
-        adapters = (*adapters, *teacher.head.tensors.adapters)
+        adapters = (*adapters, *adapters_of(teacher.head.lora))
     plan = Plan(readouts, head, flat, tokens, hidden.device, options_of(adapters) if adapters else None)
     if left is not None and sizes is None:  # ranks that leave out others learn it then
         plan.places_T, plan.all_tokens = left.kept_T, leading.numel() + left.fills
     sides = [_computed(hidden, own.weight)]
     for t in teachers:
         sides.append(_computed(t.hidden.detach(), t.head.weight))
-    if sides[0].dtype != hidden.dtype and not own.adapters and not torch.is_autocast_enabled(hidden.device.type):
+    if sides[0].dtype != hidden.dtype and not own.lora and not torch.is_autocast_enabled(hidden.device.type):
         plan.held = hidden.dtype
     if head.bits != "fast":
         for side in sides:
@@ -135,7 +95,7 @@ def read_hidden(
         if sizes is not None and tokens:
             shared = [left is None and t.hidden.dim() < hidden.dim() for t in teachers]
             repeats = [1, *(hidden.shape[-2] if each else 1 for each in shared)]
-            _gather_zeros(sides, [own, *(t.head.tensors for t in teachers)], repeats, sizes, head.group)
+            _gather_zeros(sides, [own, *(t.head for t in teachers)], repeats, sizes, head.group)
         plan.raise_on_all_ranks(fault, accumulation_dtype(sides[0].dtype), hidden.device)
     if plan.needs_logits:
         plan.choose_columns()
@@ -152,14 +112,11 @@ def read_hidden(
 
 
 def _run(
-    own: HeadTensors, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
+    own: "LmHead", sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
 ) -> Sequence[Tensor]:
     """The results of all read-outs, one after the other, by the autograd function that serves them."""
     head = plan.call
-    if own.adapters:
-        x_TD, weight, bias, low = own.inputs(sides[0], head)
-    else:
-        x_TD, weight, bias, low = sides[0], own.weight, own.bias, None
+    x_TD, weight, bias, low = _inputs(own, sides[0], head) if own.lora else (sides[0], own.weight, own.bias, None)
     keep = torch.is_grad_enabled() and (
         x_TD.requires_grad
         or weight.requires_grad
@@ -169,10 +126,11 @@ def _run(
     if plan.needs_logits:
         inputs: list[Tensor | None] = []
         for side, t in zip(sides[1:], teachers, strict=True):
-            inputs += [None if x is None else x.detach() for x in t.head.tensors.inputs(side, head)]
-        asked = plan.head
-        first = LogitTransform(None, asked.softcap, asked.logit_scale, asked.rounds)
-        transforms = [first, *(t.head.transform for t in teachers)]
+            inputs += [None if x is None else x.detach() for x in _inputs(t.head, side, head)]
+        transforms = [
+            LogitTransform(None, each.softcap, each.logit_scale, option_checks.rounds(each.logit_dtype))
+            for each in (own, *(t.head for t in teachers))
+        ]
         given = plan, transforms, sizes, keep, x_TD, weight, bias, low, *inputs
         return _apply_eagerly(ChunkedHead, *given) if head.bits != "fast" else ChunkedHead.apply(*given)
     if weight.shape[0] == 0:  # one column that does not count is simpler than none
@@ -185,12 +143,20 @@ def _run(
     return LinearHead.apply(plan, sizes, keep, x_TD, weight, bias, low)
 
 
+def _inputs(given: "LmHead", x_TD: Tensor, head: ResolvedHead) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Hidden states, with the columns of the low rank if there is one, weight, bias and low rank."""
+    adapters = adapters_of(given.lora)
+    if adapters:
+        x_TD = widened(x_TD, adapters, head.group, head.in_slices, head.fixed)
+    return x_TD, given.weight, given.bias, low_rank(adapters)
+
+
 @_disable_dynamo  # what holds of this processor's products is found out by running some
 def _apply_eagerly(function: Any, *arguments: Any) -> Sequence[Tensor]:
     return function.apply(*arguments)
 
 
-def read_logits(head: ResolvedHead, given: GivenLogits, asked: Sequence[ReadOut], callers: ValueError | None) -> Any:
+def read_logits(head: ResolvedHead, given: "Logits", asked: Sequence[ReadOut], callers: ValueError | None) -> Any:
     """See `Logits.read`. `callers`: the caller's fault."""
     logits, ranks = given.logits, head.ranks
     readouts, teachers, fault = checked(asked, head)
@@ -270,6 +236,19 @@ def _leading(
     return torch.Size((lead[0] * ranks, *lead[1:])) if in_slices and ranks > 1 else lead, None
 
 
+def _tensors_fault(
+    given: "LmHead", hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = ""
+) -> ValueError | None:
+    """Return the fault of this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
+    found = argument_checks.linear_fault(hidden, given.weight, given.bias, vocab, ranks, whose)
+    if found is None and given.lora:
+        found = rows_fault(adapters_of(given.lora), given.weight)
+    if found is not None or given.logit_dtype is None:
+        return found
+    dtype = computed_dtype(hidden, given.weight)
+    return option_checks.logit_dtype_fault(given.logit_dtype, dtype, f"{whose}hidden")
+
+
 def _teacher_fault(teacher: Any, hidden: Tensor, student: ResolvedHead) -> ValueError | None:
     if not isinstance(teacher, Teacher):
         raise ValueError(
@@ -291,7 +270,7 @@ def _teacher_fault(teacher: Any, hidden: Tensor, student: ResolvedHead) -> Value
             f"{tuple(hidden.shape)} on {hidden.device}: both must be hidden states of the same tokens, on one device; "
             f"or the student's [..., n, D] and the teacher's [..., D]"
         )
-    return its.tensors.fault(teacher.hidden, student.vocab, student.ranks, "teacher_")
+    return _tensors_fault(its, teacher.hidden, student.vocab, student.ranks, "teacher_")
 
 
 def _check_teachers_options(teacher: Any, student: ResolvedHead) -> None:
@@ -327,7 +306,7 @@ def _same_ranks(one: Group, other: Group) -> bool:
     return one.size() == other.size()
 
 
-def _teacher_logits_fault(teacher: Any, student: GivenLogits, vocab: VocabShard, ranks: int) -> ValueError | None:
+def _teacher_logits_fault(teacher: Any, student: "Logits", vocab: VocabShard, ranks: int) -> ValueError | None:
     if not isinstance(getattr(teacher, "logits", None), Tensor):
         raise ValueError(f"teacher is {type(teacher).__name__}: beside Logits it must be Logits of the same tokens")
     option_checks.check_teachers_temperature("teacher", teacher.temperature, student.temperature)
@@ -341,12 +320,14 @@ def _teacher_logits_fault(teacher: Any, student: GivenLogits, vocab: VocabShard,
 
 
 def _gather_zeros(
-    sides: list[Tensor], heads: Sequence[HeadTensors], repeats: list[int], sizes: list[int], group: Group
+    sides: list[Tensor], heads: Sequence["LmHead"], repeats: list[int], sizes: list[int], group: Group
 ) -> None:
     """Take part in the gather of hidden states, on a rank that refused its arguments. `repeats`: how many tokens a row
     of each side is of."""
     own = sizes[group_rank(group)]
-    widths = [x.shape[1] + sum(len(each.A) for each in head.adapters) for x, head in zip(sides, heads, strict=True)]
+    widths = [
+        x.shape[1] + sum(len(each.A) for each in adapters_of(head.lora)) for x, head in zip(sides, heads, strict=True)
+    ]
     zeros = [x.new_zeros(own // n, width) for x, n, width in zip(sides, repeats, widths, strict=True)]
     gather_tokens(zeros, group, sizes)
 
