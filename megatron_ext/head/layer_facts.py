@@ -39,12 +39,6 @@ class HeadFacts(FactsBesideTemperature, total=False):
     temperature: float
 
 
-class LayerFacts(HeadFacts, total=False):
-    """Keywords of `LmHead.of`."""
-
-    weight: Tensor | None
-
-
 def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `LmHead`: what is given, and where that is None or missing what the layer says.
 

@@ -15,7 +15,7 @@ from megatron_ext.distributed.groups import Group, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.adapters.lora import LoRA, adapters_of, check_adapters, check_dropout
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.layer_facts import LayerFacts, head_facts
+from megatron_ext.head.layer_facts import HeadFacts, head_facts
 from megatron_ext.head.read import read_hidden, read_logits
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.validation import argument_checks, option_checks
@@ -102,7 +102,13 @@ class LmHead:
 
     @classmethod
     def of(
-        cls, layer: Any, tp_group: Group = None, hidden_layout: HiddenLayout | None = None, **facts: Unpack[LayerFacts]
+        cls,
+        layer: Any,
+        tp_group: Group = None,
+        hidden_layout: HiddenLayout | None = None,
+        *,
+        weight: Tensor | None = None,
+        **facts: Unpack[HeadFacts],
     ) -> "LmHead":
         """The head of a layer that makes logits, or of its weight.
 
@@ -111,13 +117,15 @@ class LmHead:
                 an `nn.Linear`; what PEFT puts in its place, with the LoRA adapters that are active, or the copy that
                 trains (`modules_to_save`); or Megatron-Core's output layer, of which bias, softcap, tensor-parallel
                 group, sequence parallelism, gradient accumulation fusion and a `logit_dtype` of 16 bits are taken.
-            tp_group, hidden_layout, facts: as for `LmHead`, `weight` too; they go before what the layer says.
+            tp_group, hidden_layout, weight, facts: as for `LmHead`; they go before what the layer says.
 
         Raises:
             ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary; or it
                 has adapters that are more than a low-rank product.
         """
-        return cls(**head_facts(layer, {"tp_group": tp_group, "hidden_layout": hidden_layout, **facts}))
+        return cls(
+            **head_facts(layer, {"weight": weight, "tp_group": tp_group, "hidden_layout": hidden_layout, **facts})
+        )
 
     def read(
         self,
@@ -164,10 +172,13 @@ class LmHead:
         argument_checks.check_marks(self.weight, alone=group is None and self.tp_group is None and guessed)
         if self.lora is not None:
             check_dropout(adapters_of(self.lora), 1 if group is None else group.size(), in_slices)
-        rows = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1
+        vocab = self.vocab
+        if vocab is None:
+            rows = max(self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1, 1)
+            vocab = VocabShard(0, rows, rows) if group is None else VocabShard.equal(rows, group)
         return ResolvedHead(
             group,
-            argument_checks.equal_shard(max(rows, 1), group) if self.vocab is None else self.vocab,
+            vocab,
             self.softcap,
             self.temperature,
             self.chunk_tokens,
@@ -221,7 +232,8 @@ class Logits:
 
     def resolved(self) -> ResolvedHead:
         """These logits in one call: group and shard as they are now."""
-        group, guessed = tensor_parallel_group(self.tp_group), self.vocab is None
-        columns = max(self.logits.shape[-1], 1)
-        vocab = argument_checks.equal_shard(columns, group) if self.vocab is None else self.vocab
-        return ResolvedHead(group, vocab, self.softcap, self.temperature, self.chunk_tokens, guessed=guessed)
+        group, vocab = tensor_parallel_group(self.tp_group), self.vocab
+        if vocab is None:
+            columns = max(self.logits.shape[-1], 1)
+            vocab = VocabShard(0, columns, columns) if group is None else VocabShard.equal(columns, group)
+        return ResolvedHead(group, vocab, self.softcap, self.temperature, self.chunk_tokens, guessed=self.vocab is None)

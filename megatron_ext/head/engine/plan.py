@@ -77,7 +77,8 @@ class Plan:
         self.leaves: Any = None
         labels = None
         for r in readouts:
-            r.bind(taken, flat)
+            r.call = taken
+            r.flatten(flat)
             labels = r if labels is None and r.reads_labels else labels
         self._find_targets(labels, device)
         self._find_ids()
@@ -88,7 +89,7 @@ class Plan:
         vocab, self.labelled = self.call.vocab, False
         if labels is None or labels.labels_T is None:
             self.target_T = torch.full((self.tokens,), -1, device=device)
-        elif labels.counts_T is None and vocab.counted == vocab.size:
+        elif labels.counts_T is None and vocab.start == 0 and vocab.stop >= vocab.size:
             self.target_T = labels.labels_T.clone()  # which the caller may write before backward
             self.labelled = labels.all_count
         else:

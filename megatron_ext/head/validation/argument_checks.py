@@ -82,16 +82,6 @@ def check_labels(labels: Tensor, ignore_index: int, size: int) -> bool:
     return check_within("labels", labels, size, fix, spared=ignore_index) and not 0 <= ignore_index < size
 
 
-def labels_fault(
-    labels: Any, ignore_index: int, size: int, group: Group, vocab: VocabShard | None
-) -> tuple[bool, ValueError | None]:
-    """Look at labels: whether all were seen to count, and what this rank alone may see wrong. The rest is raised."""
-    try:
-        return check_labels(labels, ignore_index, size), None
-    except OutsideVocabulary as fault:
-        return False, ValueError(f"{fault}{forgotten_group(group, vocab)}")
-
-
 def size_fault(vocab: VocabShard | None, check: Callable[..., object], *arguments: Any, group: Group) -> Any:
     """The fault that `check(*arguments)` finds and this rank alone may see; the rest is raised.
 
@@ -168,11 +158,6 @@ def check_vocab(vocab: Any) -> None:
             f"vocab is {vocab!r}: it must be a VocabShard(start, stop, size) or None; "
             f"VocabShard.equal(columns, group, size) makes the one of a padded vocabulary of `size` ids"
         )
-
-
-def equal_shard(columns: int, group: Group) -> VocabShard:
-    """The shard of this rank where all hold as many columns, in rank order."""
-    return VocabShard(0, columns, columns) if group is None else VocabShard.equal(columns, group)
 
 
 def check_marks(weight: Any, alone: bool) -> None:

@@ -41,13 +41,6 @@ class OfTwoSides(ReadOut):
     by_factor = True
 
 
-class Normaliser(NamedTuple):
-    """fp64 `[T]`: the largest logit (0 if all are -inf), and the log of the sum of exponentials below it."""
-
-    largest: Tensor
-    log_sum: Tensor
-
-
 def side_statistics(logits: Sequence[Tensor], stats_Kt: Tensor, call: ResolvedHead) -> None:
     """Write the statistics of the student's logits of a chunk, and below them the teacher's."""
     for i, z_tV in enumerate(logits):
@@ -57,11 +50,12 @@ def side_statistics(logits: Sequence[Tensor], stats_Kt: Tensor, call: ResolvedHe
         passes_of(z_tV).row_statistics(z_tV, nowhere, rows_Kt, counted=options[0], temperature=options[1])
 
 
-def normaliser(stats_RKT: Tensor, side: int, call: ResolvedHead) -> Normaliser:
-    """Return the normaliser of all shards together."""
+def normaliser(stats_RKT: Tensor, side: int, call: ResolvedHead) -> tuple[Tensor, Tensor]:
+    """Return of all shards together the largest logit (0 if all are -inf), and the log of the sum of exponentials below
+    it; fp64 `[T]`."""
     peaks_RT, sums_RT = (stats_RKT[:, side * SIDE + row].double() for row in (MAX, SUM_EXP))
     largest_T = peaks_RT.amax(0)
     largest_T = largest_T.where(largest_T > -torch.inf, 0.0)
     below_RT = (peaks_RT - largest_T).where(peaks_RT > -torch.inf, 0.0)
     total_T = added(sums_RT * below_RT.exp().where(peaks_RT > -torch.inf, 0.0), call)
-    return Normaliser(largest_T, total_T.masked_fill(total_T == 0, 1.0).log())
+    return largest_T, total_T.masked_fill(total_T == 0, 1.0).log()
