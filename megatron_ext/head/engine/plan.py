@@ -230,8 +230,10 @@ class Plan:
                 sent_RKT, mine_KT = stats_RKT[:, span, :-1], stats_KT[span, :-1]
             if own_KT is not None and r.own_rows:
                 mine_KT = own_KT[own]
-            of = r if self.leaves is None or not r.rows else self.leaves.readouts[at]
-            given, kept = of.results(stats, sent_RKT, mine_KT)
+            if self.leaves is None or not r.rows:
+                given, kept = r.results(stats, sent_RKT, mine_KT)
+            else:
+                given, kept = self.leaves.results(at, stats, sent_RKT, mine_KT)
             found.append(given)
             saved.append(kept)
         return found, saved

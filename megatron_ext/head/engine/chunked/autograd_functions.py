@@ -205,8 +205,7 @@ def _chunk_gradients(
     found = []
     for at, (part, each) in enumerate(zip(plan.leaves.plans, made, strict=True)):
         own = None if stats is None else stats._replace(shift=shifts[at])
-        of_leaf = [r.saved_of(at, of_all) for r, of_all in zip(plan.leaves.readouts, saved, strict=True)]
-        found.append(ChunkGradient(part, each, own, of_leaf, grads))
+        found.append(ChunkGradient(part, each, own, plan.leaves.saved_of(at, saved), grads))
     return found
 
 
@@ -280,7 +279,7 @@ def _read(
             if leaves is None:
                 plan.readouts[at].scan(Chunk(rows, sides_of(plan, logits[0], at), part_Kt, own_Kt))
             else:
-                leaves.readouts[at].scan(rows, [sides_of(plan, sides, at) for sides in logits], part_Kt, own_Kt)
+                leaves.scan(at, rows, [sides_of(plan, sides, at) for sides in logits], part_Kt, own_Kt)
             if kept is not None:
                 kept.write(rows, plan.readouts[at], each[0][0], logits[0], part_Kt)
         del each, logits  # before the next ones are made
