@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.adapters.lora import LoRA, adapters_of, check_adapters, check_dropout
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.layer_facts import HeadFacts, head_facts
+from megatron_ext.head.lora import LoRA, adapters_of, check_adapters, check_dropout
 from megatron_ext.head.read import read_hidden, read_logits
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.validation import argument_checks, option_checks

@@ -6,7 +6,7 @@ the one that was found last counts, and before all of them the caller's. `Plan.r
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.adapters.lora import adapters_of, low_rank, options_of, rows_fault, widened
+from megatron_ext.head.call.leaves import bits_fault
 from megatron_ext.head.call.matmul import numbers
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.engine.chunked.autograd_functions import ChunkedHead, StoredLogitsHead
@@ -26,29 +26,26 @@ from megatron_ext.head.engine.chunked.sources import LogitTransform, gather_toke
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.engine.linear import LinearHead
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.readouts.divergences.teacher import Teacher
+from megatron_ext.head.lora import adapters_of, low_rank, options_of, rows_fault, widened
 from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.readouts.teacher import Teacher
 from megatron_ext.head.tokens_that_count import CountedTokens, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.argument_checks import computed_dtype
-from megatron_ext.head.validation.bits_checks import bits_fault
 from megatron_ext.numerics.fixed_order import products_fault
 from megatron_ext.numerics.matrices import accumulation_dtype
-
-if TYPE_CHECKING:
-    from megatron_ext.head.lm_head import LmHead, Logits
 
 
 def read_hidden(
     head: ResolvedHead,
-    own: "LmHead",
+    own: Any,
     hidden: Tensor,
     asked: Sequence[ReadOut],
     counts: Tensor | None,
     at_most: int | None,
     given: ValueError | None,
 ) -> Any:
-    """See `LmHead.read`. `given`: the caller's fault."""
+    """See `LmHead.read`. `own`: the `LmHead`; `given`: the caller's fault."""
     argument_checks.check_floating("hidden", hidden)
     ranks = 1 if head.group is None else head.group.size()
     readouts, teachers, fault = checked(asked, head)
@@ -112,7 +109,7 @@ def read_hidden(
 
 
 def _run(
-    own: "LmHead", sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
+    own: Any, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
 ) -> Sequence[Tensor]:
     """The results of all read-outs, one after the other, by the autograd function that serves them."""
     head = plan.call
@@ -143,7 +140,7 @@ def _run(
     return LinearHead.apply(plan, sizes, keep, x_TD, weight, bias, low)
 
 
-def _inputs(given: "LmHead", x_TD: Tensor, head: ResolvedHead) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _inputs(given: Any, x_TD: Tensor, head: ResolvedHead) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Hidden states, with the columns of the low rank if there is one, weight, bias and low rank."""
     adapters = adapters_of(given.lora)
     if adapters:
@@ -156,8 +153,8 @@ def _apply_eagerly(function: Any, *arguments: Any) -> Sequence[Tensor]:
     return function.apply(*arguments)
 
 
-def read_logits(head: ResolvedHead, given: "Logits", asked: Sequence[ReadOut], callers: ValueError | None) -> Any:
-    """See `Logits.read`. `callers`: the caller's fault."""
+def read_logits(head: ResolvedHead, given: Any, asked: Sequence[ReadOut], callers: ValueError | None) -> Any:
+    """See `Logits.read`. `given`: the `Logits`; `callers`: the caller's fault."""
     logits, ranks = given.logits, head.ranks
     readouts, teachers, fault = checked(asked, head)
     for r in readouts:
@@ -237,7 +234,7 @@ def _leading(
 
 
 def _tensors_fault(
-    given: "LmHead", hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = ""
+    given: Any, hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = ""
 ) -> ValueError | None:
     """Return the fault of this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
     found = argument_checks.linear_fault(hidden, given.weight, given.bias, vocab, ranks, whose)
@@ -306,7 +303,7 @@ def _same_ranks(one: Group, other: Group) -> bool:
     return one.size() == other.size()
 
 
-def _teacher_logits_fault(teacher: Any, student: "Logits", vocab: VocabShard, ranks: int) -> ValueError | None:
+def _teacher_logits_fault(teacher: Any, student: Any, vocab: VocabShard, ranks: int) -> ValueError | None:
     if not isinstance(getattr(teacher, "logits", None), Tensor):
         raise ValueError(f"teacher is {type(teacher).__name__}: beside Logits it must be Logits of the same tokens")
     option_checks.check_teachers_temperature("teacher", teacher.temperature, student.temperature)
@@ -320,7 +317,7 @@ def _teacher_logits_fault(teacher: Any, student: "Logits", vocab: VocabShard, ra
 
 
 def _gather_zeros(
-    sides: list[Tensor], heads: Sequence["LmHead"], repeats: list[int], sizes: list[int], group: Group
+    sides: list[Tensor], heads: Sequence[Any], repeats: list[int], sizes: list[int], group: Group
 ) -> None:
     """Take part in the gather of hidden states, on a rank that refused its arguments. `repeats`: how many tokens a row
     of each side is of."""

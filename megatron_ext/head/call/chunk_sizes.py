@@ -139,6 +139,13 @@ def block_room(tokens: int, columns: int, like: Tensor) -> int:
     return max(_CUDA_BLOCK_BYTES, tokens * columns * like.element_size() // _CUDA_BLOCK_SHARE)
 
 
+def blocks(z_TV: Tensor, more: float = 1) -> list[slice]:
+    """Rows to work on at a time with a few temporaries of their size, or of a `more`th of it: a small part of them."""
+    tokens, columns = z_TV.shape
+    step = max(1, int(more * (1 << (24 if z_TV.is_cuda else 16))) // max(columns, 1))
+    return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
+
+
 def summed_tokens(w_VD: Operand) -> int:
     """Tokens of a chunk on CUDA where dW is summed chunk by chunk: so many that their logits in fp32 take half of a
     16-bit weight's memory, or 64 MiB. The sums take twice of it, and are read and written for each chunk."""

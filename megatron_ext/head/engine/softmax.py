@@ -11,11 +11,11 @@ from torch import Tensor
 from megatron_ext.autograd import differentiable_once
 from megatron_ext.distributed import collectives
 from megatron_ext.head.call import statistics
+from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation import argument_checks
 from megatron_ext.numerics.matrices import accumulation_dtype
 

@@ -11,15 +11,17 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found, ReadOut
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.row_passes.selection import largest
-from megatron_ext.head.row_passes.vocabulary_order import largest_columns
 from megatron_ext.head.validation import argument_checks
 from megatron_ext.head.validation.sampling_checks import check_ids, check_k
+
+_GROUP = 64  # columns
 
 
 class _Picks(ReadOut):
@@ -136,3 +138,19 @@ class TopK(_Picks):
 def integers(stats: Tensor) -> Tensor:
     """The same memory as integers: ids travel beside values, exact at any vocabulary size."""
     return stats.view(torch.int64 if stats.dtype == torch.float64 else torch.int32)
+
+
+def largest_columns(z_TV: Tensor, k: int, any_equals: bool = False) -> Tensor:
+    """`[T, k]`, int64: the first k columns of each row, where the ids are the columns.
+
+    The columns are divided into groups of neighbours. Only the k groups with the largest maxima can hold one of the k
+    largest logits, so only their columns are compared one by one, and the logits are read once.
+
+    Args:
+        any_equals: which of equals are among the k, and in which order, may be any, which is faster.
+    """
+    groups = z_TV.shape[1] // _GROUP
+    found_TK = None
+    if groups >= 2 * k:
+        found_TK = largest_columns(passes_of(z_TV).group_maxima(z_TV, groups, _GROUP), k, any_equals)
+    return passes_of(z_TV).first_columns(z_TV, found_TK, _GROUP, k, any_equals)

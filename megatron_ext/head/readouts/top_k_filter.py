@@ -16,14 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.head.readouts.gather import integers
+from megatron_ext.head.call.chunk_sizes import blocks
+from megatron_ext.head.readouts.gather import integers, largest_columns
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
-from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.row_passes.selection import is_free_to_look
-from megatron_ext.head.row_passes.vocabulary_order import largest_columns
 
 # Rows: the label's logit, how many columns equal the k-th candidate, k candidates, and, which stay here, further
 # candidates and the columns of all.

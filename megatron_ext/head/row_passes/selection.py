@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.head.row_passes.row_blocks import blocks
+from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.numerics.readable_values import has_values
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.call import logit_gradient
+from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.numerics.matrices import part_of, parts_of
 
 
