@@ -142,7 +142,7 @@ def unwrapped(layer: Any) -> tuple[Any, list[LoRA]]:
     if hasattr(layer, "original_module") and hasattr(layer, "modules_to_save"):
         names = [] if off else [name for name in layer.active_adapters if name in layer.modules_to_save]
         return (layer.modules_to_save[names[0]] if names else layer.original_module), []
-    if not any(hasattr(layer, name) for name in ("base_layer", "original_module", "to_wrap")):
+    if not (hasattr(layer, "base_layer") or hasattr(layer, "original_module") or hasattr(layer, "to_wrap")):
         return layer, []
     if not all(hasattr(layer, name) for name in ("base_layer", "lora_A", "lora_B", "scaling", "lora_dropout")):
         raise ValueError(

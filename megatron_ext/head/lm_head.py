@@ -11,7 +11,7 @@ from typing import Any, Unpack, get_args
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, tensor_parallel_group
+from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.layer_facts import HeadFacts, head_facts
@@ -170,12 +170,13 @@ class LmHead:
         group = tensor_parallel_group(self.tp_group)
         guessed, in_slices = self.vocab is None, self.hidden_layout == "sequence"
         argument_checks.check_marks(self.weight, alone=group is None and self.tp_group is None and guessed)
+        ranks, vocab = 1 if group is None else group.size(), self.vocab
         if self.lora is not None:
-            check_dropout(adapters_of(self.lora), 1 if group is None else group.size(), in_slices)
-        vocab = self.vocab
+            check_dropout(adapters_of(self.lora), ranks, in_slices)
         if vocab is None:
             rows = max(self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1, 1)
-            vocab = VocabShard(0, rows, rows) if group is None else VocabShard.equal(rows, group)
+            start = rows * group_rank(group) if ranks > 1 else 0
+            vocab = VocabShard(start, start + rows, rows * ranks)
         return ResolvedHead(
             group,
             vocab,
@@ -235,5 +236,6 @@ class Logits:
         group, vocab = tensor_parallel_group(self.tp_group), self.vocab
         if vocab is None:
             columns = max(self.logits.shape[-1], 1)
-            vocab = VocabShard(0, columns, columns) if group is None else VocabShard.equal(columns, group)
+            ranks, rank = (1, 0) if group is None else (group.size(), group_rank(group))
+            vocab = VocabShard(rank * columns, (rank + 1) * columns, columns * ranks)
         return ResolvedHead(group, vocab, self.softcap, self.temperature, self.chunk_tokens, guessed=self.vocab is None)

@@ -122,12 +122,11 @@ def _run(
     )
     if plan.needs_logits:
         inputs: list[Tensor | None] = []
+        transforms = [LogitTransform(None, own.softcap, own.logit_scale, head.rounds)]
         for side, t in zip(sides[1:], teachers, strict=True):
+            rounds = option_checks.rounds(t.head.logit_dtype)
+            transforms.append(LogitTransform(None, t.head.softcap, t.head.logit_scale, rounds))
             inputs += [None if x is None else x.detach() for x in _inputs(t.head, side, head)]
-        transforms = [
-            LogitTransform(None, each.softcap, each.logit_scale, option_checks.rounds(each.logit_dtype))
-            for each in (own, *(t.head for t in teachers))
-        ]
         given = plan, transforms, sizes, keep, x_TD, weight, bias, low, *inputs
         return _apply_eagerly(ChunkedHead, *given) if head.bits != "fast" else ChunkedHead.apply(*given)
     if weight.shape[0] == 0:  # one column that does not count is simpler than none

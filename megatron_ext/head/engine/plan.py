@@ -139,8 +139,10 @@ class Plan:
         found["logit_scale"] = call.logit_scale
         found |= {} if call.bits == "fast" else {"bits": call.bits}
         found |= {"logit_dtype": "16 bits"} if call.rounds else {}
-        each = {type(r).__name__: f"({agreement.in_words(r.options())})" for r in self.readouts}
-        return agreement.in_words(found | self._options | each)
+        found |= self._options
+        for r in self.readouts:
+            found[type(r).__name__] = f"({agreement.in_words(r.options())})"
+        return agreement.in_words(found)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that backward and a later step of forward read."""
@@ -155,7 +157,7 @@ class Plan:
         counted = self.call.vocab.counted
         if not self.tokens or not counted or not has_values(self.target_T) or self.call.fixed:
             return
-        if any(teacher is not None for teacher in self.teachers):
+        if any(self.teachers):
             return
         read: list[Tensor] = []
         for r in self.readouts:
@@ -182,9 +184,8 @@ class Plan:
 
     def begin(self, chunks: list[slice], device: torch.device) -> None:
         """Tell the read-outs what they must know or agree on before the first chunk."""
-        words = self.words if any(r.begins for r in self.readouts) and self.call.ranks > 1 else ""
         for r in self.readouts:
-            r.begin(chunks, device, words, self.ids)
+            r.begin(chunks, device, self.words if r.begins and self.call.ranks > 1 else "", self.ids)
 
     def raise_on_all_ranks(self, fault: ValueError, dtype: torch.dtype, device: torch.device) -> NoReturn:
         """Raises `fault` once the other ranks know of it, by the exchange that they are waiting for."""

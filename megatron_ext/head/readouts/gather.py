@@ -114,12 +114,12 @@ class TopK(_Picks):
 
     def scan(self, chunk: Chunk) -> None:
         z_tV, vocab, stats_Kt = chunk.logits[0], self.call.vocab, chunk.stats_Kt
-        z_Kt, ids_Kt = stats_Kt[: self.k], integers(stats_Kt)[self.k :]
-        own = min(self.k, vocab.counted)
+        z_Kt, ids_Kt, counted = stats_Kt[: self.k], integers(stats_Kt)[self.k :], vocab.counted
+        own = min(self.k, counted)
         z_Kt[own:] = -torch.inf  # a shard too small sends what comes after every id that exists
         ids_Kt[own:] = torch.arange(own, self.k, device=ids_Kt.device).unsqueeze(1) + vocab.size
         for at in blocks(z_tV, 4) if own else []:
-            block = z_tV[at, : vocab.counted]
+            block = z_tV[at, :counted]
             order_tK = largest_columns(block, own)
             z_Kt[:own, at] = block.gather(1, order_tK).t().to(z_Kt.dtype)
             ids_Kt[:own, at] = (order_tK + vocab.start).t().to(ids_Kt.dtype)
@@ -149,8 +149,8 @@ def largest_columns(z_TV: Tensor, k: int, any_equals: bool = False) -> Tensor:
     Args:
         any_equals: which of equals are among the k, and in which order, may be any, which is faster.
     """
-    groups = z_TV.shape[1] // _GROUP
+    groups, passes = z_TV.shape[1] // _GROUP, passes_of(z_TV)
     found_TK = None
     if groups >= 2 * k:
-        found_TK = largest_columns(passes_of(z_TV).group_maxima(z_TV, groups, _GROUP), k, any_equals)
-    return passes_of(z_TV).first_columns(z_TV, found_TK, _GROUP, k, any_equals)
+        found_TK = largest_columns(passes.group_maxima(z_TV, groups, _GROUP), k, any_equals)
+    return passes.first_columns(z_TV, found_TK, _GROUP, k, any_equals)

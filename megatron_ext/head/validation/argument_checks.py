@@ -25,7 +25,6 @@ from megatron_ext.numerics.readable_values import (
     check_plain,
     check_within,
     has_values,
-    on_host,
     raise_unless,
 )
 
@@ -331,8 +330,8 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, word
     if stats_RKT.shape[0] == 1 or not has_values(stats_RKT):
         return
     said_RN = stats_RKT[:, : LABELS + 1, -1]
-    if on_host(said_RN):
-        said = [tuple(each) for each in said_RN.tolist()]
+    if not said_RN.is_cuda:
+        said = [*map(tuple, said_RN.tolist())]
         if len(said[0]) > LABELS and len({each[LABELS] for each in said}) == 1:
             said = [(*each[:LABELS], 0.0) for each in said]  # alike: which labels they are is no matter
         _check_said_on_host(tuple(said), words)
@@ -396,7 +395,7 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> None:
     """
     if not has_values(sums_RKT) or sums_RKT.shape[2] == 0:
         return
-    if on_host(sums_RKT) and call.largest is None and not torch.equal(sums_RKT[1:], sums_RKT[:-1]):
+    if not sums_RKT.is_cuda and call.largest is None and not torch.equal(sums_RKT[1:], sums_RKT[:-1]):
         return
     differ = sums_RKT != sums_RKT[:1]
     if call.largest is None:
