@@ -24,7 +24,7 @@ LINES = {
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4874,
     "megatron_ext/experimental": 2380,
-    "megatron_ext/head": 10471,
+    "megatron_ext/head": 10469,
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1328,
     "megatron_ext/megatron": 4442,

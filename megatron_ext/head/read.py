@@ -9,14 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once, and that Triton
-from torch.distributed import ProcessGroup
 
 from megatron_ext import main_grad
-from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
+from megatron_ext.distributed.groups import Group, group_rank
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.call.leaves import bits_fault
 from megatron_ext.head.call.matmul import numbers
@@ -28,7 +26,7 @@ from megatron_ext.head.engine.linear import LinearHead
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.lora import adapters_of, low_rank, options_of, rows_fault, widened
 from megatron_ext.head.readouts.read_out import ReadOut
-from megatron_ext.head.readouts.teacher import Teacher
+from megatron_ext.head.readouts.teacher import Teacher, teacher_fault, teacher_logits_fault
 from megatron_ext.head.tokens_that_count import CountedTokens, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.argument_checks import computed_dtype
@@ -56,7 +54,9 @@ def read_hidden(
     if head.fuse_main_grad and torch.is_grad_enabled():
         fault = fault or argument_checks.main_grad_fault(own.weight)
     for teacher in teachers:
-        fault = _teacher_fault(teacher, hidden, head) or fault
+        found = teacher_fault(teacher, hidden, head)
+        found = found or _tensors_fault(teacher.head, teacher.hidden, head.vocab, ranks, "teacher_")
+        fault = found or fault
     fault, tokens = given or fault, leading.numel()
     sizes = [tokens // ranks] * ranks if head.in_slices and ranks > 1 else None
 
@@ -162,7 +162,7 @@ def read_logits(head: ResolvedHead, given: Any, asked: Sequence[ReadOut], caller
             argument_checks.check_tokens_of(each[0], each[1], given.name, logits)
     fault = argument_checks.shard_fault(head.vocab, logits.shape[-1], given.name, ranks) or fault
     for teacher in teachers:
-        fault = _teacher_logits_fault(teacher, given, head.vocab, ranks) or fault
+        fault = teacher_logits_fault(teacher, given, head.vocab, ranks) or fault
     fault = callers or fault
     in_step = any(r.in_step for r in readouts) and ranks > 1
     flat = Flat(logits, as_given=in_step)  # the ranks exchange rows of the same tokens, chunk by chunk
@@ -243,76 +243,6 @@ def _tensors_fault(
         return found
     dtype = computed_dtype(hidden, given.weight)
     return option_checks.logit_dtype_fault(given.logit_dtype, dtype, f"{whose}hidden")
-
-
-def _teacher_fault(teacher: Any, hidden: Tensor, student: ResolvedHead) -> ValueError | None:
-    if not isinstance(teacher, Teacher):
-        raise ValueError(
-            f"teacher is {type(teacher).__name__}: beside hidden states it must be a Teacher(LmHead(weight), hidden)"
-        )
-    its = teacher.head
-    option_checks.check_teachers_temperature("teacher's head", its.temperature, student.temperature)
-    argument_checks.check_floating("teacher_hidden", teacher.hidden)
-    _check_teachers_options(its, student)
-    if its.vocab is not None and its.vocab != student.vocab:
-        return ValueError(
-            f"vocab is {student.vocab} and the teacher's head has {its.vocab}: a divergence is of one vocabulary, cut "
-            f"alike; leave out the teacher's, or pass the student's"
-        )
-    tokens = (hidden.shape[:-1], hidden.shape[:-2])  # the second: each of the teacher's is of n of the student's
-    if teacher.hidden.shape[:-1] not in tokens or teacher.hidden.device != hidden.device:
-        return ValueError(
-            f"teacher_hidden has shape {tuple(teacher.hidden.shape)} on {teacher.hidden.device}, student_hidden "
-            f"{tuple(hidden.shape)} on {hidden.device}: both must be hidden states of the same tokens, on one device; "
-            f"or the student's [..., n, D] and the teacher's [..., D]"
-        )
-    return _tensors_fault(its, teacher.hidden, student.vocab, student.ranks, "teacher_")
-
-
-def _check_teachers_options(teacher: Any, student: ResolvedHead) -> None:
-    """Raises ValueError for options of a teacher's head that would have no effect beside the student's."""
-    layout = "sequence" if student.in_slices else "replicated"
-    for name, its, students, fits in (
-        ("bits", teacher.bits, student.bits, teacher.bits in (None, student.bits)),
-        (
-            "hidden_layout",
-            teacher.hidden_layout,
-            layout,
-            student.ranks == 1 or teacher.hidden_layout in ("replicated", layout),
-        ),
-        (
-            "tp_group",
-            teacher.tp_group,
-            student.group,
-            teacher.tp_group is None or _same_ranks(tensor_parallel_group(teacher.tp_group), student.group),
-        ),
-    ):
-        if not fits:
-            raise ValueError(
-                f"{name} is {students!r} and the teacher's head has {its!r}: both are read in one pass; leave out the "
-                f"teacher's, or pass the student's"
-            )
-
-
-def _same_ranks(one: Group, other: Group) -> bool:
-    if one is None or other is None or one is other:
-        return (1 if one is None else one.size()) == (1 if other is None else other.size())
-    if isinstance(one, ProcessGroup) and isinstance(other, ProcessGroup):
-        return dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
-    return one.size() == other.size()
-
-
-def _teacher_logits_fault(teacher: Any, student: Any, vocab: VocabShard, ranks: int) -> ValueError | None:
-    if not isinstance(getattr(teacher, "logits", None), Tensor):
-        raise ValueError(f"teacher is {type(teacher).__name__}: beside Logits it must be Logits of the same tokens")
-    option_checks.check_teachers_temperature("teacher", teacher.temperature, student.temperature)
-    theirs, logits = teacher.logits, student.logits
-    if theirs.shape[:-1] != logits.shape[:-1] or theirs.device != logits.device:
-        raise ValueError(
-            f"teacher_logits have shape {tuple(theirs.shape)} on {theirs.device}, student_logits "
-            f"{tuple(logits.shape)} on {logits.device}: both must be logits of the same tokens, on one device"
-        )
-    return argument_checks.shard_fault(vocab, theirs.shape[-1], "teacher_logits", ranks)
 
 
 def _gather_zeros(

@@ -17,7 +17,7 @@ from megatron_ext.head.call.leaves import leaf_count
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import Statistics
-from megatron_ext.head.validation.argument_checks import check_exchange
+from megatron_ext.head.validation.exchange_checks import check_exchange
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.readable_values import has_values
 

@@ -17,6 +17,7 @@ from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.validation import argument_checks
+from megatron_ext.head.validation.exchange_checks import check_exchange
 from megatron_ext.numerics.matrices import accumulation_dtype
 
 
@@ -49,7 +50,7 @@ class DenseSoftmax(torch.autograd.Function):
         passes_of(z_TV).row_statistics(z_TV, nowhere_T, stats_KT[:, :-1], shift_T=shift_T, **call.sums(counted))
         statistics.sign(stats_KT, call, lambda: f"logarithm {logarithm}", [], places_T)
         stats_RKT = statistics.exchange(stats_KT, call, places_T)
-        argument_checks.check_exchange(stats_RKT, nowhere_T, call)
+        check_exchange(stats_RKT, nowhere_T, call)
         stats = statistics.combine(stats_RKT, stats_KT, shift_T, call)
         log_sum_T = stats.log_sum.to(dtype)
         largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0).to(dtype)

@@ -19,7 +19,9 @@ from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.selection import largest
 from megatron_ext.head.validation import argument_checks
-from megatron_ext.head.validation.sampling_checks import check_ids, check_k
+from megatron_ext.head.validation.argument_checks import SizeFault, check_integers
+from megatron_ext.head.validation.option_checks import is_int
+from megatron_ext.numerics.readable_values import check_within
 
 _GROUP = 64  # columns
 
@@ -154,3 +156,17 @@ def largest_columns(z_TV: Tensor, k: int, any_equals: bool = False) -> Tensor:
     if groups >= 2 * k:
         found_TK = largest_columns(passes.group_maxima(z_TV, groups, _GROUP), k, any_equals)
     return passes.first_columns(z_TV, found_TK, _GROUP, k, any_equals)
+
+
+def check_k(argument: str, k: Any, size: int) -> None:
+    if not is_int(k, 1) or k > size:
+        kind = SizeFault if is_int(k, 1) else ValueError
+        raise kind(f"{argument} is {k!r}: it must be an int from 1 to the vocabulary's size {size}")
+
+
+def check_ids(indices: Tensor, size: int) -> None:
+    check_integers("indices", indices)
+    if indices.dim() == 0 or indices.shape[-1] == 0:
+        raise ValueError(f"indices has shape {tuple(indices.shape)}: it must be [..., K] with K at least 1")
+    fix = "; clamp those of tokens that do not count and mask their results"
+    check_within("indices", indices, size, fix)

@@ -30,7 +30,7 @@ from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import REFUSED, Statistics
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.validation.argument_checks import REFUSAL, check_agreement
+from megatron_ext.head.validation.exchange_checks import REFUSAL, check_agreement
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.readable_values import has_values, raise_if
 

@@ -1,4 +1,4 @@
-"""The two sides of a divergence: where a teacher's logits come from, and the statistics of student and teacher.
+"""The two sides of a divergence: where a teacher's logits come from, its faults, and the statistics of both sides.
 
 Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K rows of statistics, R ranks.
 """
@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatron_ext.distributed.groups import Group, tensor_parallel_group
+from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.call.leaves import added
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.row_passes.dispatch import passes_of
+from megatron_ext.head.validation import argument_checks, option_checks
 
 SIDE = 3  # rows of each side, those of `row_statistics`
 
@@ -59,3 +64,76 @@ def normaliser(stats_RKT: Tensor, side: int, call: ResolvedHead) -> tuple[Tensor
     below_RT = (peaks_RT - largest_T).where(peaks_RT > -torch.inf, 0.0)
     total_T = added(sums_RT * below_RT.exp().where(peaks_RT > -torch.inf, 0.0), call)
     return largest_T, total_T.masked_fill(total_T == 0, 1.0).log()
+
+
+def teacher_fault(teacher: Any, hidden: Tensor, student: ResolvedHead) -> ValueError | None:
+    """Return what this rank alone may see wrong with a teacher of hidden states, its tensors aside; the rest is
+    raised."""
+    if not isinstance(teacher, Teacher):
+        raise ValueError(
+            f"teacher is {type(teacher).__name__}: beside hidden states it must be a Teacher(LmHead(weight), hidden)"
+        )
+    its = teacher.head
+    option_checks.check_teachers_temperature("teacher's head", its.temperature, student.temperature)
+    argument_checks.check_floating("teacher_hidden", teacher.hidden)
+    _check_teachers_options(its, student)
+    if its.vocab is not None and its.vocab != student.vocab:
+        return ValueError(
+            f"vocab is {student.vocab} and the teacher's head has {its.vocab}: a divergence is of one vocabulary, cut "
+            f"alike; leave out the teacher's, or pass the student's"
+        )
+    tokens = (hidden.shape[:-1], hidden.shape[:-2])  # the second: each of the teacher's is of n of the student's
+    if teacher.hidden.shape[:-1] not in tokens or teacher.hidden.device != hidden.device:
+        return ValueError(
+            f"teacher_hidden has shape {tuple(teacher.hidden.shape)} on {teacher.hidden.device}, student_hidden "
+            f"{tuple(hidden.shape)} on {hidden.device}: both must be hidden states of the same tokens, on one device; "
+            f"or the student's [..., n, D] and the teacher's [..., D]"
+        )
+    return None
+
+
+def _check_teachers_options(teacher: Any, student: ResolvedHead) -> None:
+    """Raises ValueError for options of a teacher's head that would have no effect beside the student's."""
+    layout = "sequence" if student.in_slices else "replicated"
+    for name, its, students, fits in (
+        ("bits", teacher.bits, student.bits, teacher.bits in (None, student.bits)),
+        (
+            "hidden_layout",
+            teacher.hidden_layout,
+            layout,
+            student.ranks == 1 or teacher.hidden_layout in ("replicated", layout),
+        ),
+        (
+            "tp_group",
+            teacher.tp_group,
+            student.group,
+            teacher.tp_group is None or _same_ranks(tensor_parallel_group(teacher.tp_group), student.group),
+        ),
+    ):
+        if not fits:
+            raise ValueError(
+                f"{name} is {students!r} and the teacher's head has {its!r}: both are read in one pass; leave out the "
+                f"teacher's, or pass the student's"
+            )
+
+
+def _same_ranks(one: Group, other: Group) -> bool:
+    if one is None or other is None or one is other:
+        return (1 if one is None else one.size()) == (1 if other is None else other.size())
+    if isinstance(one, ProcessGroup) and isinstance(other, ProcessGroup):
+        return dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
+    return one.size() == other.size()
+
+
+def teacher_logits_fault(teacher: Any, student: Any, vocab: VocabShard, ranks: int) -> ValueError | None:
+    """Return what this rank alone may see wrong with a teacher of logits; the rest is raised."""
+    if not isinstance(getattr(teacher, "logits", None), Tensor):
+        raise ValueError(f"teacher is {type(teacher).__name__}: beside Logits it must be Logits of the same tokens")
+    option_checks.check_teachers_temperature("teacher", teacher.temperature, student.temperature)
+    theirs, logits = teacher.logits, student.logits
+    if theirs.shape[:-1] != logits.shape[:-1] or theirs.device != logits.device:
+        raise ValueError(
+            f"teacher_logits have shape {tuple(theirs.shape)} on {theirs.device}, student_logits "
+            f"{tuple(logits.shape)} on {logits.device}: both must be logits of the same tokens, on one device"
+        )
+    return argument_checks.shard_fault(vocab, theirs.shape[-1], "teacher_logits", ranks)

@@ -27,7 +27,7 @@ from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import Chunk, Found, counted, put
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.validation.argument_checks import check_apart
+from megatron_ext.head.validation.exchange_checks import check_apart
 from megatron_ext.numerics.readable_values import raise_unless
 
 # Logits of the whole vocabulary that every rank had rather cut by itself than share: sorting them takes a few
