@@ -119,7 +119,7 @@ def _error_of(module, name, kwargs, test):
                 left_behind.end_file(on_rank=True)
         else:
             function = getattr(importlib.import_module(module), name)
-            with left_behind.told(), left_behind.nothing_left_by_test(), recorded(test):
+            with left_behind.told(), left_behind.nothing_left_by_test(), recorded(test), _undone(kwargs):
                 function.body(**kwargs)
     except pytest.skip.Exception as skipped:
         return Skipped(str(skipped))
@@ -128,6 +128,17 @@ def _error_of(module, name, kwargs, test):
     except BaseException:  # also SystemExit: a rank must always answer
         return traceback.format_exc()
     return None
+
+
+@contextlib.contextmanager
+def _undone(fixtures):
+    """Undo at the end what the body replaces with `monkeypatch`: each rank has a copy, which pytest does not know."""
+    try:
+        yield
+    finally:
+        for fixture in fixtures.values():
+            if isinstance(fixture, pytest.MonkeyPatch):
+                fixture.undo()
 
 
 class Skipped(NamedTuple):

@@ -1,5 +1,6 @@
 """Leftovers of each kind fail the test, or the file, that leaves them, and are named."""
 
+import contextlib
 import logging
 import os
 import warnings
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.left_behind import LeftBehind, begin_file, end_file, groups, nothing_left_by_test
+import megatron_ext.numerics.matrices
+from tests.left_behind import LeftBehind, begin_file, end_file, groups, nothing_left_by_test, told
 from tests.ranks import ranks
 
 KEPT: list = []
@@ -90,6 +92,12 @@ def replace_a_function():
     return lambda: setattr(torch.optim.SGD, "step", step)
 
 
+def replace_a_function_of_the_package():
+    place = megatron_ext.numerics.matrices
+    original, place.pieces = place.pieces, lambda x: False
+    return lambda: setattr(place, "pieces", original)
+
+
 def open_a_file():
     return open(__file__).close
 
@@ -103,6 +111,7 @@ def keep_a_model():
     "leave,name",
     [
         (replace_a_function, "torch.optim.sgd.SGD.step: nothing became step_of_another"),
+        (replace_a_function_of_the_package, "numerics.matrices.pieces: nothing became replace_a_function_of_the"),
         (open_a_file, "open files .*test_left_behind.py: nothing became 1"),
         (keep_a_model, "models alive of .*Bilinear.*: nothing became 1"),
     ],
@@ -118,15 +127,25 @@ def test_what_a_file_leaves_behind_is_named(leave: Callable, name: str):
     end_file()
 
 
+@pytest.mark.parametrize("passing", [False, True])
+def test_leftovers_that_pass_are_told_and_others_raised(passing, capsys, monkeypatch):
+    monkeypatch.delenv("LEFT_BEHIND", raising=False)
+    message = "a test of this file leaves behind\nopen files a: nothing became 1"
+    message += "" if passing else "\ntorch.optim.sgd.SGD.step: nothing became f"
+    with contextlib.nullcontext() if passing else pytest.raises(LeftBehind):
+        with told():
+            raise LeftBehind(message)
+    assert capsys.readouterr().err.strip() == (message if passing else "")
+
+
 @ranks(2)
 def leaves_a_variable():
-    os.environ |= {"NVTE_LEFT": "1", "LEFT_BEHIND": "error"}
+    os.environ["NVTE_LEFT"] = "1"
 
 
 @ranks(2)
 def forgets_the_variable():
-    for name in ("NVTE_LEFT", "LEFT_BEHIND"):
-        os.environ.pop(name, None)
+    os.environ.pop("NVTE_LEFT", None)
 
 
 def test_what_a_rank_leaves_behind_fails_its_test():
@@ -134,6 +153,21 @@ def test_what_a_rank_leaves_behind_fails_its_test():
     with pytest.raises(pytest.fail.Exception, match=told):
         leaves_a_variable(world_size=2)
     forgets_the_variable(world_size=2)
+
+
+@ranks(1)
+def replaces_a_function(monkeypatch):
+    monkeypatch.setattr(megatron_ext.numerics.matrices, "pieces", None)
+
+
+@ranks(1)
+def finds_the_function():
+    assert callable(megatron_ext.numerics.matrices.pieces)
+
+
+def test_monkeypatch_is_undone_on_ranks(monkeypatch):
+    replaces_a_function(world_size=1, monkeypatch=monkeypatch)
+    finds_the_function(world_size=1)
 
 
 @ranks(2)

@@ -27,6 +27,7 @@ from tests.policy.problems import (
     VOCAB,
     batching,
     counts_for,
+    ended,
     gradients_of_steps,
     inside,
     largest_error,
@@ -216,18 +217,17 @@ def test_whole_logits_exist_for_losses_of_logits_alone(cls):
     batch = {"train_global_batch_size": 16, "train_micro_batch_size": 16, "logprob_batch_size": 16}
     with mock.patch.multiple(chunk_sizes, _CHUNK=chunk * columns, _CPU_CHUNK=chunk * columns):
         for options in (WHOLE, FILTERED):
-            worker = worker_of(cls, **options, **batch)
-            with _widest_logits(columns) as made:
-                worker.get_logprobs(data)
-                worker.get_topk_logits(data, K)
-                for loss_fn in (ZERO, TOP) if options is WHOLE else (GRPO,):
-                    worker.train(data, loss_fn)
-            assert 0 < made.size <= chunk
-            if options is WHOLE:
+            with ended(worker_of(cls, **options, **batch)) as worker:
                 with _widest_logits(columns) as made:
-                    worker.train(data, LogitsLoss())
-                assert made.size == data["input_ids"].numel()
-            worker.shutdown()
+                    worker.get_logprobs(data)
+                    worker.get_topk_logits(data, K)
+                    for loss_fn in (ZERO, TOP) if options is WHOLE else (GRPO,):
+                        worker.train(data, loss_fn)
+                assert 0 < made.size <= chunk
+                if options is WHOLE:
+                    with _widest_logits(columns) as made:
+                        worker.train(data, LogitsLoss())
+                    assert made.size == data["input_ids"].numel()
 
 
 @pytest.mark.slow

@@ -40,8 +40,16 @@ def check(layout, cuts, loss_fn=GRPO, model=None, **batch):
         gradients = gradients_of_steps(worker)
         found = worker.train(shard(data, worker), loss_fn)
         case = f"{kind}, micro-batches of {rows}"
-        torch.testing.assert_close(found["global_loss"].tolist(), true[0], rtol=1e-5, atol=1e-6, msg=case)
-        torch.testing.assert_close(found["grad_norm"].tolist(), true[3], rtol=1e-4, atol=0.0, msg=case)
+
+        def told(message, case=case):
+            return f"{case}: {message}"
+
+        torch.testing.assert_close(
+            found["global_loss"].tolist(), true[0], rtol=1e-5, atol=1e-6, msg=lambda m, case=case: f"{case}: {m}"
+        )
+        torch.testing.assert_close(
+            found["grad_norm"].tolist(), true[3], rtol=1e-4, atol=0.0, msg=lambda m, case=case: f"{case}: {m}"
+        )
         assert largest_error(gradients, true[1]) < TOLERANCE, case
         assert largest_error(whole(worker.return_state_dict()), true[2]) < TOLERANCE, case
         assert all(parameter.grad is None for parameter in worker.model.parameters()), case  # whose memory is free

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_ext import tensor_parallel as tp
 from megatron_ext.tensor_parallel import inference_layers, random
 from tests.ranks import ranks
+from tests.tensor_parallel.rng import no_tracker
 from tests.tensor_parallel.sharded import Config, alone, build
 from tests.tensor_parallel.test_recompute import assert_as_without
 
@@ -105,6 +106,7 @@ def test_who_counts_a_parameter():
     assert not hasattr(copy, "allreduce")
 
 
+@no_tracker()
 def test_streams_of_generalized_tensor_parallelism():
     """Seeds as Megatron-Core 0.20 gives them: 65536 apart, the experts' half a step further on."""
     places = {"tp_rank": 1, "ep_rank": 2, "etp_rank": 0}

@@ -17,6 +17,7 @@ import torch
 from megatron_ext import tensor_parallel
 from megatron_ext.megatron.versions import TESTED, megatron_version
 from tests.pages import DOCS
+from tests.tensor_parallel.rng import no_tracker
 from tests.tensor_parallel.signatures import MODULES, recorded, signatures
 
 SOURCE = Path(find_spec("megatron.core").submodule_search_locations[0]) / "tensor_parallel"
@@ -246,6 +247,7 @@ def test_the_record_is_that_of_the_imported_version():
     assert same or minor(megatron_version()) >= minor(TESTED[-1]), "record it anew: see signatures.py"
 
 
+@no_tracker()
 def test_calls_in_the_order_of_older_versions():
     from megatron_ext.tensor_parallel.layers import (
         linear_with_frozen_weight,
