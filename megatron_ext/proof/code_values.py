@@ -68,9 +68,8 @@ def _inside(value: Any, names: tuple[str, ...]) -> list[Any]:
     if isinstance(value, (tuple, list, dict)):
         entries = list(value.items()) if isinstance(value, dict) else list(value)
         return entries if len(entries) <= _ENTRIES else []
-    places = (
-        [] if isinstance(value, ModuleType) and _is_of_library(value.__name__) else [getattr(value, "__dict__", {})]
-    )
+    of_library = isinstance(value, ModuleType) and _is_of_library(value.__name__)
+    places = [] if of_library else [getattr(value, "__dict__", {})]
     if isinstance(value, nn.Module):
         places += (vars(value).get(kind, {}) for kind in ("_buffers", "_parameters", "_modules"))
     places += (vars(kind) for kind in type(value).__mro__ if not _is_of_library(kind.__module__))

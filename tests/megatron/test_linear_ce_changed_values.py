@@ -80,7 +80,8 @@ def test_a_weight_of_a_proved_loss_may_change(way):
                 run(model, labels)
             assert fusion_report().losses_fused == 2
             set_to(model, 3.0)
-            assert torch.equal(found := run(model, labels), stock)
+            found = run(model, labels)
+            assert torch.equal(found, stock)
             assert_same(grads_of(model, found), wanted)
         set_to(model, 1.0)
 

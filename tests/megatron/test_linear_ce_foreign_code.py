@@ -232,9 +232,10 @@ def test_hooks_of_all_modules_see_one_call_of_the_output_layer():
         model, labels = one_gpt(), batch()[1]
 
         def hook(module, inputs, outputs):
-            if module is model.output_layer:
-                seen.append(outputs[0].shape)
-                return 2 * outputs[0], outputs[1]
+            if module is not model.output_layer:
+                return None
+            seen.append(outputs[0].shape)
+            return 2 * outputs[0], outputs[1]
 
         with register_module_forward_hook(hook):
             stock = run(model, labels)
