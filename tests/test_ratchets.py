@@ -26,7 +26,7 @@ LINES = {
     "megatron_ext/experimental": 2380,
     "megatron_ext/head": 10719,
     "megatron_ext/integrations": 723,
-    "megatron_ext/losses": 1328,
+    "megatron_ext/losses": 1330,
     "megatron_ext/megatron": 4459,
     "megatron_ext/memory": 558,
     "megatron_ext/model_utils": 1515,
