@@ -39,7 +39,7 @@ class DistillationLoss(FromHidden):
     Attributes:
         divergence: "forward": KL(teacher | student); "reverse": KL(student | teacher); "jsd": the generalised
             Jensen-Shannon divergence, of whose mixture the teacher has `beta`. The temperature divides both logits.
-        cache: what the head keeps for backward, usually "bounded"; on one rank alone, see `LmHead`.
+        cache: what the head keeps for backward; None: as the head says, or "bounded"; on one rank alone, see `LmHead`.
     """
 
     divergence: DivergenceKind = "forward"

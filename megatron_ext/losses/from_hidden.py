@@ -51,14 +51,14 @@ class LogProbLossInputs(TypedDict, total=False):
 @dataclass(frozen=True, kw_only=True)
 class FromHidden:
     """Options of the head that makes log-probabilities: those of `megatron_ext.linear_log_probs`, which says more. Pass
-    an `LmHead` in the weight's place to say all that there is to say of a head. An option of None is the head's, or of
-    a weight the usual one; where the head has the usual one, the loss's is taken, and others that differ are refused.
+    an `LmHead` in the weight's place to say all that there is to say of a head. An option of the loss that is not None
+    is taken where the `LmHead` has the option's default, and must else be the same as that of the `LmHead`.
 
     Attributes:
         tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group, or no sharding.
-        hidden_layout: "sequence": each rank has its slice of dim 0 of the hidden states; usually "replicated".
+        hidden_layout: "sequence": each rank has its slice of dim 0 of the hidden states; None: the head's, or whole.
         vocab: this rank's columns; None: equal shards.
-        temperature: logits are divided by it; usually 1.
+        temperature: logits are divided by it; None: the head's, or 1.
         chunk_tokens: tokens whose logits exist at a time; None: chosen from the sizes.
         gradient_accumulation_fusion: weight gradients go straight into `weight.main_grad`.
         bits: which bits are the same; None: as Megatron's `batch_invariant_mode` says.
@@ -112,7 +112,7 @@ class LogProbLoss(FromHidden, ABC):
         sequence_first: labels and all else per token are `[S, B]`, hidden states `[S, B, D]` (`[S/R, B, D]`), as
             Megatron has them; False: `[B, S]` and `[B, S, D]` (`[B/R, S, D]`).
         ignore_index: a label of tokens that do not count.
-        cache: what the head keeps for backward; usually "bounded".
+        cache: what the head keeps for backward; None: as the head says, or "bounded".
 
     Communicates what one call of `linear_log_probs` does: forward 1 collective, backward 1, with the sequence layout 2
     and 2; `from_log_probs` nothing.

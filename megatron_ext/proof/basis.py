@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Mapping
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -54,7 +55,8 @@ def module_values(module: nn.Module) -> tuple[Any, ...]:
     plain = [x for x in own.items() if isinstance(x[1], PLAIN)]
     held = own | own["_buffers"] | own["_parameters"] | {"weight": None, "bias": None}
     fixed = [x for x in held.values() if isinstance(x, Tensor) and not x.requires_grad]
-    return plain, [(x, 0 if x.is_inference() else x._version) for x in fixed]
+    versions = [0 if x.is_inference() else x._version for x in fixed]
+    return *chain.from_iterable(plain), *fixed, *versions
 
 
 def config_values(config: Any) -> tuple[Any, ...]:
@@ -75,18 +77,16 @@ def _flatten(parts: Any, into: list[Any]) -> None:
         if isinstance(part, PLAIN):
             into.append(part)
         elif type(part) in (tuple, list):
-            _flatten(part, into)
+            if part:
+                _flatten(part, into)
+            else:
+                into.append(0)
         elif type(part) is MethodType:  # a transparent proxy of one is another function
-            into += (_weakly(part.__func__), _weakly(part.__self__))
+            _flatten((part.__func__, part.__self__), into)
         elif isinstance(part, Mapping):
-            _flatten(tuple(part.items()), into)
+            _flatten(list(chain.from_iterable(part.items())), into)
         else:
-            into.append(_weakly(part))
-
-
-def _weakly(part: Any) -> Any:
-    """A weak reference to `part`, the same one each time while it lives; itself where it can have none."""
-    try:
-        return weakref.ref(part)
-    except TypeError:
-        return part
+            try:
+                into.append(weakref.ref(part))  # the same one each time while it lives
+            except TypeError:
+                into.append(part)

@@ -17,11 +17,13 @@ def is_hooked(model: nn.Module, head: bool = True) -> bool:
     a call of that or a layer inside of an adapter there; those of torch's and transformers' parallelism, and ours, do
     not count."""
     path = output_head_path(model)
-    modules = [model, model.get_submodule(path.rpartition(".")[0])]
-    hooks = [hook for module in modules for kind in HOOKS for hook in vars(module)[kind].values()]
-    kinds = HOOKS if head else HOOKS[2:]
-    hooks += [hook for x in model.get_submodule(path).modules() for kind in kinds for hook in vars(x)[kind].values()]
-    of_all = [hook for kind in HOOKS for hook in getattr(torch_module, f"_global{kind}").values()]
+    around, layers = [model, model.get_submodule(path.rpartition(".")[0])], list(model.get_submodule(path).modules())
+    hooks: list[Any] = []
+    of_all: list[Any] = []
+    for kind in HOOKS:
+        for module in around + (layers if head or kind in HOOKS[2:] else []):
+            hooks += vars(module)[kind].values()
+        of_all += getattr(torch_module, f"_global{kind}").values()
     own, own_of_all = (_OWN_HOOKS, hooks), (_OWN_OF_ALL, of_all)
     return any(not _module_of(hook).startswith(homes) for homes, some in (own, own_of_all) for hook in some)
 
