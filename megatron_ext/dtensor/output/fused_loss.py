@@ -19,9 +19,9 @@ from megatron_ext.dtensor.decoder import embedding, import_transformers, output_
 from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
 from megatron_ext.dtensor.output.decisions import HeadDecider, HeadDecision, tell_of_change, tell_of_unread_head
 from megatron_ext.dtensor.output.fused_classes import FUSED, use_fused_class
-from megatron_ext.dtensor.output.head_calls import head_call
+from megatron_ext.dtensor.output.head_calls import head_call, with_arguments
 from megatron_ext.dtensor.output.loss_proof import basis, not_fusable, own_loss, prove
-from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
+from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, DeferredLogits, HeadCall
 from megatron_ext.dtensor.output.reads import PLAIN, Read, say_once, say_that_logits_are_made
 from megatron_ext.dtensor.output.stand_ins import (
     KEEPS_LOGITS,
@@ -44,8 +44,10 @@ class FusedLoss:
     Attributes:
         calls_without_labels: how many calls in training made logits, as they had no labels.
         compiled: whether a call with labels ran in a graph of torch.compile.
+        arguments: those of the last cross entropy that the model read; they say what ranks send.
     """
 
+    arguments = CrossEntropyArguments()
     calls_without_labels = 0
     compiled = False
 
@@ -190,7 +192,7 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
         _say_that_logits_are_made(self, decision.proof.reason, fused.read)
         return _explaining(own, given)(self, *args, **kwargs)
     _check_token_ids(self, given)
-    return _answer(self, own, fused.read, given, decision.anew)
+    return _answer(self, own, fused, given, decision.anew)
 
 
 def _refuse_own_loss(model: Any, proof: Proof) -> None:
@@ -304,23 +306,24 @@ def _check_token_ids(model: Any, given: dict[str, Any]) -> None:
 
 
 def _answer(
-    model: Any, own: Callable[..., Any], read: Read, given: dict[str, Any], anew: Callable[[], Proof] | None
+    model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict[str, Any], anew: Callable[[], Proof] | None
 ) -> Any:
     """Return what `own` gives, with our loss and without logits. `anew`: see `HeadDecision`."""
-    path = output_head_path(model)
+    path, read, as_before = output_head_path(model), fused.read, with_arguments(fused.read, fused.arguments)
     head = model.get_submodule(path)
     calls: list[HeadCall] = []
 
     def call_of(hidden: Tensor) -> HeadCall:
         if anew is not None and not calls:
-            _decide_anew(model, head, read, hidden, given, anew)
+            _decide_anew(model, head, as_before, hidden, given, anew)
         return head_call(head, read, hidden, given)
 
     with standing_in(model, path, promising(head, call_of, calls.append)) as stub:
         output = _explaining(own, given)(stub, **given)
     told_or_read = bool(calls) if anew is not None else any(call.redeemed for call in calls)
     if not told_or_read and group_size(vars(model).get(VOCABULARY)) > 1:
-        tell_of_unread_head(model, head, read, [_targets(given)])
+        tell_of_unread_head(model, head, as_before, [_targets(given)])
+    fused.arguments = next((call.redeemed for call in calls if call.redeemed), fused.arguments)
     readers = [call.read_by for call in calls if call.read_by]
     if readers:
         _say_that_logits_are_made(model, f"its forward reads its logits by {readers[0]}", read)
