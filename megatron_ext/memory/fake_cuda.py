@@ -61,8 +61,7 @@ def kernels() -> dispatch.RowPasses:
     """The passes in Triton, whether or not there is a device for them."""
     from megatron_ext.head.kernels.triton_passes import TRITON
 
-    found: dispatch.RowPasses = TRITON
-    return found
+    return TRITON
 
 
 def _place(x: torch.Tensor) -> int:

@@ -195,9 +195,9 @@ def page():
     return (
         f"# megatron_ext.tensor_parallel against Megatron-Core {TESTED[0]} to {TESTED[-1]}\n\n"
         "Written by tests/tensor_parallel/test_signatures.py. The signature is that of the newest version that has\n"
-        'the name. "since": the version that a name or an argument came with, where it was not there from the first.\n'
-        '"same": names, kinds and defaults of all parameters. Where a signature is ours, every call that fits\n'
-        'Megatron\'s, of any version, fits it too. "-": ours has no such name.\n\n'
+        'the name. "since": the version that added a name or an argument, if it was not the first. "same": names,\n'
+        "kinds and defaults of all parameters are equal. Where a signature of ours is shown, it accepts every call\n"
+        'that a signature of Megatron\'s, of any version, accepts. "-": ours has no such name.\n\n'
         "| name | since | Megatron-Core | megatron_ext |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
     )
 

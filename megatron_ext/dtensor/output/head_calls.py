@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, HeadCall, LogitArithmetic
 from megatron_ext.dtensor.output.reads import Read, read_hidden
-from megatron_ext.head.adapters.peft_layers import unwrapped
-from megatron_ext.head.layer_facts import local_shard
+from megatron_ext.head.layer_facts import local_shard, unwrapped
 
 
 def head_call(head: Any, read: Read, hidden: Tensor, given: dict[str, Any], whole: bool = False) -> HeadCall:

@@ -27,7 +27,7 @@ from megatron_ext.dtensor.output.stand_ins import (
     with_decoder,
     with_head,
 )
-from megatron_ext.head.adapters.peft_layers import unwrapped
+from megatron_ext.head.layer_facts import unwrapped
 from megatron_ext.proof import SAMPLE_TOKENS, Proof, ProofBasis, compare, config_values, module_parts
 
 _OF_TOKENS = ("input_ids", "labels", "shift_labels")

@@ -19,7 +19,7 @@ import torch
 from megatron_ext.distributed.collectives import all_gather_object
 from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_ext.head.call import agreement
-from megatron_ext.head.validation.argument_checks import OptionsDiffer
+from megatron_ext.head.validation.exchange_checks import OptionsDiffer
 from megatron_ext.megatron.fused_loss import known_code, patch_points
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.promised_logits import tp_group
