@@ -76,18 +76,18 @@ def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_options(head: Any, given: Mapping[str, Any], by: str, of: str) -> Any:
-    """`head`, a dataclass, with the options that were given beside it: those for which it has its default.
+    """`head`, a dataclass, with the options that were given beside it and are not None.
 
     `by`, `of`: who gave them, and whose head it is.
 
     Raises:
-        ValueError: one of them is not the default, and the head has another one.
+        ValueError: the head has another one, which is not its default.
     """
     usual = {field.name: field.default for field in fields(head)}
     found = {}
     for name, value in given.items():
         own = getattr(head, name)
-        if _is_same(value, usual[name]) or _is_same(value, own):
+        if value is None or _is_same(value, own):
             continue
         if not _is_same(own, usual[name]):
             raise ValueError(

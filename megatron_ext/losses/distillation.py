@@ -39,12 +39,12 @@ class DistillationLoss(FromHidden):
     Attributes:
         divergence: "forward": KL(teacher | student); "reverse": KL(student | teacher); "jsd": the generalised
             Jensen-Shannon divergence, of whose mixture the teacher has `beta`. The temperature divides both logits.
-        cache: what the head keeps for backward; on one rank alone, see `LmHead`.
+        cache: what the head keeps for backward, usually "bounded"; on one rank alone, see `LmHead`.
     """
 
     divergence: DivergenceKind = "forward"
     beta: float = 0.5
-    cache: Cache = "bounded"
+    cache: Cache | None = None
 
     def __post_init__(self) -> None:
         one_of("divergence", self.divergence, get_args(DivergenceKind))
@@ -88,7 +88,8 @@ class DistillationLoss(FromHidden):
     ) -> tuple[Tensor, Metrics]:
         """The same from logits, or log-probabilities, `[..., V/R]` of each."""
         options: dict[str, Any] = {"vocab": self.vocab, "chunk_tokens": self.chunk_tokens}
-        student = Logits(student_logits, self.tp_group, temperature=self.temperature, name="student_logits", **options)
+        temperature = 1.0 if self.temperature is None else self.temperature
+        student = Logits(student_logits, self.tp_group, temperature=temperature, name="student_logits", **options)
         teacher = Logits(teacher_logits, self.tp_group, vocab=self.vocab, name="teacher_logits")
         fault = _mean_fault(student_logits.shape[:-1], mask, count)
         return _mean(student.read(self._divergence(teacher), fault=fault), mask, count)

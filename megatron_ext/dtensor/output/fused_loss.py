@@ -26,10 +26,9 @@ from megatron_ext.dtensor.output.reads import PLAIN, Read, say_once, say_that_lo
 from megatron_ext.dtensor.output.stand_ins import (
     KEEPS_LOGITS,
     VOCABULARY,
-    bring_back,
     is_registered,
     promising,
-    with_head,
+    standing_in,
 )
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.validation.option_checks import Bits, Cache, rounds
@@ -54,10 +53,10 @@ class FusedLoss:
         self.read, self.in_eval, self.proof = read, in_eval, proof
         self._owners: dict[Any, _Owner] = {}
 
-    def owner(self, given: dict[str, Any]) -> "_Owner":
+    def owner(self, given: dict[str, Any], training: bool) -> "_Owner":
         """The owner of proofs of calls with such arguments: others may take another loss."""
         plain = [(name, x if isinstance(x, (bool, str)) else type(x)) for name, x in given.items() if x is not None]
-        return self._owners.setdefault((torch.is_grad_enabled(), *plain), _Owner())
+        return self._owners.setdefault((training, torch.is_grad_enabled(), *plain), _Owner())
 
     @property
     def owners(self) -> list["_Owner"]:
@@ -179,6 +178,9 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
         fused.compiled = True
         _say_that_it_is_compiled(type(self).__name__, self.base_model_prefix or "model")
         return own(self, *args, **kwargs)
+    if torch._C._are_functorch_transforms_active():
+        _say_that_logits_are_made(self, "a transform of torch.func runs it, where nothing can be compared", fused.read)
+        return own(self, *args, **kwargs)
     _check_labels(self, given)
     if given.get("labels") is None:  # which a forward asks for before it looks for a loss
         given["labels"] = given["shift_labels"] = given["shift_labels"].contiguous()
@@ -186,7 +188,7 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
     if not decision.proof.fused:
         _refuse_own_loss(self, decision.proof)
         _say_that_logits_are_made(self, decision.proof.reason, fused.read)
-        return own(self, *args, **kwargs)
+        return _explaining(own, given)(self, *args, **kwargs)
     _check_token_ids(self, given)
     return _answer(self, own, fused.read, given, decision.anew)
 
@@ -251,7 +253,7 @@ def _decision(model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict
         return Proof.not_comparable(reason) if reason else prove(model, own, path, given, call_of, own_loss)
 
     deciding = HeadDecider(_PROOFS, fused.owners, mode, group)
-    return deciding.decide(fused.owner(given), basis(model, own, head, mode, reason), proved)
+    return deciding.decide(fused.owner(given, model.training), basis(model, own, head, mode, reason), proved)
 
 
 def _check_labels(model: Any, given: dict[str, Any]) -> None:
@@ -265,6 +267,28 @@ def _check_labels(model: Any, given: dict[str, Any]) -> None:
             f"labels has shape {list(labels.shape)}: it must be that of input_ids, {list(tokens.shape)}; pass the "
             f"tokens themselves, unshifted, with -100 where one is no target"
         )
+
+
+def _explaining(own: Callable[..., Any], given: dict[str, Any]) -> Callable[..., Any]:
+    """`own`, a forward, with another error where it chooses logits, and labels are given of all tokens: torch speaks
+    of batch sizes."""
+    labels, tokens, chosen = given.get("labels"), given.get("input_ids"), given.get("logits_to_keep")
+    positions = chosen.numel() if isinstance(chosen, Tensor) else chosen
+    if not (positions and isinstance(labels, Tensor) and isinstance(tokens, Tensor) and labels.shape == tokens.shape):
+        return own
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(*args, **kwargs)
+        except ValueError as error:
+            if "batch_size" not in str(error):
+                raise
+            raise ValueError(
+                f"labels has shape {list(labels.shape)}, and with logits_to_keep the model makes logits of {positions} "
+                f"positions of a row alone: leave logits_to_keep out, or pass the labels of these positions alone"
+            ) from error
+
+    return forward
 
 
 def _is_text_alone(model: Any) -> bool:
@@ -292,9 +316,8 @@ def _answer(
             _decide_anew(model, head, read, hidden, given, anew)
         return head_call(head, read, hidden, given)
 
-    stub = with_head(model, path, promising(head, call_of, calls.append))
-    output = own(stub, **given)
-    bring_back(model, stub)
+    with standing_in(model, path, promising(head, call_of, calls.append)) as stub:
+        output = _explaining(own, given)(stub, **given)
     told_or_read = bool(calls) if anew is not None else any(call.redeemed for call in calls)
     if not told_or_read and group_size(vars(model).get(VOCABULARY)) > 1:
         tell_of_unread_head(model, head, read, [_targets(given)])
