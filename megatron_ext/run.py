@@ -241,7 +241,7 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
             patch_language_models(HeadSettings(**_settings(options)))
         except ValueError as refusal:
             parser.error(str(refusal))
-        _report_after_first_step()
+        _report_after_first_step(on_cpu=options.cpu)
     if options.pipeline_vocab and (off := why_fusion_is_off()) is not None:
         _LOG.warning("pipeline stages share no vocabulary: %s", off)
     elif options.pipeline_vocab:
@@ -315,7 +315,7 @@ def why_no_pipeline_vocabulary() -> str | None:
     return None
 
 
-def _report_after_first_step() -> None:
+def _report_after_first_step(on_cpu: bool = False) -> None:
     from torch import cuda
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -325,7 +325,7 @@ def _report_after_first_step() -> None:
     def report() -> None:
         found = fusion_report()
         say_on_last_rank(found)
-        if cuda.is_available() and on_last_rank():
+        if not on_cpu and cuda.is_available() and on_last_rank():
             sizes = [one.sizes for one in found.models if one.sizes]
             threading.Thread(target=_say_counted_memory, args=(sizes,), daemon=True).start()
 

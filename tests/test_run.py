@@ -336,11 +336,14 @@ def test_memory_of_the_head_is_counted_beside_a_gpu_run(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(torchs, "_global_optimizer_post_hooks", OrderedDict())
     before = set(threading.enumerate())
+    run._report_after_first_step(on_cpu=True)
     run._report_after_first_step()
     SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
     for thread in set(threading.enumerate()) - before:
         thread.join()
-    assert capsys.readouterr().err.endswith("fused head: a table\n")
+    told = capsys.readouterr().err
+    assert told.endswith("fused head: a table\n")
+    assert told.count("a table") == 1  # none of the job on the CPU
 
 
 FLAGS = ["persist-layer-norm", "gradient-accumulation-fusion", "masked-softmax-fusion", "rope-fusion"]
