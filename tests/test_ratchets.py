@@ -24,7 +24,7 @@ LINES = {
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4936,
     "megatron_ext/experimental": 2380,
-    "megatron_ext/head": 10470,
+    "megatron_ext/head": 10465,
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1330,
     "megatron_ext/megatron": 4468,
