@@ -214,11 +214,6 @@ def fingerprint(z_TV: Tensor, counted: int) -> Tensor:
     return torch.stack([few_TN[:, 0], few_TN.sum(1)])
 
 
-def log_prob(stats: Statistics) -> Tensor:
-    """`z_y - lse`."""
-    return stats.target - stats.log_sum
-
-
 def lse(stats: Statistics) -> Tensor:
     """`log sum exp z`."""
     return stats.largest + stats.log_sum

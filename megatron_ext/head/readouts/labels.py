@@ -52,7 +52,7 @@ class LogProbs(OfLabels):
     """Log-probability of each label: `[...]`, fp32 (fp64 for fp64), 0 where the label is `ignore_index`."""
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        return [counted(statistics.log_prob(stats).to(own_KT.dtype), self.counts_T)], []
+        return [counted((stats.target - stats.log_sum).to(own_KT.dtype), self.counts_T)], []
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
         return Basis(log_prob=self.counted_gradient(grad))
