@@ -1,4 +1,4 @@
-"""`LmHead`: the facts of an lm head, as they were given, and any set of read-outs of hidden states through it.
+"""`LmHead`: the properties of an lm head, as given, and any set of read-outs of hidden states through it.
 
 `Logits` is the same for logits that exist. Shapes: `[...]` are the leading dims of the tokens, D the hidden size, V the
 vocabulary, R the ranks of `group`.
@@ -154,10 +154,10 @@ class LmHead:
         return read_hidden(self.resolved(), self.tensors, hidden, readouts, counts, at_most, fault)
 
     def resolved(self) -> ResolvedHead:
-        """This head in one call: group, shard and bits as they are now.
+        """Resolve the head for one call: group, shard and bits as they are now.
 
         Raises:
-            ValueError: what every rank sees wrong with them.
+            ValueError: every rank sees that one of them breaks its rule.
         """
         group = tensor_parallel_group(self.tp_group)
         guessed, in_slices = self.vocab is None, self.hidden_layout == "sequence"
@@ -182,13 +182,13 @@ class LmHead:
 
     @property
     def tensors(self) -> HeadTensors:
-        """Its tensors, and the dtype of its logits."""
+        """The head's tensors, and the dtype of its logits."""
         adapters = () if self.lora is None else adapters_of(self.lora)
         return HeadTensors(self.weight, self.bias, adapters, self.logit_dtype)
 
     @property
     def transform(self) -> LogitTransform:
-        """Softcap and scale of its product's logits, and their rounding."""
+        """Softcap and scale of the logits that the head computes, and their rounding."""
         return LogitTransform(None, self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype))
 
 
@@ -231,7 +231,7 @@ class Logits:
         return read_logits(self.resolved(), self, readouts, fault)
 
     def resolved(self) -> ResolvedHead:
-        """These logits in one call: group and shard as they are now."""
+        """Resolve the logits for one call: group and shard as they are now."""
         group, guessed = tensor_parallel_group(self.tp_group), self.vocab is None
         columns = max(self.logits.shape[-1], 1)
         vocab = argument_checks.equal_shard(columns, group) if self.vocab is None else self.vocab

@@ -68,7 +68,7 @@ def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
             return function  # Megatron's, which calls the class that was replaced
         raise RuntimeError(
             f"{home}.{autograd} was replaced, and megatron_ext's {name} does not call that class: replace "
-            f"{home}.{name} instead, which the layers look up, or take Megatron's own layers"
+            f"{home}.{name} instead, which the layers look up, or use Megatron's own layers"
         )
     ours = vars(sys.modules.get("megatron_ext.tensor_parallel.mappings", sys))
     places = ((home, inner) for home, names in _NOT_CALLED.items() for inner in names)
@@ -76,7 +76,7 @@ def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
         if other is not None and other is not ours.get(inner) and not is_megatrons_own(other):
             raise RuntimeError(
                 f"{home}.{inner} was replaced, and megatron_ext's linear layers do not call it: replace "
-                f"{_HOMES[1]}.{name} instead, which the layers look up, or take Megatron's own layers"
+                f"{_HOMES[1]}.{name} instead, which the layers look up, or use Megatron's own layers"
             )
     _originals[frozen] = [*found, *others]
     return None

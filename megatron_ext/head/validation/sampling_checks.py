@@ -38,7 +38,7 @@ def check_kept_shapes(labels: Tensor, offsets: Any, ids: Any) -> None:
         check_plain(name, x)
         if not isinstance(x, Tensor) or x.dtype not in INTEGERS or x.dim() != 1:
             found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} is {found}: it must be a tensor of integers of one dim; make it by torch.tensor")
+            raise ValueError(f"{name} is {found}: it must be a tensor of integers with one dim; use torch.tensor")
     if offsets.shape[0] != labels.numel() + 1:
         raise ValueError(
             f"offsets has {offsets.shape[0]} entries for {labels.numel()} labels: it must have one for each label and "
