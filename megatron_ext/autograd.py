@@ -58,6 +58,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         raise RuntimeError(
-            "heads and linear layers cannot be differentiated twice: a gradient of theirs was given to backward() "
-            "again, by create_graph=True"
+            "heads and linear layers cannot be differentiated twice: backward() was called on one of their "
+            "gradients, which create_graph=True makes possible"
         )

@@ -1,10 +1,10 @@
-"""Why a package that is used where it is installed cannot be: it is missing or broken."""
+"""Reasons why an optional package cannot be used: it is missing or broken."""
 
 import importlib
 
 
 def why_not_importable(name: str) -> str | None:
-    """Why the module `name` cannot be imported, in a sentence; None where it can. Imports it.
+    """Return why the module `name` cannot be imported, in a sentence; None if it can. Imports it.
 
     A broken installation raises what it likes: Transformer Engine a RuntimeError or a FileNotFoundError where its
     libraries don't fit, the dynamic linker an ImportError or an OSError.

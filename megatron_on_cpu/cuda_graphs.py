@@ -39,7 +39,7 @@ class CUDAGraph:
         return graph_pool_handle()
 
     def register_generator_state(self, state: torch.Generator) -> None:
-        """It stands after the capture where it stood before; replays draw from it and move it."""
+        """Put the generator back after the capture; replays draw from it and advance it."""
         self.generators.append(state)
 
 
@@ -66,8 +66,8 @@ class _Recorder(TorchDispatchMode):
                     if old.shape != new.shape:
                         raise RuntimeError(
                             f"{func} gave a tensor of {list(old.shape)} when the CUDA graph was captured and of "
-                            f"{list(new.shape)} now: a size that depends on values cannot be replayed; leave what "
-                            "makes it out of the graph, or train without (cuda_graph_impl='none')"
+                            f"{list(new.shape)} now: a size that depends on values cannot be replayed; leave this "
+                            "operation out of the graph, or train without graphs (cuda_graph_impl='none')"
                         )
                     old.copy_(new)
 
@@ -75,7 +75,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def put_back(self) -> None:
-        """The last first: they may overlap."""
+        """Restore the written tensors, the last first, since they may overlap."""
         for tensor, value in reversed(self._before.values()):
             if tensor.numel() and not tensor.untyped_storage().nbytes():
                 raise RuntimeError(
@@ -87,7 +87,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator writes to; collectives do not tell, and have all of theirs."""
+    """The tensors that an operator writes to, as its schema marks them; all tensors of a collective."""
     named = zip(func._schema.arguments, args, strict=False)
     for argument, value in [*named, *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)]:
         if func.namespace == "c10d" or (argument.alias_info is not None and argument.alias_info.is_write):

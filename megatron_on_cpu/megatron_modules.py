@@ -22,13 +22,13 @@ def always(**replacements: Any) -> Callable[[ModuleType], Replacements]:
 
 
 def _inference_layers(module: ModuleType) -> Replacements:
-    """It asks whether a layer is one of these; where Transformer Engine is missing they are mocks, and no types."""
+    """Replace mocks of inference layers, made if Transformer Engine is missing, by types for isinstance."""
     mocks = [name for name, value in vars(module).items() if isinstance(value, NonCallableMock)]
     yield module, {name: type(name, (), {}) for name in mocks if name.startswith("Inference")}
 
 
 def _layers(module: ModuleType) -> Replacements:
-    """It recommends CUDA_DEVICE_MAX_CONNECTIONS=1, for the speed of GPUs, until it has said so once."""
+    """Silence the module's one warning that recommends CUDA_DEVICE_MAX_CONNECTIONS=1, for the speed of GPUs."""
     yield module.linear_with_grad_accumulation_and_async_allreduce, {"warned": True}
 
 
@@ -67,7 +67,7 @@ def _mamba_mixer(module: ModuleType) -> Replacements:
 
 
 def _mixture_of_experts(module: ModuleType) -> Replacements:
-    """It asks whether this function is None, but defines it only where Transformer Engine is installed."""
+    """Define the function that the module compares with None, but has only if Transformer Engine is installed."""
     yield module, {"te_general_gemm": getattr(module, "te_general_gemm", None)}
 
 
@@ -104,7 +104,7 @@ def _distributed_optimizer(module: ModuleType) -> Replacements:
 
 
 def _fsdp_buffers(module: ModuleType) -> Replacements:
-    """They keep the stream that a tensor was made on, where that says it is on CUDA, and compare it later."""
+    """Set the stream that a buffer was made on, which Megatron sets only for tensors on CUDA, and compares later."""
     make = module.DBuffer.__init__
 
     @functools.wraps(make)

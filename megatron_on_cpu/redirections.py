@@ -263,7 +263,7 @@ def _type_on_cuda(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_cuda() -> None:
     raise RuntimeError(
-        "CUDA was asked for inside megatron_on_cpu(), by a way that the emulation does not redirect: ask for "
+        "CUDA was asked for inside megatron_on_cpu(), by a call that the emulation does not redirect: use "
         "device='cpu' there, or leave the emulation first"
     )
 

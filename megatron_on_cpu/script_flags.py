@@ -25,7 +25,7 @@ _FLAGS = {
 
 @contextmanager
 def flags_for_cpu(tell: Callable[[str], None]) -> Iterator[None]:
-    """Inside, Megatron's own parser gets these flags; `tell` is told which, and what a user's overrule."""
+    """Add these flags to Megatron's own parser inside the context; `tell` gets the added and the overruled flags."""
     parse, tell = argparse.ArgumentParser.parse_known_args, functools.cache(tell)  # Megatron parses several times
 
     def parse_known_args(

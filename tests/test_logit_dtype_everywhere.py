@@ -170,7 +170,7 @@ def test_every_pass_of_a_worker_rounds(backend):
             worker.get_logprobs(mine)
             worker.train(mine, ClippedPGLoss())
         assert found == [(BF16, 0.7)] * 6  # 2 micro-batches of 4 rows, 4 of 2
-        with pytest.raises(ValueError, match=r"logit_dtype is torch\.bfloat16, and logits are asked for"):
+        with pytest.raises(ValueError, match=r"logit_dtype is torch\.bfloat16, and the loss asks for logits"):
             worker.train(mine, OfLogits())
     finally:
         LmHead.read = read

@@ -1,4 +1,4 @@
-"""Who owns token id 5?"""
+"""Owners of token ids."""
 
 from dataclasses import dataclass
 

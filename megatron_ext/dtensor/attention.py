@@ -208,7 +208,7 @@ def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
 def _check_token_ids(
     rows: Any, tokens: Tensor, refusal: Refusal, cp_group: Group, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """The arguments; with other tokens, where the embedding `rows` lacks theirs and other ranks must hear of it."""
+    """The arguments, with other tokens if the embedding `rows` lacks a token id and other ranks must hear of it."""
     alone = group_size(cp_group) == 1
     if alone and tells_of_token_ids(rows):
         return args, kwargs

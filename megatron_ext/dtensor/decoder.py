@@ -59,7 +59,7 @@ def require_model(model: Any) -> None:
 
 
 def output_head_path(model: nn.Module) -> str:
-    """The name of the linear module from hidden states to logits; a ValueError if the model has none, or is none."""
+    """The name of the linear module from hidden states to logits. Raises ValueError for a model without one."""
     require_model(model)
     head = model.get_output_embeddings()  # type: ignore[operator]  # transformers is not imported here
     for name, module in model.named_modules():

@@ -87,7 +87,7 @@ def are_stacked(module: nn.Module) -> bool:
 
 
 def column_layout(module: Any, ranks: int) -> str | None:
-    """Why `ExpertsByColumn` cannot cut these experts over `ranks`; None: it can."""
+    """Return why `ExpertsByColumn` cannot cut these experts over `ranks`; None if it can."""
     if not all(hasattr(module, name) for name in ("is_concatenated", "is_transposed", "has_bias", "has_gate")):
         return "the layout of its experts is not known; set expert_parallel_size to the tensor-parallel size"
     if getattr(module, "has_post_expert_norm", False):

@@ -75,8 +75,8 @@ def clip_grad_by_total_norm_(
 
     Args:
         parameters: those of this rank.
-        max_grad_norm: what the norm shall be at most.
-        total_norm: what it is: `get_grad_norm`.
+        max_grad_norm: the largest norm allowed.
+        total_norm: the present norm, of `get_grad_norm`.
         dtype: in which the products are made, each rounded once to its gradient's own.
     """
     coefficient = max_grad_norm / (float(total_norm) + 1e-6)

@@ -156,7 +156,7 @@ def _output(block: nn.Module, weights: Mapping[str, Tensor], hidden: Tensor) -> 
 
 @contextmanager
 def _evaluation(block: nn.Module) -> Iterator[None]:
-    """Inside, no module of `block` draws random numbers."""
+    """Keep every module of `block` from drawing random numbers inside the context."""
     before = {module: module.training for module in block.modules()}
     block.eval()
     try:

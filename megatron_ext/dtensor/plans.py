@@ -124,10 +124,10 @@ def _check_modules(model: nn.Module, plan: Plan) -> None:
             if not isinstance(module, nn.Linear | nn.Embedding):
                 kind = type(module)
                 raise ValueError(
-                    f"tensor parallelism of {type(model).__name__}: {name} is a {kind.__module__}.{kind.__qualname__}, "
-                    f"and only nn.Linear and nn.Embedding can be cut; where it has an adapter, merge that into the "
-                    f"weight first (PEFT's merge_and_unload()), leave the layer out of target_modules, or run the "
-                    f"model data parallel alone"
+                    f"tensor parallelism of {type(model).__name__}: {name} is a "
+                    f"{kind.__module__}.{kind.__qualname__}, and only nn.Linear and nn.Embedding can be cut; if it "
+                    "has an adapter, first merge the adapter into the weight (PEFT's merge_and_unload()), leave the "
+                    "layer out of target_modules, or run the model data parallel alone"
                 )
 
 
@@ -224,7 +224,7 @@ def get_hf_tp_plan(model: nn.Module, ranks: int = 1) -> Plan:
 def custom_plan(plan: Mapping[str, Any] | str) -> Plan:
     """A caller's plan: module names to styles, torch's or transformers' names of them.
 
-    Or "package.module.NAME" of such a mapping, or of a function without arguments that makes one.
+    Also "package.module.NAME" of such a mapping, or of a function without arguments that makes one.
     """
     found: Any = plan
     if isinstance(plan, str):

@@ -186,7 +186,7 @@ def _summed_in_backward(parameter: Tensor) -> Tensor:
 
 @contextmanager
 def local_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, `module` finds these under its parameters' names."""
+    """Put these tensors in the place of the parameters of `module` inside the context."""
     places = {name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in tensors}
     parameters = {name: owner._parameters.pop(own) for name, (owner, own) in places.items()}
     for name, (owner, own) in places.items():

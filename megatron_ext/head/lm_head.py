@@ -1,4 +1,4 @@
-"""`LmHead`: the facts of an lm head, as they were given, and any set of read-outs of hidden states through it.
+"""`LmHead`: the properties of an lm head, as given, and any set of read-outs of hidden states through it.
 
 `Logits` is the same for logits that exist. Shapes: `[...]` are the leading dims of the tokens, D the hidden size, V the
 vocabulary, R the ranks of `group`.
@@ -162,10 +162,10 @@ class LmHead:
         return read_hidden(self.resolved(), self, hidden, readouts, counts, at_most, fault)
 
     def resolved(self) -> ResolvedHead:
-        """This head in one call: group, shard and bits as they are now.
+        """Resolve the head for one call: group, shard and bits as they are now.
 
         Raises:
-            ValueError: what every rank sees wrong with them.
+            ValueError: every rank sees that one of them breaks its rule.
         """
         group = tensor_parallel_group(self.tp_group)
         guessed, in_slices = self.vocab is None, self.hidden_layout == "sequence"
@@ -232,7 +232,7 @@ class Logits:
         return read_logits(self.resolved(), self, readouts, fault)
 
     def resolved(self) -> ResolvedHead:
-        """These logits in one call: group and shard as they are now."""
+        """Resolve the logits for one call: group and shard as they are now."""
         group, vocab = tensor_parallel_group(self.tp_group), self.vocab
         if vocab is None:
             columns = max(self.logits.shape[-1], 1)

@@ -71,7 +71,7 @@ def check_adapters(adapters: Sequence[Any], weight: Any) -> None:
 
 
 def check_dropout(adapters: Sequence[LoRA], ranks: int, in_slices: bool) -> None:
-    """Raises ValueError where ranks that hold the same hidden states would leave out other entries of them."""
+    """Raises ValueError if ranks that hold the same hidden states would drop different entries of them."""
     for each in adapters:
         if each.dropout and ranks > 1 and not in_slices:
             raise ValueError(

@@ -61,7 +61,7 @@ def linear_training_loss(head: LmHead, hidden: Tensor, labels: Tensor, settings:
 
 
 def training_loss_of_logits(logits: Logits, labels: Tensor, settings: LossSettings) -> TrainingLoss:
-    """The same from logits `[..., V/R]` that exist already."""
+    """The training loss from logits `[..., V/R]` that exist already."""
     return _by_parts(logits.read(*settings.readouts(labels)), settings)
 
 

@@ -138,7 +138,7 @@ class FrameworkSubstitution:
         self._places = []
 
     def why_not(self) -> str | None:
-        """Why `apply` would raise, None where it would not. Imports the framework, and changes nothing."""
+        """Return why `apply` would raise an error; None if it would not. Imports the framework, and changes nothing."""
         try:
             self._found()
         except Exception as error:  # one that cannot be imported is a finding

@@ -76,8 +76,8 @@ def _of_tokens(row_mask: Tensor, index: Tensor, logits: Tensor) -> Tensor:
         return row_mask != 0
     if row_mask.shape != index.shape:
         raise ValueError(
-            f"row_mask has shape {tuple(row_mask.shape)}, index {tuple(index.shape)}: it must have the same, or a "
-            f"number for each token, {tuple(logits.shape[:-1])}"
+            f"row_mask has shape {tuple(row_mask.shape)}, index {tuple(index.shape)}: row_mask must have index's "
+            f"shape, or one number for each token, {tuple(logits.shape[:-1])}"
         )
     return (row_mask != 0).all(-1)
 
@@ -160,7 +160,7 @@ def _fused_divergence(original: Any) -> type:
 
 
 def _left_to_theirs(hidden: Tensor, weight: Tensor, logit_scale: float, outputs: tuple[str, ...] = ()) -> str | None:
-    """Why the head cannot do a call; None where it can."""
+    """Return why the head cannot do a call; None if it can."""
     if hasattr(weight, "ds_id"):
         return "the lm head's weight is partitioned by DeepSpeed ZeRO-3; use another ZeRO stage, or FSDP"
     if isinstance(hidden, DTensor):

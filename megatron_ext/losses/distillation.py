@@ -86,7 +86,7 @@ class DistillationLoss(FromHidden):
         mask: Tensor | None = None,
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The same from logits, or log-probabilities, `[..., V/R]` of each."""
+        """The loss from logits, or log-probabilities, `[..., V/R]` of student and teacher."""
         options: dict[str, Any] = {"vocab": self.vocab, "chunk_tokens": self.chunk_tokens}
         temperature = 1.0 if self.temperature is None else self.temperature
         student = Logits(student_logits, self.tp_group, temperature=temperature, name="student_logits", **options)
@@ -174,7 +174,7 @@ class TopKDistillationLoss(FromHidden):
         mask: Tensor | None = None,
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The same from the teacher's hidden states, `[..., D of the teacher]`, and its weight or head.
+        """The loss from the teacher's hidden states, `[..., D of the teacher]`, and its weight or head.
 
         Args:
             k: how many ids of each token.
@@ -225,7 +225,7 @@ class TopKDistillationLoss(FromHidden):
         mask: Tensor | None = None,
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The same from log-probabilities `[..., K]` of the K, normalised as the class says.
+        """The loss from log-probabilities `[..., K]` of the K tokens, normalised as the class says.
 
         Args:
             teacher: -inf stands for `exp(-100)`.

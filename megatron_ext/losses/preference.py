@@ -35,7 +35,7 @@ def preference_loss(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
 
 def log_odds(mean_log_prob: Tensor) -> Tensor:
-    """`log(p / (1 - p))` of `p = exp(mean_log_prob)`; of 1 that of the largest p below it, without gradient."""
+    """`log(p / (1 - p))` of `p = exp(mean_log_prob)`; at p = 1 the value at the largest p below 1, without gradient."""
     mean_log_prob = mean_log_prob.clamp(max=-torch.finfo(mean_log_prob.dtype).tiny)
     return mean_log_prob - (-torch.expm1(mean_log_prob)).log()
 

@@ -1,6 +1,6 @@
 """Core attention for Megatron's `SelfAttention` and `CrossAttention`, on `F.scaled_dot_product_attention`.
 
-It stands where Megatron puts `DotProductAttention` (which forms every score matrix and refuses packing and context
+It takes the place of Megatron's `DotProductAttention` (which forms every score matrix and refuses packing and context
 parallelism) or `TEDotProductAttention` (which needs Transformer Engine and CUDA), and runs on CPU and GPU.
 """
 
@@ -127,7 +127,7 @@ class CoreAttention(MegatronModule):
             ValueError: an attention bias; shapes, masks, lengths that do not fit.
         """
         if attention_bias is not None:
-            raise ValueError("attention_bias is given: this core attention has none; take Transformer Engine's")
+            raise ValueError("attention_bias is given: this core attention supports no bias; use Transformer Engine's")
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         causal, cp_group = kind.name in _CAUSAL, SequenceParts.of(self.cp_group, packed_seq_params).group
         if packed_seq_params is None or packed_seq_params.qkv_format in (None, "sbhd"):

@@ -170,7 +170,7 @@ def caller_outside(*packages: ModuleType) -> tuple[FrameType, int]:
 
 
 def name_of(model: Any) -> str:
-    """Its class name, and its virtual pipeline stage where there is one."""
+    """The model's class name, with its virtual pipeline stage if there is one."""
     stage, kind = getattr(model, "vp_stage", None), type(model).__name__.removeprefix("FSDP")
     return kind if stage is None else f"{kind} (virtual stage {stage})"
 

@@ -58,7 +58,7 @@ class _Refused:
     def __init__(self, config: Any, *args: Any, kind: str, **kwargs: Any):
         raise ValueError(
             f"the hybrid layer pattern has a {kind} layer: megatron_ext's hybrid_stack_spec has attention (*), MLP "
-            f"(-), experts (E) and Mamba (M); take Megatron's own hybrid_stack_spec for this model"
+            "(-), experts (E) and Mamba (M); use Megatron's own hybrid_stack_spec for this model"
         )
 
 

@@ -1,19 +1,19 @@
 """Layer specs that build Megatron-Core's GPTModel from our layers.
 
-`gpt_layer_spec` is a `ModuleSpec`, ready for `GPTModel(transformer_layer_spec=...)` and for Megatron-LM's `--spec
-megatron_ext.megatron.layer_specs gpt_layer_spec`. What depends on the config (kind of norm, norms of queries and keys,
-which layers have experts) is read from it when the layers are built. `gpt_block_spec(config)` names the final norm too,
-and puts our linear layers beside Transformer Engine's norms and attention, if you ask for it.
-For HybridModel there is `megatron_ext.megatron.hybrid_layer_specs`; `megatron_ext.megatron.spec_head` names the fused
-head and its options in a spec.
+`gpt_layer_spec` is a `ModuleSpec`, ready for `GPTModel(transformer_layer_spec=...)` and for Megatron-LM's
+`--spec megatron_ext.megatron.layer_specs gpt_layer_spec`. Parts that depend on the config (kind of norm, norms of
+queries and keys, layers with experts) are chosen when the layers are built. `gpt_block_spec(config)` names the final
+norm too, and puts our linear layers beside Transformer Engine's norms and attention, if you ask for it. For HybridModel
+there is `megatron_ext.megatron.hybrid_layer_specs`; `megatron_ext.megatron.spec_head` names the fused head and its
+options in a spec.
 
 A layer spec does not reach three modules of a GPTModel: the word embeddings and the output layer, which it takes from
 `megatron.core.tensor_parallel` (`megatron_ext.substitute_tensor_parallel()` puts ours there), and the final norm.
-Without Apex and Transformer Engine that one refuses sequence parallelism, so importing this module gives Megatron our
-norm in just the case where it would raise.
+Without Apex and Transformer Engine that norm refuses sequence parallelism, so importing this module gives Megatron our
+norm in only that case.
 
 Raises:
-    ImportError: on import, with a Megatron-Core whose layers are built in a way that ours do not know.
+    ImportError: on import, with a Megatron-Core whose way of building layers is unknown.
 """
 
 # ruff: noqa: E402
@@ -112,7 +112,7 @@ def layers_with_experts(config: Any) -> list[bool]:
 
 
 class ExtSpecProvider(BackendSpecProvider):
-    """Megatron's question "which class for which job", answered with ours."""
+    """Megatron's provider of layer classes, with our classes."""
 
     def column_parallel_linear(self) -> type:
         return ColumnParallelLinear
@@ -139,8 +139,8 @@ class ExtSpecProvider(BackendSpecProvider):
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False) -> Any:
         if moe_use_grouped_gemm:
             raise ValueError(
-                "moe_grouped_gemm is True: the experts of this spec run one after another; set moe_grouped_gemm=False, "
-                "or take Transformer Engine's layer spec"
+                "moe_grouped_gemm is True: the experts of this spec run one after another; set "
+                "moe_grouped_gemm=False, or use Transformer Engine's layer spec"
             )
         linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         if versions.EXPERTS_BUILDER.is_there():

@@ -67,15 +67,15 @@ class _Processor:
             reason = "its output layer has forward hooks, which would not run"
         if reason is not None:
             raise ValueError(
-                f"{type(self).__name__} reads hidden states, not logits: {reason}; leave output_processor out and take "
-                f"the logits"
+                f"{type(self).__name__} reads hidden states, not logits: {reason}; leave output_processor out and use "
+                "the logits"
             )
         logits: Any = promise_logits(output_layer, hidden_states, output_weight, False, _never, hooks)
         scaled = logits if scale_logits is None else scale_logits(logits)
         if not isinstance(scaled, PromisedLogits):
             raise ValueError(
-                f"scale_logits is {scale_logits!r} and does more than multiply logits with a positive number: from "
-                f"hidden states nothing else can be read out; leave output_processor out and take the logits"
+                f"scale_logits is {scale_logits!r} and does more than multiply logits with a positive number: "
+                "read-outs of hidden states allow nothing else; leave output_processor out and use the logits"
             )
         return self.read(scaled.terms, given)
 
@@ -179,13 +179,13 @@ def _processed(model, original, settings, processor, context, args, kwargs) -> A
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments
     if given.get("labels") is not None:
         raise ValueError(
-            f"labels are given together with output_processor, and {type(model).__name__} of this Megatron-Core knows "
-            f"no processors: pass labels=None, and what the processor needs in output_processor_context"
+            f"labels are given together with output_processor, and {type(model).__name__} of this Megatron-Core takes "
+            "no processors: pass labels=None, and the processor's input in output_processor_context"
         )
     if (reason := fusion_decision.decision_of(model, settings, loss=False).left) is not None:
         raise ValueError(
-            f"output_processor cannot be given hidden states of {type(model).__name__}: {reason}; leave it out and "
-            f"take the logits"
+            f"output_processor cannot get hidden states of {type(model).__name__}: {reason}; leave it out and use the "
+            "logits"
         )
     with Region(model, settings).entered():
         logits = original(model, *args, **kwargs)

@@ -37,8 +37,8 @@ def with_fused_head(spec: _Spec, **settings: Unpack[HeadOptions]) -> _Spec:
     head = HeadSettings.of(settings)
     if not is_dataclass(spec) or isinstance(spec, type):
         raise ValueError(
-            f"spec is {spec!r}: it must be a layer spec object, as GPTModel takes it; of a function that makes one "
-            f"pass what it returns"
+            f"spec is {spec!r}: it must be a layer spec object, as GPTModel takes it; if a function makes the spec, "
+            "pass its result"
         )
     named: Any = copy.copy(spec)
     setattr(named, HEAD, head)

@@ -118,7 +118,7 @@ class _Swap:
             self._record(place, setattr, function, "__defaults__", before)
 
     def in_module(self, module: ModuleType) -> None:
-        """Its globals, the dataclass objects in them (layer specs), and the default arguments of its functions."""
+        """Replace in a module's globals, dataclass objects among them (layer specs), and default arguments."""
         self.in_dict(vars(module), module.__name__)
         for spec in _specs(list(vars(module).values()), set()):
             self.in_dataclass(spec)
@@ -285,8 +285,8 @@ def _refuse_half_way(pairs: dict[str, tuple[Any, Any]]) -> None:
     users = _users_own()
     if users:
         raise RuntimeError(
-            f"{', '.join(users)}: not Megatron's own any more, and our package would not call what stands there; "
-            f"nothing was replaced. Replace {' and '.join(HONOURED)} instead, which our layers call, or "
+            f"{', '.join(users)}: other code is in Megatron's place, and our package would not call it; nothing was "
+            f"replaced. Replace {' and '.join(HONOURED)} instead, which our layers call, or "
             f"{versions.PATCH_INSTEAD[0].lower()}{versions.PATCH_INSTEAD[1:]}"
         )
     layers = tuple(pairs[f"layers.{name}"][0] for name in _LAYERS)

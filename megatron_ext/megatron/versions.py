@@ -66,9 +66,9 @@ def _minor(version: str) -> tuple[int, int]:
 
 
 def why_not_with_transformer_engine(version: str | None) -> str | None:
-    """Why this Megatron-Core does not run on the Transformer Engine that is installed; None where it does, or may.
+    """Return why this Megatron-Core does not run on the installed Transformer Engine; None if it does, or may.
 
-    Which versions Megatron-Core declares stands in pip's metadata, where those are of the version that is imported.
+    The versions that Megatron-Core declares are in pip's metadata, if these are of the imported version.
     """
     engine = importlib.import_module("megatron.core.extensions.transformer_engine")
     if not getattr(engine, "HAVE_TE", True):
@@ -82,7 +82,7 @@ def why_not_with_transformer_engine(version: str | None) -> str | None:
 
 
 def require_transformer_engine(needed_for: str) -> None:
-    """Refuse `needed_for`, which takes Megatron-Core's modules of Transformer Engine, where they are not there.
+    """Raise an error for `needed_for`, which needs Megatron-Core's modules of Transformer Engine, if they are missing.
 
     Raises:
         ImportError: Megatron-Core could not import Transformer Engine.
@@ -91,7 +91,7 @@ def require_transformer_engine(needed_for: str) -> None:
     if not getattr(engine, "HAVE_TE", True):
         raise ImportError(
             f"{needed_for} needs Transformer Engine, which Megatron-Core {megatron_version()} could not import: "
-            f"install it; without a GPU megatron_on_cpu(transformer_engine=True) takes its Python part alone"
+            "install it; without a GPU megatron_on_cpu(transformer_engine=True) needs only its Python part"
         )
 
 
@@ -205,13 +205,13 @@ def unknown_arguments(theirs: Any, ours: Any) -> list[str]:
 
 
 def why_no_patch() -> str | None:
-    """Why the fused head cannot go into this Megatron-Core; None where it can, into models that have its seams."""
+    """Return why the fused head cannot go into this Megatron-Core's models; None if it can."""
     missing = missing_seams("patch")
     return f"this Megatron-Core has no {', '.join(missing)}" if missing else None
 
 
 def why_no_spec(way: str = "spec") -> str | None:
-    """Why our layers cannot be named in a layer spec ("spec" or "hybrid spec"); None where they can."""
+    """Return why our layers cannot be named in a layer spec ("spec" or "hybrid spec"); None if they can."""
     missing = missing_seams(way)
     if missing:
         return f"this Megatron-Core has no {', '.join(missing)}"

@@ -98,7 +98,7 @@ def _sizes(options: argparse.Namespace) -> tuple[Sizes, list[str]]:
         found["dtype"] = DTYPES[options.dtype]
     missing = [option for name, option in _GIVEN.items() if name not in found]
     if missing:
-        raise ValueError(f"the sizes are not whole: give {', '.join(missing)}")
+        raise ValueError(f"sizes are missing: pass {', '.join(missing)}")
     return Sizes(**found), ignored
 
 

@@ -30,15 +30,15 @@ class Sizes:
             ("--tp", self.ranks),
         ):
             if value < 1:
-                raise ValueError(f"{option} is {value}: it must be at least 1; give the job's own")
+                raise ValueError(f"{option} is {value}: it must be at least 1; pass the job's number")
         if self.vocab % self.ranks:
             raise ValueError(
-                f"--vocab is {self.vocab}: it must be a multiple of --tp, {self.ranks}; give the padded vocabulary"
+                f"--vocab is {self.vocab}: it must be a multiple of --tp, {self.ranks}; pass the padded vocabulary"
             )
         if self.sequence_parallel and self.tokens % self.ranks:
             raise ValueError(
                 f"--tokens is {self.tokens}: with sequence parallelism it must be a multiple of --tp, {self.ranks}; "
-                f"give the tokens of a whole micro-batch"
+                "pass the tokens of a whole micro-batch"
             )
 
     @property
@@ -66,14 +66,14 @@ def of_config(name: str) -> dict[str, Any]:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
     except (ImportError, OSError, ValueError) as error:
         raise ValueError(
-            f"--model is {name!r}, whose config cannot be read; its own code is never run: give --hidden and --vocab "
+            f"--model is {name!r}, whose config cannot be read; its own code is never run: pass --hidden and --vocab "
             f"instead. {error}"
         ) from error
     found = {"width": getattr(config, "hidden_size", None), "vocab": getattr(config, "vocab_size", None)}
     if None in found.values():
         raise ValueError(
-            f"--model is {name!r}: its {type(config).__name__} must have hidden_size and vocab_size; "
-            f"give --hidden and --vocab instead"
+            f"--model is {name!r}: its {type(config).__name__} must have hidden_size and vocab_size; pass --hidden "
+            "and --vocab instead"
         )
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     return found | ({"dtype": dtype} if dtype in _NAMES else {})

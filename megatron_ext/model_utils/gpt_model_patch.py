@@ -22,8 +22,8 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     all ranks add up. A `loss_mask` (read by multi-token prediction) lies as the labels do. Stages without an output
     layer pass hidden states on.
 
-    A model is left to Megatron's own loss, with a warning once, where its output layer or its loss is not known to be
-    linear and a cross entropy; `megatron_ext.megatron.fusion_report.fusion_report()` says what was fused, and why not.
+    A model with other code in its output layer or loss is compared with the head at the first call (`proof`), and keeps
+    its own loss if they differ. `megatron_ext.fusion_report()` says which losses were fused, and why others were not.
 
     Args:
         chunk_size: NeMo-RL's name: sequence positions per chunk, where `chunk_tokens` counts tokens, as everywhere

@@ -152,7 +152,7 @@ def column_blocks(columns: int) -> list[slice]:
 
 
 def whole_blocks(chunk: slice) -> int:
-    """Return the tokens that a chunk like this one may have: a multiple of those that a product of dW sums over."""
+    """Return the number of tokens that a chunk of this size may have: a multiple of those that a product of dW sums."""
     return max(TOKENS, (chunk.stop - chunk.start) // TOKENS * TOKENS)
 
 

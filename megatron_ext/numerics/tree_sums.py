@@ -25,7 +25,7 @@ def in_tree(parts: Sequence[Tensor], joined: Callable[[Tensor, Tensor], Tensor])
 
 
 class TreeSum:
-    """The same of parts that come one after the other, into their memory: at most log2 of their number wait."""
+    """The sum `in_tree` of parts that come one after the other, in their memory: at most log2 of them are held."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, Tensor]] = []

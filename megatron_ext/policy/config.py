@@ -211,7 +211,7 @@ def _gives_rewards(config: Mapping[str, Any], parallel_key: str) -> bool:
         return False
     if parallel_key == "megatron_cfg":
         raise ValueError(
-            "reward_model_cfg.enabled is True: MegatronPolicyWorker has causal language models alone, which have no "
+            "reward_model_cfg.enabled is True: MegatronPolicyWorker has only causal language models, which have no "
             "head for rewards; use DTensorPolicyWorker"
         )
     if (kind := config.get("reward_model_type")) != "bradley_terry":

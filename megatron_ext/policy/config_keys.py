@@ -292,12 +292,12 @@ def check_keys(config: Mapping[str, Any], parallel_key: str) -> tuple[str, ...]:
         if other == parallel_key and enabled is not None and enabled is not True:
             raise ValueError(
                 f"{other}.enabled is {enabled!r}: this worker is the one that {other} describes; set it to True, or "
-                f"take the other worker class"
+                "use the other worker class"
             )
         if other != parallel_key and enabled not in (None, False):
             raise ValueError(
-                f"{other}.enabled is {enabled!r}: this worker follows {parallel_key} alone; set it to False, or take "
-                f"the other worker class"
+                f"{other}.enabled is {enabled!r}: this worker reads only {parallel_key}; set it to False, or use the "
+                "other worker class"
             )
     return tuple(_faults_with_experts(config, "", parallel_key))
 

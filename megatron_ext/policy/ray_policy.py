@@ -38,11 +38,10 @@ class RayPolicy(RayRefit):
         cpus_per_worker, gpus_per_worker: what Ray reserves for an actor; it sees no other GPUs.
         env_vars: environment variables of the actors.
         start_timeout_s: how long actors may take to start and to build their model.
-        call_timeout_s: how long a call may take; None: as long as it does.
-        heartbeat_timeout_s: how long an actor may be stopped (SIGSTOP), its host answer nothing, or all of them stand
-            still with one waiting for the others in a collective; None: nobody looks. A step in which any rank
-            computes, reads or writes goes on; a wait for something outside is told by
-            `megatron_ext.policy.outside_wait`.
+        call_timeout_s: how long a call may take; None: no limit.
+        heartbeat_timeout_s: how long an actor may be stopped (SIGSTOP), its host not answer, or all actors stand still
+            with one waiting for the others in a collective; None: this is not checked. A step in which any rank
+            computes, reads or writes goes on; mark a wait for another service by `megatron_ext.policy.outside_wait`.
 
     Raises:
         ImportError: Ray is not installed.

@@ -91,7 +91,7 @@ def _agreed(prove: Callable[[], Proof], mode: ProofMode, group: Group) -> tuple[
 
 
 def cannot_prove_now() -> str | None:
-    """Why nothing can be compared in this call, or None: a graph is being captured, or a function compiled."""
+    """Return why nothing can be compared in this call: a graph is being captured, or a function compiled; else None."""
     if torch.compiler.is_compiling():
         return "torch.compile traces the call, in which nothing can be compared"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

@@ -25,12 +25,12 @@ class Proof:
 
     @classmethod
     def refused(cls, reason: str, tokens: int = 0, largest_difference: float = 0.0) -> "Proof":
-        """Both ways were run, and they differ."""
+        """The outcome if both ways were run, and differ."""
         return cls("refused", reason, tokens, largest_difference)
 
     @classmethod
     def not_comparable(cls, reason: str) -> "Proof":
-        """The two ways cannot both be run."""
+        """The outcome if one of the two ways cannot be run."""
         return cls("not comparable", reason)
 
     @property

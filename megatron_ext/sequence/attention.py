@@ -308,7 +308,7 @@ def _with_sink(q: Tensor, k: Tensor, v: Tensor, scores: _Scores) -> tuple[Tensor
 
 
 def _attend_with_softcap(q, k, v, seen: Tensor | None, scores: _Scores) -> Tensor:
-    """The same by hand, the softmax in fp32 at least, with tanh between the scores and their mask."""
+    """Attention step by step: softmax in fp32 at least, with tanh between the scores and their mask."""
     assert scores.softcap is not None
     assert seen is not None
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))

@@ -20,12 +20,12 @@ def sharded(
     if len(buffers) != len(dims):
         raise ValueError(f"{len(buffers)} buffers came with {len(dims)} sequence dims: pass one for each")
     if any(all(x is not buffer for buffer in buffers) for x in kept):
-        raise ValueError("cp_no_restore_buffers has a tensor that cp_buffers has not: it must be a subset of them")
+        raise ValueError("cp_no_restore_buffers has a tensor that cp_buffers lacks: it must be a subset of cp_buffers")
     for buffer in buffers:
         if buffer.requires_grad:
             raise ValueError(
-                f"a buffer of shape {list(buffer.shape)} requires grad, and would change under autograd's feet: "
-                f"pass data, and split what is trained with megatron_ext.sequence.zigzag.split_zigzag"
+                f"a buffer of shape {list(buffer.shape)} requires grad, and must not be changed in place: pass "
+                "buffers without grad, and split trained tensors with megatron_ext.sequence.zigzag.split_zigzag"
             )
     lengths = sorted({buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)})
     if len(lengths) > 1:

@@ -249,8 +249,7 @@ def _shard_thd_chunk_for_te(
     """
     if batch.get("cu_seqlens") is None:
         raise ValueError(
-            "the batch has no cu_seqlens: it is in rows, not one line of documents; pass it through "
-            "make_cp_batch_for_te"
+            "the batch has no cu_seqlens: it has rows, not packed documents; pass it through make_cp_batch_for_te"
         )
     cu_seqlens = batch["cu_seqlens"]
     cu_seqlens_padded = batch.get("cu_seqlens_padded", cu_seqlens)

@@ -64,7 +64,7 @@ class PaddedParts:
 
     @property
     def fault(self) -> ValueError | None:
-        """Why this rank's positions cannot be its part of the sequence."""
+        """Return why this rank's positions cannot be its part of the sequence; None if they can."""
         ranks = group_size(self.cp_group)
         held = self.positions * ranks
         if self.length <= held and (ranks == 1 or self.positions % 2 == 0):

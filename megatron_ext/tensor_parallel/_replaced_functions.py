@@ -26,7 +26,7 @@ HONOURED = _LINEAR[0], _FROZEN[0]
 _LAYERS, _EMBEDDING, _OF_LOGITS = "linear layers", "embeddings", "losses of logits"
 _MAPPINGS, _CROSS_ENTROPY = "megatron.core.tensor_parallel.mappings", "megatron.core.tensor_parallel.cross_entropy"
 # What Megatron's look up (linear layers beside these), and ours do not call, by module.
-_NOT_CALLED = {
+_NOT_CALLED: dict[str, dict[str, tuple[str, ...]]] = {
     _LAYERS: {
         _HOMES[1]: (
             *("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"),
@@ -81,7 +81,7 @@ def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
             return function  # Megatron's, which calls the class that was replaced
         raise RuntimeError(
             f"{home}.{autograd} was replaced, and megatron_ext's {name} does not call that class: replace "
-            f"{home}.{name} instead, which the layers look up, or take Megatron's own layers"
+            f"{home}.{name} instead, which the layers look up, or use Megatron's own layers"
         )
     _originals[frozen] = found
     return None

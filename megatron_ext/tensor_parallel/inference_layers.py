@@ -72,7 +72,7 @@ class _InferenceColumn(ColumnParallelLinear):
 
 
 class InferenceColumnParallelLinear(_InferenceColumn):
-    """A `ColumnParallelLinear` for decoding: arguments as there. In evaluation mode no gradients are kept.
+    """A `ColumnParallelLinear` for decoding, with the same arguments. In evaluation mode no gradients are kept.
 
     Communicates, evaluating: one all-gather with sequence parallelism at R > 1.
     """

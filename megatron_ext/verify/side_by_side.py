@@ -47,7 +47,7 @@ class TwoRuns:
 
     @property
     def differences(self) -> str:
-        """The same in words."""
+        """The largest differences, in words."""
         loss, norm = self.largest
         return f"largest relative difference: loss {loss:.1e}, gradient norm {norm:.1e}"
 
@@ -58,7 +58,7 @@ class TwoRuns:
 
     @property
     def fault(self) -> str | None:
-        """Why the runs are not the same; None if they are, within the tolerance."""
+        """Return how the runs differ; None if they are the same within the tolerance."""
         if not self.stock or len(self.stock) != len(self.ours):
             return (
                 f"the stock run took {len(self.stock)} steps of an optimizer, the other one {len(self.ours)}: "

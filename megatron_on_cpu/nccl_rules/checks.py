@@ -100,4 +100,4 @@ def check_splits(what: str, name: str, splits: Sequence[int], x: Tensor, size: i
     if splits and sum(splits) != rows:
         raise ValueError(f"{what}: {name}={list(splits)} must add up to the {rows} rows of its tensor")
     if not splits and rows % size:
-        raise ValueError(f"{what}: {rows} rows do not divide by {size} ranks; give {name}")
+        raise ValueError(f"{what}: {rows} rows do not divide by {size} ranks; pass {name}")

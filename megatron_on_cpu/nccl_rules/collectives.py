@@ -242,7 +242,7 @@ class Collectives:
     # What NCCL does not have.
 
     def recv_anysource(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("recv without a source: NCCL receives from the rank that is named; give `src`")
+        raise NotImplementedError("recv without a source: NCCL receives only from a named rank; pass `src`")
 
     def allgather_coalesced(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("all_gather_coalesced: NCCL's group does not have it; use all_gather")

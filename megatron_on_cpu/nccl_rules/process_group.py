@@ -82,7 +82,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
 
     @contextmanager
     def splitting(self) -> Iterator[None]:
-        """Inside, a new group is made of what `split` has split off."""
+        """Make new groups, inside the context, from the group that `split` has split off."""
         self._engine.splitting = True
         try:
             yield

@@ -54,7 +54,7 @@ def replace() -> None:
         if not isinstance(parent, NcclRulesGroup):
             return split(parent_pg, split_ranks, timeout, *args, **kwargs)
         if not parent.rules.eager:
-            raise RuntimeError("split_group: NCCL splits groups of a job with init_process_group(device_id=...) alone")
+            raise RuntimeError("split_group: NCCL splits groups only in a job with init_process_group(device_id=...)")
         if not split_ranks:
             raise ValueError(f"split_ranks={split_ranks!r} must be a list of lists of the parent's ranks")
         mine = next((sorted(ranks) for ranks in split_ranks if parent.getRank() in ranks), None)
@@ -78,7 +78,7 @@ def replace() -> None:
         if isinstance(found, NcclRulesGroup) and not (_device_is_set or found.rules.device_is_set):
             raise RuntimeError(
                 "a collective of objects moves through GPU memory under NCCL, and no device was chosen: every rank "
-                "would take cuda:0; call torch.cuda.set_device(local_rank) first, or give `device`"
+                "would take cuda:0; call torch.cuda.set_device(local_rank) first, or pass `device`"
             )
         return device(group)
 

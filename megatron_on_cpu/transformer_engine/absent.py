@@ -51,7 +51,7 @@ _SUBMODULE, _OF_SUBMODULE = "grouped_mlp_experimental", "swizzle_scales_and_pack
 
 
 def reasons(version: tuple[int, int]) -> dict[str, str]:
-    """Why each name that is not there in this version is not."""
+    """Return each name that this version does not have, with the reason."""
     absent = _IN_ALL | _SINCE_2_20 if version >= (2, 20) else _IN_ALL
     return {name: why for why, names in absent.items() for name in names.split()}
 

@@ -22,7 +22,7 @@ def wgrad_gemm_accum_fp32(input_2d: Tensor, d_output_2d: Tensor, d_weight: Tenso
 
 
 def wgrad_gemm_accum_fp16(input_2d: Tensor, d_output_2d: Tensor, d_weight: Tensor) -> None:
-    """The same with a 16-bit `d_weight`: what is added is rounded once."""
+    """Add the weight gradient to a 16-bit `d_weight`; the added gradient is rounded once."""
     d_weight.copy_(d_weight.float().addmm_(_rows(d_output_2d).t(), _rows(input_2d)))
 
 

@@ -44,6 +44,6 @@ def compiled_module(version: tuple[int, int]) -> ModuleType:
 
 
 def _made_in(file: ModuleType) -> dict[str, Any]:
-    """Its public functions and classes."""
+    """The public functions and classes that `file` defines."""
     own = {name: value for name, value in vars(file).items() if getattr(value, "__module__", "") == file.__name__}
     return {name: value for name, value in own.items() if not name.startswith("_")}

@@ -29,7 +29,7 @@ def cross_entropy_forward(
     if label_smoothing > 0 and ranks > 1:
         raise NotImplementedError(
             f"label_smoothing is {label_smoothing} over {ranks} ranks: the CPU emulation of Transformer Engine has it "
-            "on one rank alone; use cross_entropy_fusion_impl='native'"
+            "only on one rank; use cross_entropy_fusion_impl='native'"
         )
     batch, length, columns = _input.shape
     x = _input.reshape(-1, columns).float()

@@ -60,7 +60,7 @@ def dropout_bwd(
     "max_pages_per_seq is_non_paged"
 )
 def copy_to_kv_cache(given: Any) -> None:
-    """New keys and values after those cached, `[batch or pages, positions, heads, width]`, in place.
+    """Write new keys and values after the cached ones, `[batch or pages, positions, heads, width]`, in place.
 
     `cu_cached_lens` counts the new ones too. `page_table` has the pages of each sequence, or one row for each; with
     `is_non_paged` sequences move to the front first, from these rows.
@@ -80,7 +80,7 @@ def copy_to_kv_cache(given: Any) -> None:
 
 
 def _move_to_the_front(given: Any, rows: list[int], lens: list[int]) -> None:
-    """The cached tokens of sequence i from `rows[i]` to row i. Rows rise for as long as there are sequences."""
+    """Move the cached tokens of sequence i from `rows[i]` to row i. The first fall in `rows` ends the sequences."""
     count = next((i + 1 for i in range(given.b - 1) if rows[i + 1] < rows[i]), given.b)
     for i in range(count):
         for cache in given.k_cache, given.v_cache:

@@ -110,7 +110,7 @@ def _rows_of(out: Tensor, B: Sequence[Any], transposed: bool) -> Sequence[Tensor
 
 def _gelu_backward(gradient: Tensor, gelu_in: Tensor | None) -> Tensor:
     if gelu_in is None:
-        raise ValueError("gelu_in is None: the backward of the GELU needs what went into it; pass it")
+        raise ValueError("gelu_in is None: the backward of GELU needs its input; pass gelu_in")
     with torch.enable_grad():
         x = gelu_in.detach().float().requires_grad_()
         return torch.autograd.grad(F.gelu(x, approximate="tanh"), x, gradient)[0]

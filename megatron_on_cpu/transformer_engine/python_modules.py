@@ -33,13 +33,13 @@ def _weak_reference(x: Any) -> Any:
 
 
 def _quantization(module: ModuleType) -> Replacements:
-    """It asks for GPUs and versions of CUDA."""
+    """Let the module's checks for GPUs and versions of CUDA pass."""
     checks = [name for name in vars(module) if name.startswith("check_") and name.endswith("_support")]
     yield module, {name: lambda: (True, "") for name in checks if "nvfp4" not in name and "recipe" not in name}
 
 
 def _attention(module: ModuleType) -> Replacements:
-    """It keeps fp32 from fused attention, the one that has context parallelism; here it takes fp32."""
+    """Let fused attention, the only one with context parallelism, take fp32, which the module refuses."""
     choose = module.get_attention_backend
 
     def get_attention_backend(attention_params: Any = None) -> Any:
@@ -51,7 +51,7 @@ def _attention(module: ModuleType) -> Replacements:
 
 
 def _fused_attention(module: ModuleType) -> Replacements:
-    """Its forward asserts by `all(...)`, which it uses for nothing else, that tensors have 16 bits."""
+    """Turn off the only use of `all(...)` in the forward of fused attention, the check that tensors have 16 bits."""
     forward = inspect.unwrap(module.FusedAttention.forward)
     names = {**vars(module), "all": lambda checks: True}
     of_any_dtype = FunctionType(forward.__code__, names, argdefs=forward.__defaults__, closure=forward.__closure__)

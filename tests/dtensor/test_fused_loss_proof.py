@@ -204,7 +204,7 @@ def test_a_trainer_that_takes_the_labels_out_is_told(way, tmp_path):
     more = {way: compute} if way == "compute_loss_func" else {}
     trainer = Trainer(use_fused_loss(make("llama")), arguments, train_dataset=rows(), **more)
     fused_loss._say_that_labels_are_missing.cache_clear()
-    with pytest.warns(UserWarning, match="LlamaForCausalLM was called in training without labels, so that its logits"):
+    with pytest.warns(UserWarning, match="LlamaForCausalLM was called in training without labels, so its logits"):
         trainer.train()
 
 

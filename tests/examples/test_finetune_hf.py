@@ -102,7 +102,7 @@ def test_missing_and_damaged_checkpoints_are_refused(tmp_path):
         (tmp_path / "half" / "facts.json").unlink()  # which is written last
         files[0].write_bytes(files[0].read_bytes()[:-10])
     dist.barrier()
-    with pytest.raises(ValueError, match="half is not there, or incomplete or damaged"):
+    with pytest.raises(ValueError, match="half does not exist, or is incomplete or damaged"):
         finetune(f"--load {tmp_path / 'half'}")
     with pytest.raises(ValueError, match=r"step_1 is damaged: .*distcp is not what was written"):
         finetune(f"--load {tmp_path / 'step_1'}")

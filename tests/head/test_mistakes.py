@@ -98,7 +98,9 @@ def test_an_argument_of_another_kind_is_told_its_place():
         linear_cross_entropy(hidden, torch.nn.Linear(D, V), labels)
     with pytest.raises(ValueError, match=r"weight is list: .*; make one of it"):
         linear_cross_entropy(hidden, weight.tolist(), labels)
-    with pytest.raises(ValueError, match=r"hidden_layout is a Tensor: .* pass it by that one's name, a bias as bias="):
+    with pytest.raises(
+        ValueError, match=r"hidden_layout is a Tensor: .* pass it by that argument's name, a bias as bias="
+    ):
         linear_cross_entropy(hidden, weight, labels, None, torch.zeros(V))
 
 

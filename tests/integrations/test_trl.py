@@ -147,7 +147,7 @@ def test_masks_of_rows():
         (index[..., 0], torch.ones(3)),
         (index[..., 0], torch.ones(2, 3, 1)),
     ):
-        with pytest.raises(ValueError, match=r"row_mask has shape .* a number for each token, \(2, 3\)"):
+        with pytest.raises(ValueError, match=r"row_mask has shape .* one number for each token, \(2, 3\)"):
             ours.selective_log_softmax(z, given, row_mask=wrong)
 
 

@@ -41,7 +41,7 @@ def test_the_numbers_of_megatrons_layers(sizes, options):
 
 @ranks(1)
 def test_other_kinds_of_layers_are_refused():
-    with model_parallel(), pytest.raises(ValueError, match=r"pattern has a gdn layer.*take Megatron's own"):
+    with model_parallel(), pytest.raises(ValueError, match=r"pattern has a gdn layer.*use Megatron's own"):
         tiny_hybrid_chunks(ours=True, pattern="*G")
 
 

@@ -172,7 +172,9 @@ def test_other_stages_pass_hidden_states_on():
 def test_wrong_labels():
     with model_parallel(tp=2), patched():
         model, ids = one_gpt(), batch()[0]
-        with pytest.raises(ValueError, match="labels and input_ids are None: .* pass the token ids, labels=input_ids"):
+        with pytest.raises(
+            ValueError, match="labels and input_ids are None: .* pass the token ids, not shifted, as labels=input_ids"
+        ):
             model(None, batch()[2], causal_mask(SEQ), decoder_input=torch.zeros(SEQ, 2, 32), **ASKED)
         assert torch.equal(run(model, **ASKED), run(model, ids, **ASKED))
         for wrong in (ids[:, 1:], ids[0]):

@@ -153,20 +153,20 @@ def test_code_of_a_model_folder_is_never_run(tmp_path, capsys, monkeypatch):
     (tmp_path / "mine.py").write_text("raise SystemError('run')")
     with pytest.raises(SystemExit, match="2"):
         main(["--model", str(tmp_path), "--tokens", "512"])
-    assert "its own code is never run: give --hidden and --vocab instead" in capsys.readouterr().err
+    assert "its own code is never run: pass --hidden and --vocab instead" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "given, said",
     [
-        ("--tokens 8", "the sizes are not whole: give --hidden, --vocab"),
+        ("--tokens 8", "sizes are missing: pass --hidden, --vocab"),
         ("--tokens 8 --hidden 8 --vocab 0", "--vocab is 0: it must be at least 1"),
         ("--tokens 8 --hidden 8 --vocab 9 --tp 2", "--vocab is 9: it must be a multiple of --tp, 2"),
         ("--tokens 9 --hidden 8 --vocab 8 --tp 2 --sequence-parallel", "--tokens is 9: with sequence parallelism"),
         ("--cache auto", "'auto' must be a fraction from 0 to 1, a number of bytes, or bounded"),
         ("--model /nowhere", "--model is '/nowhere', whose config cannot be read"),
         ("--megatron --hidden-size wide", "--megatron: argument --hidden-size: invalid int value: 'wide'"),
-        ("--megatron --hidden-size 64 --seq-length 8", "the sizes are not whole: give --vocab"),
+        ("--megatron --hidden-size 64 --seq-length 8", "sizes are missing: pass --vocab"),
     ],
 )
 def test_wrong_arguments_are_told(given, said, capsys):

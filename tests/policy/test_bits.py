@@ -80,7 +80,7 @@ class OfLogits:
 @pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
 @ranks(1)
 def test_bits_are_refused_where_a_loss_reads_logits(backend):
-    said = 'bits is "batch", by that key or by batch_invariant_mode, and logits are'
+    said = 'bits is "batch", by that key or by batch_invariant_mode, and the loss'
     with ended(backend(tiny_config(MODEL, bits="batch"), init_reference_model=False)) as worker:
         with pytest.raises(ValueError, match=said):
             worker.train(shard(tiny_batch(8), worker), OfLogits())

@@ -236,7 +236,7 @@ def test_a_checkpoint_of_another_model_is_refused():
     for sizes, message in (
         ({"intermediate_size": 64}, r"is \[64, 32\] here and the checkpoint .* has it as \[48, 32\]"),
         ({"num_hidden_layers": 3}, "layers.2.* lacks it"),
-        ({"num_hidden_layers": 1}, r"has model.layers.1.* no such thing here"),
+        ({"num_hidden_layers": 1}, r"has model.layers.1.* which this policy does not have"),
     ):
         other = DTensorPolicyWorker(tiny_config(tiny_model(**sizes)), init_reference_model=False)
         with unchanged(other), pytest.raises(ValueError, match=message):

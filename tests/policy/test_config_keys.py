@@ -152,7 +152,7 @@ def test_misspelt_key_is_refused_with_the_right_one(path):
     "changes,message",
     [
         ({"dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True}}, "dtensor_cfg.enabled is False: this"),
-        ({"megatron_cfg": {"enabled": True}}, "megatron_cfg.enabled is True: this worker follows dtensor_cfg alone"),
+        ({"megatron_cfg": {"enabled": True}}, "megatron_cfg.enabled is True: this worker reads only dtensor_cfg"),
         ({"dtensor_cfg": {"sequence_parallel": "false"}}, "sequence_parallel is 'false': it must be True or False"),
         ({"sequence_packing": {"enabled": "false"}}, "sequence_packing.enabled is 'false': it must be True or False"),
         ({"seed": 3.5}, "seed is 3.5: it must be an integer"),

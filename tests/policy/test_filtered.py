@@ -242,5 +242,7 @@ def test_what_is_refused():
     loss_fn = KeywordLoss()
     loss_fn.input_type = "draft"
     worker = worker_of()
-    with pytest.raises(ValueError, match="KeywordLoss.input_type is 'draft': a policy worker has inputs for 'logprob'"):
+    with pytest.raises(
+        ValueError, match="KeywordLoss.input_type is 'draft': a policy worker has only inputs for 'logprob'"
+    ):
         worker.train(tiny_batch(8), loss_fn)

@@ -192,7 +192,7 @@ def test_a_dead_actor_and_life_after(ray, tmp_path, monkeypatch):
             policy.save_checkpoint(str(tmp_path / "nothing"))
         with pytest.raises(RuntimeError, match=r"shutdown\(\) ended the actors"):
             policy.train(data, NLLLoss())
-        with pytest.raises(ValueError, match="is not there"):
+        with pytest.raises(ValueError, match="does not exist"):
             policy.restart(str(tmp_path / "elsewhere"))
         assert not policy.is_alive()
         with pytest.raises(RuntimeError, match=r"the actors did not start: ValueError: .*elsewhere"):

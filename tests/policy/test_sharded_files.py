@@ -87,7 +87,7 @@ def test_a_damaged_file_of_a_checkpoint_is_named(damage, words, tmp_path):
         ({"w": torch.zeros(3, 2), "b": torch.zeros(2)}, r"w is \[3, 2\] here .* has it as \[2, 3\]"),
         ({"w": torch.zeros(2, 3, dtype=torch.float64)}, "w is torch.float64 here and torch.float32 in the checkpoint"),
         ({"w": torch.zeros(2, 3), "c": torch.zeros(2)}, r"c is \[2\] here .* lacks it"),
-        ({"w": torch.zeros(2, 3)}, "has b and there is no such thing here"),
+        ({"w": torch.zeros(2, 3)}, "has b, which this policy does not have"),
     ],
 )
 @ranks(1)

@@ -150,5 +150,5 @@ def test_a_line_made_elsewhere_is_sharded():
     assert part["padding_mask"].tolist() == [False, True, False, False]
     assert part["cu_seqlens"].tolist() == part["cu_seqlens_padded"].tolist() == [0, 4, 8, SENTINEL, SENTINEL]
     assert part["max_seqlen"].tolist() == 4
-    with pytest.raises(ValueError, match="no cu_seqlens: it is in rows"):
+    with pytest.raises(ValueError, match="no cu_seqlens: it has rows"):
         _shard_thd_chunk_for_te({"input_ids": torch.zeros(1, 8)}, mesh(2, 1), "thd", SENTINEL, 0)

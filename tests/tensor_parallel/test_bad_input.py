@@ -34,7 +34,9 @@ def test_first_values_and_configs(kind):
         with pytest.raises(ValueError, match=f"init_method is {wrong!r}: it must be a function that fills a tensor"):
             make(kind, init_method=wrong)
     assert make(kind, init_method=None, config=SimpleNamespace(perform_initialization=False)).weight is not None
-    with pytest.raises(ValueError, match=r"config is a dict: its attributes are read; pass .*SimpleNamespace\("):
+    with pytest.raises(
+        ValueError, match=r"config is a dict: it must have the config's attributes; pass .*SimpleNamespace\("
+    ):
         make(kind, config={"params_dtype": torch.float64})
     for dtype in ("bf16", torch.int64):
         with pytest.raises(ValueError, match=f"config.params_dtype is {dtype!r}: it must be a floating dtype"):

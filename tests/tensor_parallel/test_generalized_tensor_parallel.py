@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_refused():
         output.backward()
     sys.modules[MODULE].HAVE_GTP = False
     for kind in KINDS:
-        with pytest.raises(ValueError, match=r"over 2 ranks, which takes Megatron-Core 0.19 or newer"):
+        with pytest.raises(ValueError, match=r"over 2 ranks, which needs Megatron-Core 0.19 or newer"):
             layer_of(kind, own, dist.group.WORLD)
         assert layer_of(kind, own, own).gtp_remat_size == 1  # the advice
     assert copy.deepcopy(layer_of("column", own, own)).gtp_remat_size == 1

@@ -81,9 +81,9 @@ def tell_of_change(model: Any, head: Any, read: Read, hidden: Tensor, given: Seq
 
 
 def tell_of_unread_head(model: Any, head: Any, read: Read, given: Sequence[Tensor]) -> None:
-    """Have the head tell ranks that read it, and wait for this one, that its forward has not called the head.
+    """Tell the ranks that have called the head, and wait for this one, that this rank's forward has not called it.
 
-    Raises `ToldFault` unless it was called on none.
+    Raises `ToldFault`, unless no rank has called it.
     """
     hook, weight = sequence_hook(model), unwrapped(head)[0].weight
     rows, positions = given[0].shape[:2]

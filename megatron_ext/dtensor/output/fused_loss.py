@@ -221,9 +221,9 @@ def _places(forward: Any) -> list[str]:
 @functools.cache
 def _say_that_labels_are_missing(name: str) -> None:
     warnings.warn(
-        f"{name} was called in training without labels, so that its logits are made: use_fused_loss computes the loss "
-        f"of a call with labels; a trainer that takes them out for label_smoothing_factor or compute_loss_func makes "
-        f"its loss of logits (use_fused_loss(model, label_smoothing=...) has the first)",
+        f"{name} was called in training without labels, so its logits were made: use_fused_loss computes the loss "
+        "only of calls with labels; with label_smoothing_factor or compute_loss_func a trainer removes the labels, "
+        "and computes its loss from logits (use_fused_loss(model, label_smoothing=...) replaces the first)",
         stacklevel=2,
     )
 

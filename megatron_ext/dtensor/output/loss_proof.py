@@ -49,7 +49,7 @@ class _NoLoss(Exception):
 
 
 def not_fusable(model: Any, head: Any) -> str | None:
-    """Why the head of `model` cannot be read from hidden states, where that is known without a comparison."""
+    """Return why the head of `model` cannot be computed from hidden states, if that is known without a comparison."""
     try:
         layer, _ = unwrapped(head)
     except ValueError as fault:

@@ -122,7 +122,7 @@ class DeferredLogits(Tensor):
         return promise
 
     def logits(self, asked_by: str, changed: bool = False) -> Tensor:
-        """The real ones. `changed`: they will be, in place, and stay so for who holds this promise."""
+        """The real logits. `changed`: the caller changes them in place, and later readers see the change."""
         if self.made is None:
             self.call.read_by = self.call.read_by or asked_by
             with torch.set_grad_enabled(self.call.with_grad):

@@ -65,8 +65,8 @@ def say_that_logits_are_made(reason: str, read: Read) -> None:
 @functools.cache
 def say_once(reason: str) -> None:
     warnings.warn(
-        f"{reason}: log-probabilities come through its logits, which takes memory of the vocabulary's size for each "
-        f"token",
+        f"{reason}: log-probabilities are computed from its logits, which take memory of the vocabulary's size for "
+        "each token",
         stacklevel=2,
     )
 

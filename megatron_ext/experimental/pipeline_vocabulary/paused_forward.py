@@ -60,7 +60,7 @@ class Losses(NamedTuple):
     send: Callable[[int, Tensor], Tensor]
 
     def part(self, which: int, of: int) -> "Losses":
-        """One prediction's."""
+        """The part of one prediction."""
         hits = None if self.hits is None else self.hits.chunk(of, 1)[which]
         unit_dx = None if self.unit_dx is None else self.unit_dx.chunk(of, 1)[which]
         return Losses(self.loss.chunk(of)[which], hits, unit_dx, self.send)
@@ -90,7 +90,7 @@ def known() -> Known:
     told = getattr(greenlet and greenlet.getcurrent(), "known", None)
     if told is None:
         raise RuntimeError(
-            "this model shares its vocabulary over the pipeline stages, so it runs inside Megatron's schedules alone: "
+            "this model shares its vocabulary over the pipeline stages, so it runs only inside Megatron's schedules: "
             "call the function that get_forward_backward_func() returns, not the model"
         )
     return told
@@ -121,5 +121,5 @@ class _Answer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         send, ctx.send = ctx.send, None  # which holds tensors
         if send is None:
-            raise RuntimeError("what stages share takes one backward pass of a micro-batch: its tensors are freed then")
+            raise RuntimeError("stages that share a vocabulary take one backward pass of a micro-batch")
         return send(grad), None, None

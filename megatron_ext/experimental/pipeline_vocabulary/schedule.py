@@ -105,7 +105,7 @@ _recordings: list[Callable[[Run], None]] = []
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Run]]:
-    """Record the passes that this stage's schedule runs meanwhile, with the host's `time.perf_counter()`."""
+    """Record the passes that this stage's schedule runs inside the context, with the host's `time.perf_counter()`."""
     runs: list[Run] = []
     _recordings.append(runs.append)
     try:

@@ -146,6 +146,6 @@ _NO_HOOKS = Hooks({}, {})  # type: ignore[arg-type]
 
 def _no_logits(terms: Terms, hidden: Tensor) -> Tensor:
     raise ValueError(
-        "somebody asks for logits, and a vocabulary that is shared over pipeline stages has only losses: call the "
+        "logits were asked for, and a vocabulary that is shared over pipeline stages gives only losses: call the "
         "model with labels, or train without sharing"
     )

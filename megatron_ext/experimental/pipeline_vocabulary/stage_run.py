@@ -272,7 +272,7 @@ class StageRun:
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     if tuple(tensor.shape) != shape:
         raise ValueError(
-            f"the {name} of this micro-batch have shape {tuple(tensor.shape)}, micro_batch_size and seq_length of the "
-            f"schedule make {shape}: all micro-batches must be of the size that is given to it"
+            f"the {name} of this micro-batch have shape {tuple(tensor.shape)}, the schedule's micro_batch_size and "
+            f"seq_length make {shape}: all micro-batches must have the size that the schedule was given"
         )
     return tensor

@@ -188,7 +188,7 @@ def check_model(model: Any) -> None:
 
 
 def output_layer_fault(model: Any) -> ValueError | None:
-    """Why a model cannot share its vocabulary, as far as the last stage alone sees it: its output layer, and MTP."""
+    """Return why a model cannot share its vocabulary, from what only the last stage has: its output layer, and MTP."""
     layer = patch_points.output_layer(model)
     if layer is None:
         return None

@@ -71,8 +71,8 @@ def product_seconds(device: Device, m: int, n: int, k: int, result_bytes: int) -
     """Estimate for `[M, K] @ [K, N]` with 16-bit operands, whose result takes `result_bytes` to write (and to read,
     where it is added to).
 
-    Arithmetic runs in whole waves; the measured rate stands for waves as full as it was measured with. Operands are
-    read meanwhile, so the longer of the two counts. The result is not: a tile is written when its sums are done.
+    Arithmetic runs in whole waves; the measured rate assumes waves as full as in the measurement. Operands are read at
+    the same time, so the longer of the two times counts. A tile of the result is written after its sums are done.
     """
     nbytes = 2 * (m + n) * k + result_bytes
     if 0 in (m, n, k):

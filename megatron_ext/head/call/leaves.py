@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
     width: int
 
     def cut(self, x_VD: Tensor) -> Tensor:
-        """Its rows of `x`, with rows of zeros where the vocabulary ends before the leaf does."""
+        """Return the leaf's rows of `x`, with rows of zeros if the vocabulary ends before the leaf."""
         x_VD = x_VD[self.rows]
         missing = self.width - x_VD.shape[0]
         return aligned(F.pad(x_VD, (*(0, 0) * (x_VD.dim() - 1), 0, missing)) if missing else x_VD)

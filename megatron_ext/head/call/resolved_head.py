@@ -85,7 +85,7 @@ class ResolvedHead:
         return columns if self.chosen is None else torch.searchsorted(self.chosen, columns)
 
     def without_scale(self) -> "ResolvedHead":
-        """The same with the scale in softcap and temperature: `c tanh(s z / c) = s (c / s) tanh(z / (c / s))`."""
+        """This head, its scale in softcap and temperature: `c tanh(s z / c) = s (c / s) tanh(z / (c / s))`."""
         if self.logit_scale == 1.0:
             return self
         softcap = None if self.softcap is None else self.softcap / self.logit_scale
@@ -93,7 +93,7 @@ class ResolvedHead:
         return replace(self, softcap=softcap, temperature=temperature, logit_scale=1.0)
 
     def without_bends(self) -> "ResolvedHead":
-        """The same of logits that scale and softcap have left already."""
+        """Return this head for logits that have passed scale and softcap already."""
         bent = self.softcap is not None or self.logit_scale != 1.0
         return replace(self, softcap=None, logit_scale=1.0) if bent else self
 

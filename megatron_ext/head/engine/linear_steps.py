@@ -86,8 +86,8 @@ def plan_steps(readouts: Any, call: ResolvedHead, hidden_TD: Tensor) -> Plan:
     if call.softcap is not None or any(r.needs_logits or r.expected for r in readouts):
         names = ", ".join(type(r).__name__ for r in readouts)
         raise ValueError(
-            f"softcap is {call.softcap}, read-outs are {names}: the head in steps takes no softcap, and read-outs of "
-            f"labels alone, its products are made before the ranks' statistics are known; use linear_cross_entropy"
+            f"softcap is {call.softcap}, read-outs are {names}: the head in steps takes no softcap, and only "
+            "read-outs of labels, since its products come before the ranks' statistics; use linear_cross_entropy"
         )
     return Plan([r.copied() for r in readouts], call, lambda x: x, hidden_TD.shape[0], hidden_TD.device)
 

@@ -133,7 +133,7 @@ class Plan:
 
     @cached_property
     def words(self) -> str:
-        """Describe what all ranks must pass alike."""
+        """Describe the options that must be the same on all ranks."""
         call = self.head
         found: dict[str, Any] = {"softcap": call.softcap, "temperature": call.temperature}
         found["logit_scale"] = call.logit_scale

@@ -138,7 +138,7 @@ class TopK(_Picks):
 
 
 def integers(stats: Tensor) -> Tensor:
-    """The same memory as integers: ids travel beside values, exact at any vocabulary size."""
+    """View `stats` as integers: token ids are sent beside values, exact at any vocabulary size."""
     return stats.view(torch.int64 if stats.dtype == torch.float64 else torch.int32)
 
 

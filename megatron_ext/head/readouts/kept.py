@@ -113,7 +113,7 @@ class Kept(Filtered):
         return F.pad(x_N.cumsum(0), (1, 0))[self.offsets_T].diff()[self.place_T]
 
     def entries(self) -> _Entries:
-        """This rank's. Waits for the device, once a call."""
+        """This rank's kept ids. Waits for the device, once a call."""
         if not self._entries:
             own_N = self.call.vocab.owns(self.ids_N)
             first_T = F.pad(own_N.cumsum(0), (1, 0))[self.offsets_T[:-1]][self.place_T]

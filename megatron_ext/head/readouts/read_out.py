@@ -147,10 +147,10 @@ class ReadOut:
         return found
 
     def flatten(self, flat: Flatten) -> None:
-        """Makes its own per-token tensors `[T, ...]`, of a copy that has its `call`."""
+        """Makes the read-out's per-token tensors `[T, ...]`, of a copy that has its `call`."""
 
     def options(self) -> dict[str, Any]:
-        """Its numbers and names: all ranks must pass the same."""
+        """The read-out's numbers and names, which must be the same on all ranks."""
         plain = int | float | str | bool | None
         own = sorted(vars(self).items())
         return {name: x for name, x in own if name not in _OF_THE_CALL and isinstance(x, plain)}
@@ -213,7 +213,7 @@ class ReadOut:
         """Write the statistics of this rank's columns."""
 
     def of_leaf(self, call: ResolvedHead) -> Self:
-        """The same for the columns of one leaf, those of `call`."""
+        """Return this read-out for the columns of one leaf, those of `call`."""
         part = self.copied()
         part.call = call
         return part

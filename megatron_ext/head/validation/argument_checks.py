@@ -132,8 +132,8 @@ def check_same_shape(argument: str, x: Tensor, labels: Tensor) -> None:
         )
     if x.shape != labels.shape:
         raise ValueError(
-            f"{argument} has shape {tuple(x.shape)}, labels {tuple(labels.shape)}: they must be equal; "
-            f"give one number per token"
+            f"{argument} has shape {tuple(x.shape)}, labels {tuple(labels.shape)}: they must be equal; pass one "
+            "number per token"
         )
     if x.device != labels.device:
         raise ValueError(f"{argument} is on {x.device}, labels on {labels.device}: move them to one device")
@@ -157,16 +157,16 @@ def check_marks(weight: Any, alone: bool) -> None:
     if getattr(weight, "is_distributed_weight", False):
         raise ValueError(
             f"weight is a piece {tuple(weight.shape)} of this rank's shard, cut over {weight.gtp_remat_size} ranks by "
-            f"generalized tensor parallelism: it must be the shard [V/R, D]; set the size of generalized tensor "
-            f"parallelism to 1, or take logits from the layer"
+            "generalized tensor parallelism: it must be the shard [V/R, D]; set the size of generalized tensor "
+            "parallelism to 1, or use the layer's logits"
         )
     if not alone or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if getattr(weight, "tensor_model_parallel", False) and getattr(weight, "partition_dim", -1) == 0:
         raise ValueError(
             f"tp_group is None, {dist.get_world_size()} ranks run, and weight is marked as one rank's shard of the "
-            f"vocabulary (tensor_model_parallel, partition_dim 0): pass the group that shares it, as layer.tp_group, "
-            f"or take LmHead.of(layer); if it is whole, a group of this rank alone"
+            "vocabulary (tensor_model_parallel, partition_dim 0): pass the group that shares it, such as "
+            "layer.tp_group, or use LmHead.of(layer); if the weight is whole, pass a group of this rank alone"
         )
 
 

@@ -65,8 +65,8 @@ def one_of(argument: str, value: Any, allowed: tuple[str, ...]) -> None:
     words = ", ".join(map(repr, allowed))
     if value is not None and not isinstance(value, str | int | float):
         raise ValueError(
-            f"{argument} is a {type(value).__name__}: it must be one of {words}; if it was meant for another argument, "
-            f"pass it by that one's name, a bias as bias="
+            f"{argument} is a {type(value).__name__}: it must be one of {words}; if it was meant for another "
+            "argument, pass it by that argument's name, a bias as bias="
         )
     if value not in allowed:
         raise ValueError(f"{argument} is {value!r}: it must be one of {words}")

@@ -207,7 +207,7 @@ class Region:
         )
 
     def why_not(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> str | None:
-        """Why this loss is the model's own, on all ranks; None where the head computes it."""
+        """Return why the model computes this loss itself, on all ranks; None if the head computes it."""
         decision = fusion_decision.taken(self.model, self.settings) or fusion_decision.decide(self.model, self.settings)
         if not self.looked and fusion_decision.has_changed(self.model, decision):
             with torch.no_grad(), fusion_decision.telling_of_change(self.model):
@@ -256,7 +256,7 @@ class Region:
             say_once(f"{type(self.model).__name__} has another loss than the fused head: {found.fault}\n{found}")
 
     def of_made(self, labels: Tensor, logits: Tensor) -> TrainingLoss:
-        """The same of logits `[S, B, V/R]` that exist."""
+        """The training loss from logits `[S, B, V/R]` that exist."""
         made = self.settings.of_made(logits, self.layer)
         return _batch_first(training_loss_of_logits(made, labels.transpose(0, 1), self.asked_of_loss(hits=False)))
 
@@ -272,7 +272,7 @@ class Region:
         )
 
     def asked(self, terms: Terms) -> None:
-        """Somebody wants real logits: say who, and what they cost."""
+        """Warn that code asks for real logits, with its line and the memory that they take."""
         if self.quiet or self.proving:
             return
         frame, _ = caller_outside(torch)
@@ -324,5 +324,5 @@ def _check_labels(labels: Tensor, logits: PromisedLogits) -> None:
         raise ValueError(
             f"labels have shape {tuple(labels.shape)}: the hidden states that the model made are of shape "
             f"{tuple(logits.terms.hidden.shape)} on this rank, which takes labels [batch, sequence] of {wanted}; "
-            f"under context parallelism pass this rank's part of them, as of the tokens"
+            "under context parallelism pass this rank's part of the labels, as of the tokens"
         )

@@ -95,7 +95,7 @@ def taken(model: Any, settings: HeadSettings, loss: bool = True) -> Decision | N
 
 
 def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
-    """The same, taken anew.
+    """Take the decision about a model anew.
 
     Communicates: one all-gather of a small object over several tensor-parallel ranks.
     """
@@ -159,7 +159,7 @@ def _why(model: Any) -> str:
 
 
 def _seen(model: Any, loss: bool) -> tuple[str | None, str | None]:
-    """Why a model's logits cannot be promised, as this rank sees it, and what of it is not known."""
+    """Return why a model's logits cannot be promised, as this rank sees it, and which of its code is not known."""
     if (left := patch_points.why_not_fused(model)) is not None:
         return left, None
     if not loss:

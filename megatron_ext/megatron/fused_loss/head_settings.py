@@ -160,7 +160,7 @@ class HeadSettings:
             )
 
     def of_made(self, logits: Tensor, layer: Any) -> Logits:
-        """The same of logits `[S, B, V/R]` that exist, with the scale and the softcap of model and layer in them."""
+        """`Logits` under these settings, of `[S, B, V/R]` that exist and have passed the model's scale and softcap."""
         return Logits(
             logits,
             tp_group(layer),

@@ -96,7 +96,7 @@ def what_is_not_known(model: Any) -> str | None:
 
 
 def why_not_known(layer: Any) -> str | None:
-    """Why an output layer is not known to be linear, with a bias and a softcap or without; None if it is."""
+    """Return why an output layer is not known to be linear, with a bias and a softcap or without; None if it is."""
     kind = type(layer)
     if patch_points.FORWARD in vars(layer):
         return "its output layer has a forward of its own, put there by somebody else"
@@ -120,7 +120,7 @@ def why_not_known(layer: Any) -> str | None:
 
 
 def why_not_linear(layer: Any) -> str | None:
-    """Why what an output layer makes of hidden states is not known without a proof, or None if it is."""
+    """Return why the logits of an output layer are not known without a proof; None if they are."""
     return patch_points.why_not_promised(layer) or why_not_known(layer)
 
 

@@ -70,8 +70,8 @@ def _whole_tokens(given: dict[str, Any], parts: SequenceParts) -> Tensor:
     tokens_BS = given.get("input_ids") if given.get("labels") is None else given["labels"]
     if tokens_BS is None:
         raise ValueError(
-            "labels and input_ids are None: log-probabilities are those of tokens; pass the token ids, "
-            "labels=input_ids, they are shifted inside"
+            "labels and input_ids are None: log-probabilities need tokens; pass the token ids, not shifted, as "
+            "labels=input_ids"
         )
     ranks = group_size(parts.group)
     own = next((given[k].shape[-1] for k in ("input_ids", "position_ids") if given.get(k) is not None), None)

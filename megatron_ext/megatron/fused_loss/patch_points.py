@@ -123,7 +123,7 @@ def own_loss(model: Any) -> Any:
 
 
 def why_not_fused(model: Any) -> str | None:
-    """Why the logits of this model cannot be promised, whatever they are; None if they can, should they be a product.
+    """Return why the logits of this model cannot be promised, whatever its output layer is; None if they can.
 
     Whether they are a product, and its loss a cross entropy, is for `known_code` and the proof to say.
     """
@@ -131,7 +131,7 @@ def why_not_fused(model: Any) -> str | None:
 
 
 def why_not_promised(layer: Any) -> str | None:
-    """Why an output layer's logits cannot be promised, or None if they can."""
+    """Return why an output layer's logits cannot be promised; None if they can."""
     if not isinstance(layer, torch.nn.Module):
         return f"its output layer is a {type(layer).__name__} and no torch.nn.Module"
     if lacking := [name for name in _ATTRIBUTES if not hasattr(layer, name)]:

@@ -1,18 +1,18 @@
-"""A tensor subclass that stands for logits not yet computed: what a patched output layer returns.
+"""A tensor subclass for logits that are not computed yet, which a patched output layer returns.
 
-A promise passes for the logits `[S, B, V/R]` and holds what they would be made of. Who has the labels redeems it
-for per-token losses, an output processor for what else it reads out of hidden states. Multiplied or divided by a number
+A promise looks like the logits `[S, B, V/R]` and holds the layer and the hidden states to compute them. The model's
+loss exchanges it for per-token losses, and an output processor for other read-outs. Multiplied or divided by a number
 it is a promise of scaled logits; views of the same shape, `detach`, `contiguous` and `transpose(0, 1)` leave a promise.
-Whoever asks anything else of it (a dump to disk, an operation of a later Megatron) is given real logits: then they
-exist, and the loss is taken from them. Changed in place, also through a transpose, they stay changed.
+Any other use (a dump to disk, an operation of a later Megatron) gets real logits, from which the loss is then computed,
+including changes that are made to them in place, also through a transpose.
 
 An `autograd.Function` cannot be served: PyTorch does not tell a tensor subclass that it is an argument of one, and the
-Function's backward would not reach the logits. So a promise is a leaf that requires a gradient. The graph of what a
-Function returns then ends in that leaf, which is how such a result is found and refused, and a gradient that arrives at
-the leaf is refused as well. What reads the memory in C++, such as a collective, finds real values.
+Function's backward would not reach the logits. So a promise is a leaf that requires a gradient. The graph of a
+Function's result then ends in that leaf, by which such a result is found and refused, and a gradient that arrives at
+the leaf is refused as well. Code that reads the memory in C++, such as a collective, finds real values.
 
-Redeemed or made, the output layer is called once as a module, with the hooks that sharded data parallelism put on it:
-they gather its weight before, and again in backward.
+For losses and for real logits the output layer is called once as a module, with the hooks that sharded data parallelism
+put on it: they gather its weight before, and again in backward.
 
 Shapes: S positions of the sequence, B batch, H hidden size, V vocabulary, R tensor-parallel ranks.
 """
@@ -122,7 +122,7 @@ class Terms:
         return self.made
 
     def laid_out(self, logits: Tensor) -> Tensor:
-        """The layer's logits scaled, in the memory order that they shall have."""
+        """The layer's logits scaled, in the memory order of the promise."""
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits.transpose(0, 1).contiguous().transpose(0, 1) if self.batch_outermost else logits
 
@@ -262,8 +262,8 @@ def check_graph(logits: Tensor) -> None:
 
 def _refuse_function(gradient: Tensor | None = None) -> None:
     raise ValueError(
-        "an autograd.Function was applied to logits that the fused head has not made, where its backward would be "
-        "left out: apply it to logits.clone(), which makes them, or take the fused head out "
+        "an autograd.Function was applied to logits that the fused head has not made, and its backward would be "
+        "skipped: apply it to logits.clone(), which makes the logits, or remove the fused head "
         "(unpatch_gpt_model_forward_for_linear_ce_fusion)"
     )
 

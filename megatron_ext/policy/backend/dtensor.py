@@ -82,8 +82,8 @@ class DTensorBackend(Backend):
         chosen = choose_plan(model, layout, settings.custom_parallel_plan)
         if settings.batching.kind == "packed" and not chosen.attends:
             raise ValueError(
-                f"sequence_packing of {type(model).__name__} is not supported ({chosen.unknown}): its documents would "
-                f"see each other; set sequence_packing.enabled to False"
+                f"sequence_packing of {type(model).__name__} is not supported ({chosen.unknown}): tokens would attend "
+                "to other documents; set sequence_packing.enabled to False"
             )
 
     def read_out(self, asked: ReadRequest) -> Tensor:

@@ -75,13 +75,13 @@ def of_one_save(paths: Sequence[Path]) -> list[Path]:
     choices = [_by_save(path) for path in paths]
     for path, found in zip(paths, choices, strict=True):
         if not found:
-            raise ValueError(f"the checkpoint {path} is not there, or incomplete or damaged; load another one")
+            raise ValueError(f"the checkpoint {path} does not exist, or is incomplete or damaged; load another one")
     for save in choices[0]:
         if all(save in found for found in choices):
             return [found[save] for found in choices]
     raise ValueError(
-        f"the checkpoints {' and '.join(map(str, paths))} are of different saves, and do not belong together: load two "
-        f"that one call wrote, or the weights alone"
+        f"the checkpoints {' and '.join(map(str, paths))} are of different saves, and do not belong together: load "
+        "two that one call wrote, or only the weights"
     )
 
 

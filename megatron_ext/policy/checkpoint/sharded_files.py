@@ -141,7 +141,7 @@ def must_hold(found: Found, tensors: Mapping[str, Tensor]) -> None:
     ranks = agree(check)
     if more := sorted(set(ranks[0][0]).difference(*(own for _, own in ranks))):
         raise ValueError(
-            f"the checkpoint {found.path} has {', '.join(more[:3])} and there is no such thing here: {_SAME_MODEL}"
+            f"the checkpoint {found.path} has {', '.join(more[:3])}, which this policy does not have: {_SAME_MODEL}"
         )
 
 
@@ -201,7 +201,7 @@ def _check_written(paths: list[Path], folders: list[Path], which: str, files: li
 
     for path, names in zip(paths, _seen_alike(paths, missing), strict=True):
         if names:
-            raise OSError(f"the checkpoint {path} was not written: {', '.join(names)} is not there as it was written")
+            raise OSError(f"the checkpoint {path} was not written: {', '.join(names)} is missing, or was changed")
     agree(read_back)
 
 
@@ -221,8 +221,8 @@ def _seen_alike(paths: list[Path], look: Callable[[], list[T]]) -> list[T]:
             i = next(i for i, seen in enumerate(found[others[0]][0]) if seen != found[0][0][i])
             looked = [f"rank {rank} on {found[rank][2]} looks at {found[rank][3][i]}" for rank in (0, others[0])]
             raise ValueError(
-                f"the checkpoint {paths[i]} is not shared: ranks {others} of {len(found)} do not see there what rank 0 "
-                f"sees ({', '.join(looked)}); give an absolute path on a file system that all ranks share"
+                f"the checkpoint {paths[i]} is not shared: ranks {others} of {len(found)} do not see the files that "
+                f"rank 0 sees ({', '.join(looked)}); give an absolute path on a file system that all ranks share"
             )
         with outside_wait("the file system to show all ranks the same checkpoint"):
             time.sleep(0.2)
@@ -270,7 +270,7 @@ def checksums(path: Path, files: list[str]) -> dict[str, list[int]]:
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
-    """The same before `content` is written and after it is read: JSON keeps order and numbers."""
+    """Checksum of `content`, equal before writing and after reading: JSON keeps order and numbers."""
     return zlib.crc32(json.dumps(content).encode())
 
 

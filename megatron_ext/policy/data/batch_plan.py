@@ -201,8 +201,8 @@ def checked(data: Mapping[str, Any], needs: Iterable[str], vocabulary: int, leas
     lowest, highest = int(tokens_BS.min()), int(tokens_BS.max())
     if lowest < 0 or highest >= vocabulary:
         raise ValueError(
-            f"input_ids are {lowest} to {highest}: they must lie in 0 to {vocabulary - 1}, padding too, as the model "
-            f"knows no other tokens; give it the tokenizer that the model was made with"
+            f"input_ids are {lowest} to {highest}: they must lie in 0 to {vocabulary - 1}, padding too, the ids of "
+            "the model's vocabulary; use the tokenizer that the model was made with"
         )
     for name, dims in (("sample_mask", 1), ("input_lengths", 1), ("token_mask", 2), (KEPT_IDS, 3)):
         value = batch.get(name)

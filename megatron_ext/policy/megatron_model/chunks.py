@@ -129,7 +129,7 @@ def from_owner(own: Tensor | None, place: WeightOrigin, device: torch.device) ->
 
 
 def _position(name: str) -> tuple[int, int]:
-    """By layers, experts behind the rest of theirs; embeddings before, and what is left behind them."""
+    """Sort by layers: embeddings first, in each layer experts last, and all other parameters at the end."""
     if name.startswith("embedding."):
         return -1, 0
     if not name.startswith("decoder.layers."):

@@ -54,7 +54,8 @@ def join_groups(settings: Settings, on_exit: ExitStack) -> None:
         if wanted != found:
             raise ValueError(
                 f"megatron_cfg asks for {name} parallel size {wanted}, and Megatron's groups in this process are of "
-                f"{found}: a process has one set of them; shut the other worker down first, or give both the same sizes"
+                f"{found}: a process has one set of groups; shut the other worker down first, or give both workers "
+                "the same sizes"
             )
 
 

@@ -131,7 +131,7 @@ class RayActors:
         if not self._placement.wait(self._timeouts.start_s):
             raise RuntimeError(
                 f"Ray has no room for {self.world_size} actors with {self._bundle} each; it has "
-                f"{ray.cluster_resources()}: add nodes, or ask for less"
+                f"{ray.cluster_resources()}: add nodes, or ask for fewer resources"
             )
         needs: dict[str, Any] = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
         # Ray does not hide GPUs from actors that ask for none.

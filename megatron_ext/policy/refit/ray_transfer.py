@@ -91,7 +91,7 @@ class RayRefit(RayActors):
         if not shared:
             raise ValueError(
                 f"refit() on {platform.node()} sees {', '.join(visible_devices())}, the actors are on "
-                f"{', '.join(f'{device} of {host}' for device, host in sorted(actors))}: the model must be on a device "
-                f"of theirs; use init_collective elsewhere"
+                f"{', '.join(f'{device} of {host}' for device, host in sorted(actors))}: the model must be on one of "
+                "the actors' devices; otherwise use init_collective"
             )
         return device_id(own) if device_id(own) in shared else shared[0]

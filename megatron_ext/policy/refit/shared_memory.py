@@ -45,7 +45,7 @@ class SharedBlock:
         self.address = BlockAddress(platform.node(), os.getpid(), self._descriptor, inode, nbytes)
 
     def free(self) -> None:
-        """Who has mapped it keeps it; nobody can map it anew."""
+        """Remove the name: processes that have mapped the memory keep it, and no other can map it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -53,7 +53,7 @@ class SharedBlock:
 
 
 def map_block(address: BlockAddress) -> Tensor:
-    """uint8 `[nbytes]` of another process. Writes to it stay in this one."""
+    """uint8 `[nbytes]` of another process. Writes to it stay in this process."""
     try:
         descriptor = os.open(address.path, os.O_RDONLY) if address.host == platform.node() else -1
     except OSError:

@@ -159,8 +159,8 @@ def require_same_buckets(info: WeightInfo, group: JobsGroup, buffer_bytes: int) 
     facts = [(name, tuple(shape), dtype) for name, (shape, dtype) in info.items()], buffer_bytes
     if different := group.differing(repr(facts)):
         raise ValueError(
-            f"ranks {different} of {group.size} expect other buckets of weights than rank 0, the policy: give every "
-            f"generator the policy's prepare_refit_info(), in its order, and its refit_buffer_bytes (here: "
+            f"ranks {different} of {group.size} expect other buckets of weights than rank 0, the policy: pass every "
+            "generator the policy's prepare_refit_info(), in its order, and its refit_buffer_bytes (here: "
             f"{len(info)} weights, {buffer_bytes} bytes)"
         )
 

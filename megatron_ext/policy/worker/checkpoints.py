@@ -55,7 +55,7 @@ class Checkpoints:
                 What the paths held before is still there.
         """
         if tokenizer_path is not None and self.tokenizer is None:
-            raise ValueError("tokenizer_path without a tokenizer: give the worker one, or leave the path out")
+            raise ValueError("tokenizer_path without a tokenizer: pass the worker a tokenizer, or leave the path out")
         _check_format(checkpointing_cfg or {})
         self.backend.refuse_reference("save_checkpoint()")
 
@@ -99,7 +99,7 @@ class Checkpoints:
 
     @torch.no_grad()
     def _load(self, weights_path: str, optimizer_path: str | None) -> None:
-        """Both folders are checked, and compared with the policy, before either is read."""
+        """Check both folders and compare them with the policy, before either is read."""
         weights = self.backend.state()
         if optimizer_path is None:
             [saved] = checkpoint.find(weights=weights_path)
@@ -175,7 +175,7 @@ def _same_groups(path: str, saved: Any, own: list[dict[str, Any]]) -> None:
     if len(saved) != len(own):
         raise ValueError(
             f"the checkpoint {path} has {len(saved)} groups of parameters and this optimizer {len(own)}: they must be "
-            f"the same optimizer; change the configuration, or load the weights alone"
+            "the same optimizer; change the configuration, or load only the weights"
         )
     for there, here in zip(saved, own, strict=True):
         _same_keys(path, "optimizer", there, here)
@@ -189,7 +189,7 @@ def _same_keys(path: str | Path, what: str, saved: Any, own: Mapping[str, Any]) 
     if odd := sorted(saved.keys() ^ own.keys()):
         raise ValueError(
             f"the checkpoint {path} is of another {what}: only one of them has {', '.join(odd[:3])}; change the "
-            f"configuration, or load the weights alone"
+            "configuration, or load only the weights"
         )
 
 

@@ -55,7 +55,7 @@ def loss_inputs(reader: MicroBatchReader, loss_fn: Any) -> LossInputs:
     if value == LossInputType.DISTILLATION.value:
         return _distillation(reader, loss_fn)
     known = ", ".join(repr(known.value) for known in LossInputType)
-    raise ValueError(f"{type(loss_fn).__name__}.input_type is {value!r}: a policy worker has inputs for {known} alone")
+    raise ValueError(f"{type(loss_fn).__name__}.input_type is {value!r}: a policy worker has only inputs for {known}")
 
 
 def _log_probs(reader: MicroBatchReader, loss_fn: Any, by_keywords: bool) -> LossInputs:

@@ -32,7 +32,7 @@ def loss_pass(
         counts: divisors of the loss.
 
     Raises:
-        ValueError, RuntimeError: a loss failed or is not finite; on every rank. Gradients are gone.
+        ValueError, RuntimeError: a loss failed or is not finite; on every rank, with gradients cleared.
     """
     divisors = {name: torch.tensor(n, device=backend.device) for name, n in counts._asdict().items()}
     total = torch.zeros((), dtype=torch.float64, device=backend.device)

@@ -40,8 +40,8 @@ def make_scheduler(
         cls = import_from_path(description["name"])
         if isinstance(cls, type) and issubclass(cls, ReduceLROnPlateau):
             raise ValueError(
-                f"scheduler is {description['name']}: it follows a metric, and `train` has none to give; pass one that "
-                f"follows the number of steps, as torch.optim.lr_scheduler.CosineAnnealingLR"
+                f"scheduler is {description['name']}: it depends on a metric, which `train` does not have; pass one "
+                "that depends on the number of steps, such as torch.optim.lr_scheduler.CosineAnnealingLR"
             )
         kwargs = description.get("kwargs") or {}
         check_kwargs("scheduler", kwargs)

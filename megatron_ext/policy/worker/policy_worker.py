@@ -102,7 +102,7 @@ class PolicyWorker:
         if unknown := sorted(others.keys() - NemoRLArguments.__annotations__.keys()):
             raise TypeError(f"{type(self).__name__} got {', '.join(unknown)}: it takes no such arguments; see its Args")
         if optimizer_path is not None and weights_path is None:
-            raise ValueError(f"optimizer_path is {optimizer_path} without weights_path: give the weights saved with it")
+            raise ValueError(f"optimizer_path is {optimizer_path} without weights_path: pass the weights saved with it")
         self.backend = self.backend_class(read_config(config, self.parallel_key), init_reference_model)
         try:
             self.scorer = Scorer(self.backend)

@@ -79,13 +79,13 @@ class MicroBatchReader:
         of a reward model `[B, S, 1]`. 0 behind a row's end."""
         if (bits := self.settings.bits) not in (None, "fast"):
             raise ValueError(
-                f'bits is "{bits}", by that key or by batch_invariant_mode, and logits are asked for, which the model '
-                f"makes and whose bits may depend on the batch: take a loss of log-probabilities, or leave the key out"
+                f'bits is "{bits}", by that key or by batch_invariant_mode, and the loss asks for logits of the '
+                "model, whose bits may depend on the batch: use a loss of log-probabilities, or leave the key out"
             )
         if rounds(self.settings.logit_dtype):
             raise ValueError(
-                f"logit_dtype is {self.settings.logit_dtype}, and logits are asked for, which the model "
-                f"makes, in a dtype of its own: take a loss of log-probabilities, or leave the key out"
+                f"logit_dtype is {self.settings.logit_dtype}, and the loss asks for logits, which the model computes "
+                "in a dtype of its own: use a loss of log-probabilities, or leave the key out"
             )
         rows = self.backend.rows(micro_batch)
         columns = 1 if self.settings.gives_rewards else self.backend.vocabulary

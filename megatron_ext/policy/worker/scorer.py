@@ -88,8 +88,8 @@ class Scorer:
             data, timer: as for `get_logprobs`; its label is "score".
 
         Returns:
-            "scores", fp32 `[B]` on the CPU: what the head says of a row's last token that is not the config's
-            `pad_token_id`, over the temperature, as in NeMo-RL.
+            "scores", fp32 `[B]` on the CPU: the head's output at a row's last token that is not the config's
+            `pad_token_id`, divided by the temperature, as in NeMo-RL.
 
         Raises:
             ValueError: the worker has a causal language model, or data that cannot be scored; on every rank.

@@ -34,8 +34,8 @@ def cut_weight(layer: Any, group: Group, replicas: Group, sent_ahead: bool) -> i
         return ranks
     if not gtp_api.HAVE_GTP:
         raise ValueError(
-            f"generalized tensor parallelism shares each weight out over {ranks} ranks, which takes Megatron-Core 0.19 "
-            f"or newer with Transformer Engine 2.20; set its size to 1, or install them"
+            f"generalized tensor parallelism shards each weight over {ranks} ranks, which needs Megatron-Core 0.19 or "
+            "newer with Transformer Engine 2.20; set its size to 1, or install them"
         )
     gtp_api.wrap_module_params_gtp(layer, ["weight"], group)
     layer.weight._need_weight_prefetch = sent_ahead
@@ -68,8 +68,8 @@ def check_main_grad(weight: Any) -> None:
     """Raises ValueError unless a distributed weight has the buffer that its gradient goes to."""
     if getattr(weight, "main_grad", None) is None:
         raise ValueError(
-            "weight.main_grad is missing, and the gradient of a weight under generalized tensor parallelism goes there "
-            "alone; wrap the model in Megatron's DistributedDataParallel"
+            "weight.main_grad is missing, and under generalized tensor parallelism a weight's gradient is added only "
+            "there; wrap the model in Megatron's DistributedDataParallel"
         )
 
 

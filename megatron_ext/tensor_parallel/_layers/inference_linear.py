@@ -62,8 +62,8 @@ class InferenceLinear(ParallelLayer):
         super().__init__()
         if parallel_mode not in _WHOLE:
             raise ValueError(
-                f"parallel_mode is {parallel_mode!r}: it must be None or 'duplicated', every rank has the whole "
-                f"weight; take InferenceColumnParallelLinear or InferenceRowParallelLinear for one that is cut"
+                f"parallel_mode is {parallel_mode!r}: it must be None or 'duplicated', since every rank has the whole "
+                "weight; use InferenceColumnParallelLinear or InferenceRowParallelLinear for a sharded weight"
             )
         refused = {"skip_weight_param_allocation": skip_weight_param_allocation, "is_expert": is_expert}
         for argument, value in refused.items():

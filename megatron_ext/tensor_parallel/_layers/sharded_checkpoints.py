@@ -21,7 +21,7 @@ def _mapping() -> ModuleType:
     if module is None:
         raise ValueError(
             "sharded_state_dict makes Megatron-Core's ShardedTensor, and megatron.core.dist_checkpointing is not "
-            "imported: import it first, or use state_dict() for this rank's tensors alone"
+            "imported: import it first, or use state_dict() for only this rank's tensors"
         )
     return module
 

@@ -42,8 +42,8 @@ def check_config(config: Any) -> None:
     """Raises ValueError for a dict, whose keys nobody would look at."""
     if isinstance(config, Mapping):
         raise ValueError(
-            f"config is a {type(config).__name__}: its attributes are read; pass Megatron's ModelParallelConfig, or "
-            f"types.SimpleNamespace(**config)"
+            f"config is a {type(config).__name__}: it must have the config's attributes; pass Megatron's "
+            "ModelParallelConfig, or types.SimpleNamespace(**config)"
         )
 
 
@@ -257,7 +257,7 @@ class ParallelLayer(ShardedLayer):
         """Nothing; the entry is there because Transformer Engine's layers have one, and checkpoints serve both."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Whatever another kind of layer left there is ignored."""
+        """Ignore the extra state of another kind of layer."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         state_dict.setdefault(f"{prefix}_extra_state", None)  # checkpoints without it load too

@@ -130,8 +130,8 @@ class VocabParallelEmbedding(ShardedLayer):
             numbers = output.detach().reshape(-1)
             if numbers[0].item() == torch.inf and (numbers == torch.inf).all():
                 raise ValueError(
-                    f"input_ holds a token id outside [0, {self.num_embeddings}) on another rank of tp_group: all its "
-                    f"ranks must be given the same token ids; broadcast the batch over the group",
+                    f"input_ holds a token id outside [0, {self.num_embeddings}) on another rank of tp_group: all "
+                    "ranks of the group must get the same token ids; broadcast the batch over the group",
                 )
         return output
 

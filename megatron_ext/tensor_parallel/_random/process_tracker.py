@@ -149,7 +149,7 @@ class RandomMoment:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, this moment's numbers are drawn again; afterwards the generators stand as if nothing had been."""
+        """Draw this moment's numbers again inside the context; afterwards put the generators back."""
         now = RandomMoment(self._devices)
         try:
             self.restore()
@@ -159,7 +159,7 @@ class RandomMoment:
 
 
 def fork_rng() -> contextlib.AbstractContextManager[None]:
-    """Whatever is drawn or seeded inside, afterwards all generators and streams stand where they stood."""
+    """Put all generators and streams back afterwards, whatever is drawn or seeded inside."""
     return RandomMoment().again()
 
 

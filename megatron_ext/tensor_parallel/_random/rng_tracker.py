@@ -125,7 +125,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Inside, the device's random numbers come from the stream `name`; afterwards from the one before. Nests.
+        """Draw random numbers from the stream `name` inside the context; afterwards from the stream before. Nests.
 
         Raises:
             ValueError: there is no such stream.

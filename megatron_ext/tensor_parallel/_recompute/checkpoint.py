@@ -124,7 +124,7 @@ class CheckpointFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *args: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run it again with a graph, and go back through that. `args`: the gradients of its results."""
+        """Run the function again with a graph, then its backward. `args`: the gradients of its results."""
         check_backward_call()
         tensors = list(ctx.saved_tensors)
         if ctx.distributed_shape is not None:

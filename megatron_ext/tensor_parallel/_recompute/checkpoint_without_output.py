@@ -200,5 +200,5 @@ def _fill_again(ctx: Any, freed: list[tuple[int, torch.UntypedStorage, int]], gr
 
 
 def _storage_id(tensor: Tensor) -> int:
-    """The same for tensors that share memory, whether it is freed at present or not."""
+    """A number that tensors share if they share memory, whether the memory is freed at present or not."""
     return tensor.untyped_storage()._cdata

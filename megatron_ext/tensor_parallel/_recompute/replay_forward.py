@@ -179,7 +179,7 @@ class Rerun:
 
 
 def backpropagate(results: Sequence[Any], grads: Sequence[Tensor | None], inputs: Sequence[Any]) -> list[Tensor | None]:
-    """The gradients of `inputs`, from those of `results`; parameters on the way get theirs."""
+    """The gradients of `inputs`, from those of `results`; gradients of parameters on the way are accumulated."""
     if len(results) != len(grads):
         raise RuntimeError(
             f"the checkpointed function returned {len(grads)} values in the forward and {len(results)} in its "

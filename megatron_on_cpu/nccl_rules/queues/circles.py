@@ -83,7 +83,7 @@ class LaunchCircles:
 
 
 def _is_hazard(circle: list[Step]) -> bool:
-    """Its operations are those at which it goes on to another rank: what lies between may be any others of one rank."""
+    """Tell whether a circle may hang: by the operations at which it passes to another rank, not those of one rank."""
     names = [step.then for step, after in zip(circle, circle[1:] + circle[:1], strict=True) if step.rank != after.rank]
     communicators, channels, _ = zip(*(name.rsplit(" ", 2) for name in names), strict=True)
     return len(set(communicators)) > 2 and "all" in channels

@@ -24,11 +24,11 @@ _STALL_S = 30.0  # how long a rank waits before it warns, once, that others may 
 
 
 class CommunicationHang(dist.DistBackendError):
-    """Ranks wait for each other, or for a rank that has ended, and nothing can end it."""
+    """Ranks wait for each other, or for a rank that has ended, and nothing can end their wait."""
 
 
 class StallWarning(UserWarning):
-    """A rank has waited for long, and it is not known that it will for good."""
+    """A rank has waited for long, and the wait is not known to be a hang."""
 
 
 class CommunicationMismatch(dist.DistBackendError):
@@ -145,7 +145,7 @@ class Engine:
             self._transport.close()
 
     def abort(self) -> None:
-        """End now; those who wait for this rank are told."""
+        """End now, and tell the ranks that wait for this one."""
         self.closed = True
         self._transport.abort()
 

@@ -1,4 +1,4 @@
-"""Who waits for whom: whether a wait can ever end, from the states of all ranks, and the sentences that say so.
+"""Detection of hangs: whether a wait can ever end, from the states of all ranks, and the report of a hang.
 
 A state is what a rank says of itself: `progress`, which grows with all that it does; `ended`; `threads`, what each of
 the threads that have launched something waits for, (communicator, place in its queue), or None for one that runs, and
@@ -120,7 +120,7 @@ def stuck_ranks(states: dict[int, State]) -> list[int]:
 
 
 def report(states: dict[int, State], start: int) -> str | None:
-    """Why rank `start` waits forever, None if it does not: the circle, then the queues of every rank in it."""
+    """Return why rank `start` waits forever: the circle, then the queues of every rank in it; None if it does not."""
     waits = Waits(states)
     if not waits.stuck(Node(start)):
         return None

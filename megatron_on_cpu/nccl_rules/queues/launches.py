@@ -44,7 +44,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The same on all of its ranks."""
+        """The part's name, which is the same on all of its ranks."""
         return f"{self.mine.split(' ')[0]} {self.number}"
 
 

@@ -54,7 +54,7 @@ class LaunchOrder:
         return self._learn(self._rank, steps)
 
     def news(self, peer: int) -> list[Step]:
-        """Orders that the next message to `peer` tells it."""
+        """Orders of launches that the next message to `peer` carries."""
         return self._circles.news(peer)
 
     def heard(self, peer: int, header: dict[str, Any]) -> LaunchOrderHazard | None:
@@ -79,7 +79,7 @@ class LaunchOrder:
         return self._hazard(in_words(circle), tuple(sorted(step.then_described for step in circle)))
 
     def waited_for(self, launch: Launch) -> None:
-        """It is over for the program, and with it all that was launched before on the same communicator."""
+        """Forget `launch`, which the program has waited for, and all earlier launches on the same communicator."""
         over = [
             number
             for number, other in self._under_way.items()

@@ -48,7 +48,7 @@ class Pack:
 
 
 def is_served(dtype: Any, layout: Any) -> bool:
-    """Not FP8 tensors, and not paged caches."""
+    """Tell whether this dtype and layout are emulated: FP8 tensors and paged caches are not."""
     fp8 = dtype in (DType.kFloat8E4M3, DType.kFloat8E5M2)
     return not fp8 and layout < NVTE_QKV_Layout.NVTE_Paged_KV_BSHD_BSHD_BSHD
 

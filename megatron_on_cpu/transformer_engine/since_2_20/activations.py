@@ -75,7 +75,7 @@ def _scaled_forward(function: Function, **options: Any) -> Callable[..., Any]:
 
 
 def _scaled_backward(function: Function, **options: Any) -> Callable[..., Any]:
-    """Its gradients: of its input, and of its factors where they are wanted."""
+    """Gradients of the scaled activation: of its input, and of its factors if they are wanted."""
 
     @taking("grad fwd_input act_scales quantizer", **options, compute_scale_grad=True)
     def backward(given: Any) -> tuple[Any, Tensor | None]:

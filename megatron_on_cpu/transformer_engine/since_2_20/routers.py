@@ -87,5 +87,5 @@ def _refuse_other_scores(score_function: str) -> None:
     if score_function not in ("softmax", "sigmoid"):
         raise NotImplementedError(
             f"score_function is {score_function!r}: the CPU emulation of Transformer Engine's fused router has "
-            "'softmax' and 'sigmoid'; take one of them, or turn moe_router_fusion off"
+            "'softmax' and 'sigmoid'; use one of them, or turn moe_router_fusion off"
         )

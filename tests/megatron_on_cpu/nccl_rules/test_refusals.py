@@ -31,7 +31,7 @@ PASS_ON_GLOO = {
     "from any rank": (
         lambda: message(torch.ones(2), source=None),
         NotImplementedError,
-        "NCCL receives from the rank that is named",
+        "NCCL receives only from a named rank",
     ),
     "objects": (lambda: dist.all_gather_object([None, None], "rank"), RuntimeError, "torch.cuda.set_device"),
     "monitored": (dist.monitored_barrier, ValueError, "GLOO|gloo"),  # torch itself

@@ -94,15 +94,15 @@ class ComputedLogits:
 
 
 def of_logits(logits: Sequence[Tensor], transforms: Sequence[LogitTransform]) -> list[StoredLogits]:
-    """The student's, and the teachers'."""
+    """Sources of the student's and the teachers' logits, which exist already."""
     return [StoredLogits(z, transform) for z, transform in zip(logits, transforms, strict=True)]
 
 
 def of_hidden(
     inputs: Sequence[Any], transforms: Sequence[LogitTransform], call: ResolvedHead, sizes: list[int] | None
 ) -> list[list[ComputedLogits]]:
-    """The same of each leaf with all tokens' hidden states; `inputs`: those, weight, bias and low rank of each.
-    Communicates: with `sizes` 1 all-gather."""
+    """Sources, for each leaf, of logits from all tokens' hidden states. `inputs`: hidden states, weight, bias and low
+    rank of each head. Communicates: with `sizes` 1 all-gather."""
     hidden, biases = [*inputs[::4]], [*inputs[2::4]]
     weights = [operand(*each) for each in zip(inputs[1::4], inputs[3::4], strict=True)]
     if call.chosen is not None:

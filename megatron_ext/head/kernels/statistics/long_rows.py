@@ -1,12 +1,12 @@
 """The statistics kernel of rows that are too wide for a program's registers.
 
-Each thread keeps the maximum of what it sees and its sums relative to it, with nothing to exchange on the way. The
-row's maximum is known at the end, and the exponentials are written while it is read a second time.
+Each thread keeps the maximum of its columns, and its sums relative to this maximum; threads exchange nothing. The row's
+maximum is known at the end, and the exponentials are written while the row is read a second time.
 
-With SAMPLED they are written the first time, relative to the maximum of the row's first block, which in a language
-model's vocabulary holds the common words. Only where the row's maximum is more than `_REACH` above that, the row is
-read twice. bf16 has fp32's exponents, so exponentials up to e^20 are as precise there as those below 1, and so is what
-is scaled down by e^-20 to meet them; fp16 is not kept this way.
+With SAMPLED they are written in the first reading, relative to the maximum of the row's first block, which in a
+language model's vocabulary holds the common words. The row is read twice only if its maximum is more than `_REACH`
+above that. bf16 has fp32's exponents, so exponentials up to e^20 are as precise as those below 1, and so are factors
+scaled down by e^-20; fp16 has not, and does not use SAMPLED.
 """
 
 import triton
