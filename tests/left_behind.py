@@ -225,8 +225,9 @@ class LeftBehind(Exception):
     """A message that names what has changed."""
 
 
-# Leftovers of which others may be the cause: a library's cache, a thread that is about to end, the garbage collector.
-PASSING = ("open files", "threads of", "models alive")
+# Leftovers of which others may be the cause: a library's cache or its import, a thread that is about to end, the
+# garbage collector.
+PASSING = ("open files", "threads of", "models alive", "sys.meta_path", "sys.path", "handlers of the root logger")
 
 
 @contextlib.contextmanager
