@@ -33,7 +33,7 @@ LINES = {
     "megatron_ext/numerics": 1048,
     "megatron_ext/policy": 7437,
     "megatron_ext/proof": 590,
-    "megatron_ext/sequence": 1504,
+    "megatron_ext/sequence": 1503,
     "megatron_ext/tensor_parallel": 4602,
     "megatron_ext/verify": 324,
     "megatron_on_cpu/*.py": 1373,
