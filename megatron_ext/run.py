@@ -18,8 +18,9 @@ import io
 import logging
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -240,7 +241,7 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
             patch_language_models(HeadSettings(**_settings(options)))
         except ValueError as refusal:
             parser.error(str(refusal))
-        _report_after_first_step()
+        _report_after_first_step(on_cpu=options.cpu)
     if options.pipeline_vocab and (off := why_fusion_is_off()) is not None:
         _LOG.warning("pipeline stages share no vocabulary: %s", off)
     elif options.pipeline_vocab:
@@ -314,24 +315,43 @@ def why_no_pipeline_vocabulary() -> str | None:
     return None
 
 
-def _report_after_first_step() -> None:
+def _report_after_first_step(on_cpu: bool = False) -> None:
+    from torch import cuda
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from megatron_ext.megatron.fusion_report import fusion_report
 
     @functools.cache  # torch goes on to other hooks of its table, from which none may be taken meanwhile
     def report() -> None:
-        say_on_last_rank(fusion_report())
+        found = fusion_report()
+        say_on_last_rank(found)
+        if not on_cpu and cuda.is_available() and on_last_rank():
+            sizes = [one.sizes for one in found.models if one.sizes]
+            threading.Thread(target=_say_counted_memory, args=(sizes,), daemon=True).start()
 
     register_optimizer_step_post_hook(lambda *_: report())
 
 
 def say_on_last_rank(found: Any, file: TextIO | None = None) -> None:
     """On stderr, or in `file`. The last rank has the last stage of the pipeline, and with it the output layer."""
+    if on_last_rank():
+        print(found, file=file or sys.stderr, flush=True)
+
+
+def on_last_rank() -> bool:
+    """Return whether this process is the last rank, or alone."""
     from torch import distributed as dist
 
-    if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
-        print(found, file=file or sys.stderr, flush=True)
+    return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+
+
+def _say_counted_memory(sizes: Iterable[str]) -> None:
+    """Print the peak memory of heads of these sizes, while training goes on."""
+    from megatron_ext.memory.apart import counted_apart
+
+    for one in dict.fromkeys(sizes):
+        if table := counted_apart(one):
+            print(f"fused head: {table}", file=sys.stderr, flush=True)
 
 
 def _become(script: str, source: bytes) -> None:

@@ -65,7 +65,7 @@ def test_all_names_at_once_without_megatron():
 def test_the_head_says_that_a_gpu_has_no_triton(monkeypatch):
     from megatron_ext.head.row_passes import dispatch
 
-    dispatch._say_it_is_slower.cache_clear()
+    dispatch._without_triton.cache_clear()
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(dispatch, "triton_passes", dispatch.triton_passes.__wrapped__)
     monkeypatch.setattr(dispatch, "_interpreted", lambda: True)  # a CPU tensor goes the way of a CUDA tensor then

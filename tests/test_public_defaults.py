@@ -7,6 +7,7 @@ line that changes or goes belongs in the changelog.
 import importlib
 import inspect
 from pathlib import Path
+from typing import Any
 
 FILE = Path(__file__).parent / "public_defaults.txt"
 NAMES = Path(__file__).parent / "public_names.txt"
@@ -27,17 +28,22 @@ def functions():
                 yield from (method for name, method in methods if not name.startswith("_"))
 
 
+def parameters(function):
+    """Those of a function of ours that says them."""
+    try:
+        ours = (function.__module__ or "").startswith("megatron_")
+        return inspect.signature(function).parameters.values() if ours else ()
+    except ValueError:
+        return ()
+
+
 def defaults():
     """A line for each of them that has defaults: numbers, words, booleans and None."""
     lines = set()
     for function in functions():
-        if not (function.__module__ or "").startswith("megatron_"):
-            continue
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except ValueError:
-            continue
-        plain = [p for p in parameters if p.default is None or isinstance(p.default, bool | int | float | str)]
+        plain = [
+            p for p in parameters(function) if p.default is None or isinstance(p.default, bool | int | float | str)
+        ]
         if plain:
             lines.add(
                 f"{function.__module__}.{function.__qualname__}: {', '.join(f'{p.name}={p.default!r}' for p in plain)}"
@@ -48,6 +54,27 @@ def defaults():
 def test_defaults_of_public_arguments_stay():
     lost = set(FILE.read_text().splitlines()) - set(defaults())
     assert not lost, f"changed or gone: {sorted(lost)}"
+
+
+# They hand arguments on to a caller's function, have the signature of another package's, or take any number of parts.
+_HAND_ON = {
+    "checkpoint",
+    "CheckpointWithoutOutput.checkpoint",
+    "forward_with_fused_head",
+    "ExtBesideTransformerEngine.grouped_mlp_modules",
+    "ExtBesideTransformerEngine.layer_norm",
+    "ProofBasis",
+}
+
+
+def test_public_functions_name_every_argument():
+    """A misspelt one is refused, and an editor completes the others; `**name: Unpack[...]` has names too."""
+    found = set()
+    for function in functions():
+        several = [x for x in parameters(function) if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+        if any(x.annotation is Any for x in several) and function.__name__ not in ("forward", "backward"):
+            found.add(function.__qualname__)
+    assert found == _HAND_ON
 
 
 if __name__ == "__main__":

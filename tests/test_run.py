@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -313,6 +315,35 @@ def test_report_leaves_other_optimizer_hooks_alone(monkeypatch):
     optimizer.step()
     optimizer.step()
     assert (len(said), len(steps)) == (1, 2)
+
+
+def test_memory_of_the_head_is_counted_beside_a_gpu_run(monkeypatch, capsys):
+    """By another process, in a thread, so that no step waits for the count."""
+    from torch.optim import SGD
+    from torch.optim import optimizer as torchs
+
+    from megatron_ext.megatron import fusion_report
+    from megatron_ext.memory import apart
+
+    def count(command, **options):
+        assert command[-5:] == ["megatron_ext.memory", *["--tokens", "8", "--hidden", "4"]]
+        assert options["env"]["CUDA_VISIBLE_DEVICES"] == ""
+        return SimpleNamespace(stdout="a table\nTimes on a GPU are not known here\n")
+
+    report = fusion_report.FusionReport([fusion_report.ModelFusion("GPTModel", sizes="--tokens 8 --hidden 4")] * 2)
+    monkeypatch.setattr(fusion_report, "fusion_report", lambda: report)
+    monkeypatch.setattr(apart.subprocess, "run", count)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(torchs, "_global_optimizer_post_hooks", OrderedDict())
+    before = set(threading.enumerate())
+    run._report_after_first_step(on_cpu=True)
+    run._report_after_first_step()
+    SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    told = capsys.readouterr().err
+    assert told.endswith("fused head: a table\n")
+    assert told.count("a table") == 1  # none of the job on the CPU
 
 
 FLAGS = ["persist-layer-norm", "gradient-accumulation-fusion", "masked-softmax-fusion", "rope-fusion"]

@@ -1,6 +1,5 @@
 """Hidden states or logits in, per-token numbers out: one row-statistics engine, many read-outs."""
 
-from megatron_ext.head.adapters.lora import LoRA
 from megatron_ext.head.cross_entropy_of_hidden_states import linear_cross_entropy, linear_log_probs
 from megatron_ext.head.cross_entropy_of_logits import token_entropy, token_log_probs, vocab_parallel_cross_entropy
 from megatron_ext.head.distributions_of_hidden_states import (
@@ -23,16 +22,16 @@ from megatron_ext.head.distributions_of_logits import (
 )
 from megatron_ext.head.draft_vocabulary import DraftLabels, DraftVocabulary
 from megatron_ext.head.lm_head import LmHead, Logits
-from megatron_ext.head.readouts.divergences.jensen_shannon import JensenShannon
-from megatron_ext.head.readouts.divergences.kl_divergence import KL
-from megatron_ext.head.readouts.divergences.teacher import Teacher
-from megatron_ext.head.readouts.divergences.total_variation import AcceptanceRate, TotalVariation
+from megatron_ext.head.lora import LoRA
 from megatron_ext.head.readouts.gather import Gather, TopK
 from megatron_ext.head.readouts.kept import Kept, KeptEntropy
+from megatron_ext.head.readouts.kl_divergence import KL
 from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax, LogProbs
+from megatron_ext.head.readouts.normalised_divergences import AcceptanceRate, JensenShannon, TotalVariation
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.row_sums import Entropy, LogSumExp, MeanLogit, SumOfSquares, ZLoss
 from megatron_ext.head.readouts.sampling import Sampled
+from megatron_ext.head.readouts.teacher import Teacher
 from megatron_ext.numerics.batch_invariance import batch_invariant_mode
 
 __all__ = [

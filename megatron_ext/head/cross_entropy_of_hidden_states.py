@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.adapters.lora import LoRA
 from megatron_ext.head.lm_head import LmHead
+from megatron_ext.head.lora import LoRA
 from megatron_ext.head.readouts.labels import CrossEntropy
 from megatron_ext.head.reduction import log_prob_readouts, masked, reduced
 from megatron_ext.head.validation.option_checks import (

@@ -22,12 +22,12 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group
 from megatron_ext.head.layer_facts import FactsBesideTemperature, HeadFacts
 from megatron_ext.head.lm_head import LmHead
-from megatron_ext.head.readouts.divergences.jensen_shannon import JensenShannon
-from megatron_ext.head.readouts.divergences.kl_divergence import KL, Direction
-from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.gather import Gather, TopK
+from megatron_ext.head.readouts.kl_divergence import KL, Direction
+from megatron_ext.head.readouts.normalised_divergences import JensenShannon
 from megatron_ext.head.readouts.row_sums import Entropy
 from megatron_ext.head.readouts.sampling import Sampled
+from megatron_ext.head.readouts.teacher import Teacher
 from megatron_ext.head.validation.option_checks import HiddenLayout, one_of, tells_torchs_names, token_bound
 
 

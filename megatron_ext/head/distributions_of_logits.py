@@ -20,9 +20,9 @@ from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine.softmax import dense_softmax
 from megatron_ext.head.lm_head import Logits
-from megatron_ext.head.readouts.divergences.jensen_shannon import JensenShannon
-from megatron_ext.head.readouts.divergences.kl_divergence import KL, Direction
 from megatron_ext.head.readouts.gather import Gather, TopK
+from megatron_ext.head.readouts.kl_divergence import KL, Direction
+from megatron_ext.head.readouts.normalised_divergences import JensenShannon
 from megatron_ext.head.readouts.row_sums import Entropy
 from megatron_ext.head.readouts.sampling import Sampled
 from megatron_ext.head.validation.option_checks import one_of

@@ -11,12 +11,12 @@ from typing import Any, Unpack, get_args
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, tensor_parallel_group
+from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.adapters.lora import LoRA, adapters_of, check_adapters, check_dropout
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.layer_facts import LayerFacts, head_facts
-from megatron_ext.head.read import HeadTensors, LogitTransform, read_hidden, read_logits
+from megatron_ext.head.layer_facts import HeadFacts, head_facts
+from megatron_ext.head.lora import LoRA, adapters_of, check_adapters, check_dropout
+from megatron_ext.head.read import read_hidden, read_logits
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, bits_or_mode
@@ -102,7 +102,13 @@ class LmHead:
 
     @classmethod
     def of(
-        cls, layer: Any, tp_group: Group = None, hidden_layout: HiddenLayout | None = None, **facts: Unpack[LayerFacts]
+        cls,
+        layer: Any,
+        tp_group: Group = None,
+        hidden_layout: HiddenLayout | None = None,
+        *,
+        weight: Tensor | None = None,
+        **facts: Unpack[HeadFacts],
     ) -> "LmHead":
         """The head of a layer that makes logits, or of its weight.
 
@@ -111,13 +117,15 @@ class LmHead:
                 an `nn.Linear`; what PEFT puts in its place, with the LoRA adapters that are active, or the copy that
                 trains (`modules_to_save`); or Megatron-Core's output layer, of which bias, softcap, tensor-parallel
                 group, sequence parallelism, gradient accumulation fusion and a `logit_dtype` of 16 bits are taken.
-            tp_group, hidden_layout, facts: as for `LmHead`, `weight` too; they go before what the layer says.
+            tp_group, hidden_layout, weight, facts: as for `LmHead`; they go before what the layer says.
 
         Raises:
             ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary; or it
                 has adapters that are more than a low-rank product.
         """
-        return cls(**head_facts(layer, {"tp_group": tp_group, "hidden_layout": hidden_layout, **facts}))
+        return cls(
+            **head_facts(layer, {"weight": weight, "tp_group": tp_group, "hidden_layout": hidden_layout, **facts})
+        )
 
     def read(
         self,
@@ -151,7 +159,7 @@ class LmHead:
         Raises:
             ValueError: an argument breaks its rule; the message says which, and the fix.
         """
-        return read_hidden(self.resolved(), self.tensors, hidden, readouts, counts, at_most, fault)
+        return read_hidden(self.resolved(), self, hidden, readouts, counts, at_most, fault)
 
     def resolved(self) -> ResolvedHead:
         """Resolve the head for one call: group, shard and bits as they are now.
@@ -162,12 +170,16 @@ class LmHead:
         group = tensor_parallel_group(self.tp_group)
         guessed, in_slices = self.vocab is None, self.hidden_layout == "sequence"
         argument_checks.check_marks(self.weight, alone=group is None and self.tp_group is None and guessed)
+        ranks, vocab = 1 if group is None else group.size(), self.vocab
         if self.lora is not None:
-            check_dropout(adapters_of(self.lora), 1 if group is None else group.size(), in_slices)
-        rows = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1
+            check_dropout(adapters_of(self.lora), ranks, in_slices)
+        if vocab is None:
+            rows = max(self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1, 1)
+            start = rows * group_rank(group) if ranks > 1 else 0
+            vocab = VocabShard(start, start + rows, rows * ranks)
         return ResolvedHead(
             group,
-            argument_checks.equal_shard(max(rows, 1), group) if self.vocab is None else self.vocab,
+            vocab,
             self.softcap,
             self.temperature,
             self.chunk_tokens,
@@ -179,17 +191,6 @@ class LmHead:
             in_slices=in_slices,
             guessed=guessed,
         )
-
-    @property
-    def tensors(self) -> HeadTensors:
-        """The head's tensors, and the dtype of its logits."""
-        adapters = () if self.lora is None else adapters_of(self.lora)
-        return HeadTensors(self.weight, self.bias, adapters, self.logit_dtype)
-
-    @property
-    def transform(self) -> LogitTransform:
-        """Softcap and scale of the logits that the head computes, and their rounding."""
-        return LogitTransform(None, self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +233,9 @@ class Logits:
 
     def resolved(self) -> ResolvedHead:
         """Resolve the logits for one call: group and shard as they are now."""
-        group, guessed = tensor_parallel_group(self.tp_group), self.vocab is None
-        columns = max(self.logits.shape[-1], 1)
-        vocab = argument_checks.equal_shard(columns, group) if self.vocab is None else self.vocab
-        return ResolvedHead(group, vocab, self.softcap, self.temperature, self.chunk_tokens, guessed=guessed)
+        group, vocab = tensor_parallel_group(self.tp_group), self.vocab
+        if vocab is None:
+            columns = max(self.logits.shape[-1], 1)
+            ranks, rank = (1, 0) if group is None else (group.size(), group_rank(group))
+            vocab = VocabShard(rank * columns, (rank + 1) * columns, columns * ranks)
+        return ResolvedHead(group, vocab, self.softcap, self.temperature, self.chunk_tokens, guessed=self.vocab is None)

@@ -6,19 +6,17 @@ the one that was found last counts, and before all of them the caller's. `Plan.r
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once, and that Triton
-from torch.distributed import ProcessGroup
 
 from megatron_ext import main_grad
-from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
+from megatron_ext.distributed.groups import Group, group_rank
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.adapters.lora import LoRA, low_rank, options_of, rows_fault, widened
+from megatron_ext.head.call.leaves import bits_fault
 from megatron_ext.head.call.matmul import numbers
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.engine.chunked.autograd_functions import ChunkedHead, StoredLogitsHead
@@ -26,80 +24,39 @@ from megatron_ext.head.engine.chunked.sources import LogitTransform, gather_toke
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.engine.linear import LinearHead
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.readouts.divergences.teacher import Teacher
+from megatron_ext.head.lora import adapters_of, low_rank, options_of, rows_fault, widened
 from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.readouts.teacher import Teacher, teacher_fault, teacher_logits_fault
 from megatron_ext.head.tokens_that_count import CountedTokens, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.argument_checks import computed_dtype
-from megatron_ext.head.validation.bits_checks import bits_fault
 from megatron_ext.numerics.fixed_order import products_fault
 from megatron_ext.numerics.matrices import accumulation_dtype
-
-__all__ = ["HeadTensors", "LogitTransform", "read_hidden", "read_logits"]
-
-
-class HeadTensors(NamedTuple):
-    """The tensors of a head, and the dtype that its logits are rounded to, if any."""
-
-    weight: Any  # [V/R, D]
-    bias: Tensor | None
-    adapters: tuple[LoRA, ...]
-    logit_dtype: torch.dtype | None
-
-    def fault(self, hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = "") -> ValueError | None:
-        """Return the fault of this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
-        found = argument_checks.linear_fault(hidden, self.weight, self.bias, vocab, ranks, whose)
-        if found is None and self.adapters:
-            found = rows_fault(self.adapters, self.weight)
-        if found is not None or self.logit_dtype is None:
-            return found
-        dtype = computed_dtype(hidden, self.weight)
-        return option_checks.logit_dtype_fault(self.logit_dtype, dtype, f"{whose}hidden")
-
-    def inputs(self, x_TD: Tensor, head: ResolvedHead) -> tuple[Tensor, Any, Tensor | None, Tensor | None]:
-        """Hidden states, with the columns of the low rank if there is one, weight, bias and low rank."""
-        if not self.adapters:
-            return x_TD, self.weight, self.bias, None
-        x_TD = widened(x_TD, self.adapters, head.group, head.in_slices, head.fixed)
-        return x_TD, self.weight, self.bias, low_rank(self.adapters)
-
-
-class GivenLogits(Protocol):
-    """The part of `Logits` that a call takes."""
-
-    @property
-    def logits(self) -> Tensor: ...
-    @property
-    def softcap(self) -> float | None: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def gradient_into_logits(self) -> bool: ...
-    @property
-    def name(self) -> str: ...
 
 
 def read_hidden(
     head: ResolvedHead,
-    own: HeadTensors,
+    own: Any,
     hidden: Tensor,
     asked: Sequence[ReadOut],
     counts: Tensor | None,
     at_most: int | None,
     given: ValueError | None,
 ) -> Any:
-    """See `LmHead.read`. `given`: the caller's fault."""
+    """See `LmHead.read`. `own`: the `LmHead`; `given`: the caller's fault."""
     argument_checks.check_floating("hidden", hidden)
     ranks = 1 if head.group is None else head.group.size()
     readouts, teachers, fault = checked(asked, head)
     leading, found = _leading(hidden, readouts, ranks, head.in_slices)
-    fault = own.fault(hidden, None if head.guessed else head.vocab, ranks) or found or fault
+    fault = _tensors_fault(own, hidden, None if head.guessed else head.vocab, ranks) or found or fault
     if head.bits != "fast":
         fault = bits_fault(head, ranks, hidden, readouts) or fault
     if head.fuse_main_grad and torch.is_grad_enabled():
         fault = fault or argument_checks.main_grad_fault(own.weight)
     for teacher in teachers:
-        fault = _teacher_fault(teacher, hidden, head) or fault
+        found = teacher_fault(teacher, hidden, head)
+        found = found or _tensors_fault(teacher.head, teacher.hidden, head.vocab, ranks, "teacher_")
+        fault = found or fault
     fault, tokens = given or fault, leading.numel()
     sizes = [tokens // ranks] * ranks if head.in_slices and ranks > 1 else None
 
@@ -117,16 +74,16 @@ def read_hidden(
         x_T = x if len(leading) == 1 else x.reshape((leading.numel(), *x.shape[len(leading) :]))
         return x_T if left is None else left.of_all(x_T)
 
-    adapters = own.adapters
+    adapters = adapters_of(own.lora) if own.lora else ()
     for teacher in teachers:
-        adapters = (*adapters, *teacher.head.tensors.adapters)
+        adapters = (*adapters, *adapters_of(teacher.head.lora))
     plan = Plan(readouts, head, flat, tokens, hidden.device, options_of(adapters) if adapters else None)
     if left is not None and sizes is None:  # ranks that leave out others learn it then
         plan.places_T, plan.all_tokens = left.kept_T, leading.numel() + left.fills
     sides = [_computed(hidden, own.weight)]
     for t in teachers:
         sides.append(_computed(t.hidden.detach(), t.head.weight))
-    if sides[0].dtype != hidden.dtype and not own.adapters and not torch.is_autocast_enabled(hidden.device.type):
+    if sides[0].dtype != hidden.dtype and not own.lora and not torch.is_autocast_enabled(hidden.device.type):
         plan.held = hidden.dtype
     if head.bits != "fast":
         for side in sides:
@@ -135,7 +92,7 @@ def read_hidden(
         if sizes is not None and tokens:
             shared = [left is None and t.hidden.dim() < hidden.dim() for t in teachers]
             repeats = [1, *(hidden.shape[-2] if each else 1 for each in shared)]
-            _gather_zeros(sides, [own, *(t.head.tensors for t in teachers)], repeats, sizes, head.group)
+            _gather_zeros(sides, [own, *(t.head for t in teachers)], repeats, sizes, head.group)
         plan.raise_on_all_ranks(fault, accumulation_dtype(sides[0].dtype), hidden.device)
     if plan.needs_logits:
         plan.choose_columns()
@@ -152,14 +109,11 @@ def read_hidden(
 
 
 def _run(
-    own: HeadTensors, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
+    own: Any, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
 ) -> Sequence[Tensor]:
     """The results of all read-outs, one after the other, by the autograd function that serves them."""
     head = plan.call
-    if own.adapters:
-        x_TD, weight, bias, low = own.inputs(sides[0], head)
-    else:
-        x_TD, weight, bias, low = sides[0], own.weight, own.bias, None
+    x_TD, weight, bias, low = _inputs(own, sides[0], head) if own.lora else (sides[0], own.weight, own.bias, None)
     keep = torch.is_grad_enabled() and (
         x_TD.requires_grad
         or weight.requires_grad
@@ -168,11 +122,11 @@ def _run(
     )
     if plan.needs_logits:
         inputs: list[Tensor | None] = []
+        transforms = [LogitTransform(None, own.softcap, own.logit_scale, head.rounds)]
         for side, t in zip(sides[1:], teachers, strict=True):
-            inputs += [None if x is None else x.detach() for x in t.head.tensors.inputs(side, head)]
-        asked = plan.head
-        first = LogitTransform(None, asked.softcap, asked.logit_scale, asked.rounds)
-        transforms = [first, *(t.head.transform for t in teachers)]
+            rounds = option_checks.rounds(t.head.logit_dtype)
+            transforms.append(LogitTransform(None, t.head.softcap, t.head.logit_scale, rounds))
+            inputs += [None if x is None else x.detach() for x in _inputs(t.head, side, head)]
         given = plan, transforms, sizes, keep, x_TD, weight, bias, low, *inputs
         return _apply_eagerly(ChunkedHead, *given) if head.bits != "fast" else ChunkedHead.apply(*given)
     if weight.shape[0] == 0:  # one column that does not count is simpler than none
@@ -185,13 +139,21 @@ def _run(
     return LinearHead.apply(plan, sizes, keep, x_TD, weight, bias, low)
 
 
+def _inputs(given: Any, x_TD: Tensor, head: ResolvedHead) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Hidden states, with the columns of the low rank if there is one, weight, bias and low rank."""
+    adapters = adapters_of(given.lora)
+    if adapters:
+        x_TD = widened(x_TD, adapters, head.group, head.in_slices, head.fixed)
+    return x_TD, given.weight, given.bias, low_rank(adapters)
+
+
 @_disable_dynamo  # what holds of this processor's products is found out by running some
 def _apply_eagerly(function: Any, *arguments: Any) -> Sequence[Tensor]:
     return function.apply(*arguments)
 
 
-def read_logits(head: ResolvedHead, given: GivenLogits, asked: Sequence[ReadOut], callers: ValueError | None) -> Any:
-    """See `Logits.read`. `callers`: the caller's fault."""
+def read_logits(head: ResolvedHead, given: Any, asked: Sequence[ReadOut], callers: ValueError | None) -> Any:
+    """See `Logits.read`. `given`: the `Logits`; `callers`: the caller's fault."""
     logits, ranks = given.logits, head.ranks
     readouts, teachers, fault = checked(asked, head)
     for r in readouts:
@@ -200,7 +162,7 @@ def read_logits(head: ResolvedHead, given: GivenLogits, asked: Sequence[ReadOut]
             argument_checks.check_tokens_of(each[0], each[1], given.name, logits)
     fault = argument_checks.shard_fault(head.vocab, logits.shape[-1], given.name, ranks) or fault
     for teacher in teachers:
-        fault = _teacher_logits_fault(teacher, given, head.vocab, ranks) or fault
+        fault = teacher_logits_fault(teacher, given, head.vocab, ranks) or fault
     fault = callers or fault
     in_step = any(r.in_step for r in readouts) and ranks > 1
     flat = Flat(logits, as_given=in_step)  # the ranks exchange rows of the same tokens, chunk by chunk
@@ -270,83 +232,28 @@ def _leading(
     return torch.Size((lead[0] * ranks, *lead[1:])) if in_slices and ranks > 1 else lead, None
 
 
-def _teacher_fault(teacher: Any, hidden: Tensor, student: ResolvedHead) -> ValueError | None:
-    if not isinstance(teacher, Teacher):
-        raise ValueError(
-            f"teacher is {type(teacher).__name__}: beside hidden states it must be a Teacher(LmHead(weight), hidden)"
-        )
-    its = teacher.head
-    option_checks.check_teachers_temperature("teacher's head", its.temperature, student.temperature)
-    argument_checks.check_floating("teacher_hidden", teacher.hidden)
-    _check_teachers_options(its, student)
-    if its.vocab is not None and its.vocab != student.vocab:
-        return ValueError(
-            f"vocab is {student.vocab} and the teacher's head has {its.vocab}: a divergence is of one vocabulary, cut "
-            f"alike; leave out the teacher's, or pass the student's"
-        )
-    tokens = (hidden.shape[:-1], hidden.shape[:-2])  # the second: each of the teacher's is of n of the student's
-    if teacher.hidden.shape[:-1] not in tokens or teacher.hidden.device != hidden.device:
-        return ValueError(
-            f"teacher_hidden has shape {tuple(teacher.hidden.shape)} on {teacher.hidden.device}, student_hidden "
-            f"{tuple(hidden.shape)} on {hidden.device}: both must be hidden states of the same tokens, on one device; "
-            f"or the student's [..., n, D] and the teacher's [..., D]"
-        )
-    return its.tensors.fault(teacher.hidden, student.vocab, student.ranks, "teacher_")
-
-
-def _check_teachers_options(teacher: Any, student: ResolvedHead) -> None:
-    """Raises ValueError for options of a teacher's head that would have no effect beside the student's."""
-    layout = "sequence" if student.in_slices else "replicated"
-    for name, its, students, fits in (
-        ("bits", teacher.bits, student.bits, teacher.bits in (None, student.bits)),
-        (
-            "hidden_layout",
-            teacher.hidden_layout,
-            layout,
-            student.ranks == 1 or teacher.hidden_layout in ("replicated", layout),
-        ),
-        (
-            "tp_group",
-            teacher.tp_group,
-            student.group,
-            teacher.tp_group is None or _same_ranks(tensor_parallel_group(teacher.tp_group), student.group),
-        ),
-    ):
-        if not fits:
-            raise ValueError(
-                f"{name} is {students!r} and the teacher's head has {its!r}: both are read in one pass; leave out the "
-                f"teacher's, or pass the student's"
-            )
-
-
-def _same_ranks(one: Group, other: Group) -> bool:
-    if one is None or other is None or one is other:
-        return (1 if one is None else one.size()) == (1 if other is None else other.size())
-    if isinstance(one, ProcessGroup) and isinstance(other, ProcessGroup):
-        return dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
-    return one.size() == other.size()
-
-
-def _teacher_logits_fault(teacher: Any, student: GivenLogits, vocab: VocabShard, ranks: int) -> ValueError | None:
-    if not isinstance(getattr(teacher, "logits", None), Tensor):
-        raise ValueError(f"teacher is {type(teacher).__name__}: beside Logits it must be Logits of the same tokens")
-    option_checks.check_teachers_temperature("teacher", teacher.temperature, student.temperature)
-    theirs, logits = teacher.logits, student.logits
-    if theirs.shape[:-1] != logits.shape[:-1] or theirs.device != logits.device:
-        raise ValueError(
-            f"teacher_logits have shape {tuple(theirs.shape)} on {theirs.device}, student_logits "
-            f"{tuple(logits.shape)} on {logits.device}: both must be logits of the same tokens, on one device"
-        )
-    return argument_checks.shard_fault(vocab, theirs.shape[-1], "teacher_logits", ranks)
+def _tensors_fault(
+    given: Any, hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = ""
+) -> ValueError | None:
+    """Return the fault of this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
+    found = argument_checks.linear_fault(hidden, given.weight, given.bias, vocab, ranks, whose)
+    if found is None and given.lora:
+        found = rows_fault(adapters_of(given.lora), given.weight)
+    if found is not None or given.logit_dtype is None:
+        return found
+    dtype = computed_dtype(hidden, given.weight)
+    return option_checks.logit_dtype_fault(given.logit_dtype, dtype, f"{whose}hidden")
 
 
 def _gather_zeros(
-    sides: list[Tensor], heads: Sequence[HeadTensors], repeats: list[int], sizes: list[int], group: Group
+    sides: list[Tensor], heads: Sequence[Any], repeats: list[int], sizes: list[int], group: Group
 ) -> None:
     """Take part in the gather of hidden states, on a rank that refused its arguments. `repeats`: how many tokens a row
     of each side is of."""
     own = sizes[group_rank(group)]
-    widths = [x.shape[1] + sum(len(each.A) for each in head.adapters) for x, head in zip(sides, heads, strict=True)]
+    widths = [
+        x.shape[1] + sum(len(each.A) for each in adapters_of(head.lora)) for x, head in zip(sides, heads, strict=True)
+    ]
     zeros = [x.new_zeros(own // n, width) for x, n, width in zip(sides, repeats, widths, strict=True)]
     gather_tokens(zeros, group, sizes)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_ext.head import KL, Entropy, Gather, JensenShannon, LmHead, Logits, ReadOut, Teacher, TopK
 from megatron_ext.head.layer_facts import with_options
-from megatron_ext.head.readouts.divergences.jensen_shannon import check_beta
+from megatron_ext.head.readouts.normalised_divergences import check_beta
 from megatron_ext.head.validation.option_checks import Cache, check_teachers_temperature, one_of
 from megatron_ext.losses.checks import (
     check_number,
@@ -39,12 +39,12 @@ class DistillationLoss(FromHidden):
     Attributes:
         divergence: "forward": KL(teacher | student); "reverse": KL(student | teacher); "jsd": the generalised
             Jensen-Shannon divergence, of whose mixture the teacher has `beta`. The temperature divides both logits.
-        cache: what the head keeps for backward; on one rank alone, see `LmHead`.
+        cache: what the head keeps for backward; None: as the head says, or "bounded"; on one rank alone, see `LmHead`.
     """
 
     divergence: DivergenceKind = "forward"
     beta: float = 0.5
-    cache: Cache = "bounded"
+    cache: Cache | None = None
 
     def __post_init__(self) -> None:
         one_of("divergence", self.divergence, get_args(DivergenceKind))
@@ -88,7 +88,8 @@ class DistillationLoss(FromHidden):
     ) -> tuple[Tensor, Metrics]:
         """The loss from logits, or log-probabilities, `[..., V/R]` of student and teacher."""
         options: dict[str, Any] = {"vocab": self.vocab, "chunk_tokens": self.chunk_tokens}
-        student = Logits(student_logits, self.tp_group, temperature=self.temperature, name="student_logits", **options)
+        temperature = 1.0 if self.temperature is None else self.temperature
+        student = Logits(student_logits, self.tp_group, temperature=temperature, name="student_logits", **options)
         teacher = Logits(teacher_logits, self.tp_group, vocab=self.vocab, name="teacher_logits")
         fault = _mean_fault(student_logits.shape[:-1], mask, count)
         return _mean(student.read(self._divergence(teacher), fault=fault), mask, count)

@@ -40,6 +40,7 @@ class ModelFusion:
         verified: the losses that were taken both ways, side by side, where the patch was asked for it (`verify=`).
         layers: how many tensor-parallel layers the model has, by the package that they come from.
         sizes: the head's sizes and `cache`, at its first loss, as `megatron-ext memory` takes them; "" before it.
+        kept: the percentage of the exponentials that this `cache` keeps for backward at most; None where it is "auto".
         z_loss, entropy: of the last loss, means over tokens that have a label, 0-dim fp32; None where not asked for.
     """
 
@@ -54,6 +55,7 @@ class ModelFusion:
     verified: TwoRuns | None = None
     layers: Counter[str] = field(default_factory=Counter)
     sizes: str = ""
+    kept: float | None = None
     z_loss: Tensor | None = None
     entropy: Tensor | None = None
 
@@ -80,6 +82,8 @@ class ModelFusion:
             layers = ", ".join(f"{count} of {home}" for home, count in sorted(self.layers.items()))
             lines.append(f"  tensor-parallel layers: {layers}")
         if self.sizes:
+            if self.kept is not None:
+                lines.append(f"  cache: up to {self.kept:.0f} % of the exponentials are kept for backward")
             lines.append(f"  the head's peak memory, stock and ours: megatron-ext memory {self.sizes}")
         return "\n".join(lines)
 

@@ -26,7 +26,7 @@ from megatron_ext.head.validation.option_checks import Bits, Cache
 from megatron_ext.megatron.fused_loss import fusion_decision, known_code, log_probs, patch_points
 from megatron_ext.megatron.fused_loss.fused_region import Region, call_of
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.fused_loss.module_calls import split_hooks, stands_in_this_call
+from megatron_ext.megatron.fused_loss.module_calls import is_torchs, split_hooks, stands_in_this_call
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, Terms, promise_logits
 from megatron_ext.megatron.fusion_report import counters_of
 
@@ -63,7 +63,7 @@ class _Processor:
         hooks, others = split_hooks(output_layer)
         promising = stands_in_this_call(output_layer, call_of(output_layer))
         reason = None if promising else known_code.why_not_linear(output_layer)
-        if reason is None and (others.before or others.after):
+        if reason is None and not all(is_torchs(hook) for kind in others for hook in kind.values()):
             reason = "its output layer has forward hooks, which would not run"
         if reason is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""`python -m megatron_ext.memory`: bytes that the lm head takes in a training step, before and after.
+"""`python -m megatron_ext.memory`: bytes and time that the lm head takes in a training step, before and after.
 
 Give the sizes, or a model of transformers (`--model NAME`), or a Megatron script's arguments (`--megatron ARGS...`).
 """
@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from megatron_ext.head.call.gpu_properties import Device
 from megatron_ext.memory.heads import ours, peak_bytes, stock
 from megatron_ext.memory.sizes import DTYPES, Sizes, of_config, of_megatron_arguments
+from megatron_ext.memory.step_time import GPUS, PERCENT, LaunchCounter, gpu_here
 
 MIB = 2**20
 CACHES = ("bounded", 1.0, 0.5, 0.0)
@@ -33,8 +35,14 @@ def main(argv: list[str] | None = None) -> None:
     if options.device == "cuda" and without_kernels:
         parser.error("--device cuda counts Triton's kernels, and Triton is not installed: pip install triton")
     on_cuda = options.device != "cpu" and not without_kernels
-    for row in rows(sizes, CACHES if options.cache is None else [options.cache], on_cuda=on_cuda):
+    if options.gpu and not on_cuda:
+        parser.error(f"--gpu is {options.gpu}, and a CPU's run is counted: leave out --device cpu, and install triton")
+    gpu, name = (GPUS[options.gpu], "") if options.gpu else gpu_here()
+    caches = CACHES if options.cache is None else [options.cache]
+    for row in rows(sizes, caches, on_cuda=on_cuda, gpu=gpu if on_cuda else None):
         print(row, flush=True)
+    if on_cuda and gpu is None:
+        print(f"Times on {name or 'a GPU'} are not known here; --gpu h100 or --gpu h200 gives those of these cards.")
     if options.device is None and without_kernels:
         print("A GPU takes less: to count what it takes, pip install triton, which has the kernels.")
     if importlib.util.find_spec("megatron") is None:
@@ -44,7 +52,8 @@ def main(argv: list[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_ext.memory",
-        description="Count the bytes that the lm head takes on one rank in a training step, without running it.",
+        description="Count the bytes that the lm head takes on one rank in a training step, without running it, and "
+        "estimate its time on a known GPU.",
         allow_abbrev=False,
     )
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of a micro-batch, of all its sequences")
@@ -57,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], help="device of the counted code (default: cuda if Triton is installed)"
     )
+    parser.add_argument("--gpu", choices=GPUS, help="whose time is estimated (default: the one here, if it is known)")
     parser.add_argument("--model", metavar="NAME", help="a folder or a name that transformers finds a config for")
     parser.add_argument("--megatron", nargs=argparse.REMAINDER, metavar="ARGS", help="Megatron's arguments")
     return parser
@@ -92,20 +102,44 @@ def _sizes(options: argparse.Namespace) -> tuple[Sizes, list[str]]:
     return Sizes(**found), ignored
 
 
-def rows(sizes: Sizes, caches: Any = CACHES, *, on_cuda: bool = True) -> Iterator[str]:
-    """The table's lines, each once it is counted: of each head MiB, and what that is of another package's first one."""
+def rows(sizes: Sizes, caches: Any = CACHES, *, on_cuda: bool = True, gpu: Device | None = None) -> Iterator[str]:
+    """The table's lines, each once it is counted: of each head MiB, the percentage that those are of another package's
+    first ones, and milliseconds on `gpu`."""
     others = stock(sizes)
     heads = others | {f"megatron_ext, cache={_word(cache)}": partial(ours, cache) for cache in caches}
-    width, first = max(map(len, heads)), None
+    width, first, timed = max(map(len, heads)), None, gpu if sizes.dtype.itemsize == 2 else None
+    unknown = False
     yield f"{sizes}: the head's peak on one rank, forward and backward"
     for name, build in heads.items():
+        launches = LaunchCounter(timed) if timed else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages that Megatron-Core does not find
-            nbytes = peak_bytes(sizes, build, on_cuda=on_cuda)
+            nbytes = peak_bytes(sizes, build, on_cuda=on_cuda, launches=launches)
         first = first or (nbytes if others else None)
-        yield f"{name:<{width}}{nbytes / MIB:>12.1f} MiB" + (f"{nbytes / first:>8.0%}" if first else "")
+        row = f"{name:<{width}}{nbytes / MIB:>12.1f} MiB" + (f"{nbytes / first:>8.0%}" if first else "")
+        if launches:
+            seconds = launches.seconds
+            unknown = unknown or seconds is None
+            row += f"{'unknown':>13}" if seconds is None else f"{seconds * 1e3:>10.1f} ms"
+        yield row
     where = "CUDA" if on_cuda else "a CPU"
     yield f"Counted as on {where}, beyond hidden states and weight; both gradients are in it."
+    if gpu:
+        yield from _about_times(sizes, gpu, unknown)
+
+
+def _about_times(sizes: Sizes, gpu: Device, unknown: bool) -> Iterator[str]:
+    """The lines below the table that say how far its times hold."""
+    if sizes.dtype.itemsize != 2:
+        yield "Times are not known in fp32: the rates are of 16-bit products."
+        return
+    rows_of = f"rows measured on one, of Megatron-Core's head and ours at two sizes in bf16, are within {PERCENT} %"
+    if gpu.name != "H200":
+        rows_of = "no head has been measured on one; rates are from its data sheet, and the energy is an H200's"
+    alone = "; what ranks send each other is not in it" if sizes.ranks > 1 else ""
+    yield f"Times are estimated for an {gpu.name}: {rows_of}{alone}."
+    if unknown:
+        yield "A time is unknown where products are less than half of it, or the host may take longer."
 
 
 def _word(cache: Any) -> str:

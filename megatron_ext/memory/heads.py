@@ -16,9 +16,10 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group
 from megatron_ext.head import linear_cross_entropy
 from megatron_ext.head.validation.option_checks import Cache
-from megatron_ext.memory.byte_counter import count_bytes, fake_world, one_rank_of
+from megatron_ext.memory.byte_counter import ByteCounter, Bytes, fake_world, one_rank_of
 from megatron_ext.memory.fake_cuda import cuda_rank_of
 from megatron_ext.memory.sizes import Sizes
+from megatron_ext.memory.step_time import LaunchCounter
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -36,23 +37,27 @@ class HeadSizes(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-def peak_bytes(sizes: Sizes, build: Callable[[Sizes, Group], Head], *, on_cuda: bool = True) -> int:
+def peak_bytes(
+    sizes: Sizes, build: Callable[[Sizes, Group], Head], *, on_cuda: bool = True, launches: LaunchCounter | None = None
+) -> int:
     """The most bytes beyond hidden states and weight at any moment of forward and backward, both gradients included.
 
-    The code of the head runs on fake tensors, with `on_cuda` on those that say they are on CUDA.
+    The code of the head runs on fake tensors, with `on_cuda` on those that say they are on CUDA, and `launches` then
+    counts its launches.
     """
+    counter, launched = (ByteCounter(Bytes()), _not_run) if launches is None else (launches, launches.kernel)
     world = fake_world(1) if sizes.ranks == 1 else nullcontext()  # Megatron-Core's head needs a group even of one rank
-    rank = cuda_rank_of(sizes.ranks, _not_run) if on_cuda else one_rank_of(sizes.ranks)
+    rank = cuda_rank_of(sizes.ranks, launched) if on_cuda else one_rank_of(sizes.ranks)
     with world, rank as group, torch.autograd.set_multithreading_enabled(False):
         rows = sizes.tokens // sizes.ranks if sizes.sequence_parallel else sizes.tokens
         x = torch.empty(rows, sizes.width, dtype=sizes.dtype, requires_grad=True)
         w = torch.empty(sizes.columns, sizes.width, dtype=sizes.dtype, requires_grad=True)
         labels = torch.empty(sizes.tokens, dtype=torch.int64)
         head = build(sizes, group)
-        with _megatrons_buffer(), count_bytes() as found:
+        with _megatrons_buffer(), counter:
             loss = head(x, w, labels)
             torch.autograd.grad(loss, [x, w], torch.empty_like(loss))
-    return found.peak_bytes
+    return counter.found.peak_bytes
 
 
 @contextmanager

@@ -202,12 +202,12 @@ class RayPolicy(RayRefit):
         """The model goes to the device, the optimizer to host memory unless `keep_train_buffers`."""
         self._all("prepare_for_lp_inference", keep_train_buffers)
 
-    def prepare_for_training(self, *_: Any, **__: Any) -> None:
-        """Arguments are for other implementations of the interface."""
+    def prepare_for_training(self) -> None:
+        """Model and optimizer go to the device."""
         self._all("prepare_for_training")
 
-    def finish_training(self, *_: Any, **__: Any) -> None:
-        """Arguments are for other implementations of the interface."""
+    def finish_training(self) -> None:
+        """Do nothing: NeMo-RL's callers call it after training."""
         self._all("finish_training")
 
     def finish_inference(self) -> None:
@@ -272,7 +272,7 @@ def _with_all_metrics(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
-def local_ray(cpus: int, **options: Any) -> Iterator[None]:
+def local_ray(cpus: int) -> Iterator[None]:
     """Ray on this machine alone, small: no dashboard, no usage statistics, 128 MiB of shared objects.
 
     Ray, its actors and the ranks' process groups listen on the loopback interface.
@@ -284,7 +284,7 @@ def local_ray(cpus: int, **options: Any) -> Iterator[None]:
     constants = ray._private.ray_constants
     clusters, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False  # else it takes an outer address
     try:
-        ray.init(num_cpus=cpus, **small | options)
+        ray.init(num_cpus=cpus, **small)
     finally:
         constants.ENABLE_RAY_CLUSTER = clusters
     try:

@@ -6,7 +6,8 @@ Imports torch and groups alone.
 """
 
 from megatron_ext.proof.agreement import agreed
-from megatron_ext.proof.basis import ProofBasis, config_values, module_parts
+from megatron_ext.proof.basis import ProofBasis, config_values, module_parts, module_values
+from megatron_ext.proof.code_values import code_values
 from megatron_ext.proof.comparison import compare
 from megatron_ext.proof.ledger import Proofs, cannot_prove_now, words_of_change
 from megatron_ext.proof.result import Proof
@@ -20,10 +21,12 @@ __all__ = [
     "Proofs",
     "agreed",
     "cannot_prove_now",
+    "code_values",
     "compare",
     "config_values",
     "fusion_is_on",
     "module_parts",
+    "module_values",
     "proof_mode",
     "why_fusion_is_off",
     "words_of_change",

@@ -2,12 +2,13 @@
 
 import weakref
 from collections.abc import Mapping
+from itertools import chain
 from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # To a config of transformers by whoever saves it, one rank, maybe; the last two up to transformers 4.55.
 _WRITTEN = ("architectures", "dtype", "torch_dtype", "_attn_implementation_autoset")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -34,7 +35,7 @@ class ProofBasis:
         for a, b in zip(self._parts, other._parts, strict=True):
             if a is b:
                 continue
-            if type(a) is not type(b) or not isinstance(a, _PLAIN) or (a != b and (a == a or b == b)):  # NaN is alike
+            if type(a) is not type(b) or not isinstance(a, PLAIN) or (a != b and (a == a or b == b)):  # NaN is alike
                 return False
         return True
 
@@ -47,11 +48,22 @@ def module_parts(module: nn.Module) -> tuple[Any, ...]:
     return type(module), type(module).forward, own.get("forward"), type(module).__call__, hooks
 
 
+def module_values(module: nn.Module) -> tuple[Any, ...]:
+    """The plain values that `module` holds, and the versions of its tensors; but those of its weight, of its bias, and
+    of parameters that train, which the fused way computes with too."""
+    own = vars(module)
+    plain = [x for x in own.items() if isinstance(x[1], PLAIN)]
+    held = own | own["_buffers"] | own["_parameters"] | {"weight": None, "bias": None}
+    fixed = [x for x in held.values() if isinstance(x, Tensor) and not x.requires_grad]
+    versions = [0 if x.is_inference() else x._version for x in fixed]
+    return *chain.from_iterable(plain), *fixed, *versions
+
+
 def config_values(config: Any) -> tuple[Any, ...]:
     """The plain values of a configuration, and of those inside of it, with their names; not what saving writes."""
     found: list[Any] = []
     for name, value in vars(config).items():
-        if isinstance(value, _PLAIN) and name not in _WRITTEN:
+        if isinstance(value, PLAIN) and name not in _WRITTEN:
             found += (name, value)
         elif hasattr(value, "__dict__") and type(value).__name__.endswith("Config"):
             found += (name, config_values(value))
@@ -62,21 +74,19 @@ def _flatten(parts: Any, into: list[Any]) -> None:
     """Add what is in `parts`, and in lists, tuples and dicts inside of it, to `into`. Each step of a job does so."""
     into.append(len(parts))
     for part in parts:
-        if isinstance(part, _PLAIN):
+        if isinstance(part, PLAIN):
             into.append(part)
         elif type(part) in (tuple, list):
-            _flatten(part, into)
+            if part:
+                _flatten(part, into)
+            else:
+                into.append(0)
         elif type(part) is MethodType:  # a transparent proxy of one is another function
-            into += (_weakly(part.__func__), _weakly(part.__self__))
+            _flatten((part.__func__, part.__self__), into)
         elif isinstance(part, Mapping):
-            _flatten(tuple(part.items()), into)
+            _flatten(list(chain.from_iterable(part.items())), into)
         else:
-            into.append(_weakly(part))
-
-
-def _weakly(part: Any) -> Any:
-    """A weak reference to `part`, the same one each time while it lives; itself where it can have none."""
-    try:
-        return weakref.ref(part)
-    except TypeError:
-        return part
+            try:
+                into.append(weakref.ref(part))  # the same one each time while it lives
+            except TypeError:
+                into.append(part)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ext.proof.diagnosis import Sides, columns_missing, relative, why_different
 from megatron_ext.proof.result import Proof
@@ -17,6 +17,8 @@ Way = Callable[[Tensor], Tensor]
 
 _PROJECTED = 16  # columns that a gradient of more is projected to, so that no two of vocabulary size exist at a time
 _ROWS = 4096  # of a gradient that are in fp32 at a time
+_STATE = (bool, int, float, type(None), Tensor)
+_LARGEST_STATE = 2**20  # numbers of a buffer that calls change; a larger one holds weights, or tables
 
 
 class _Tolerance(NamedTuple):
@@ -83,7 +85,8 @@ def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tenso
 
 
 def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
-    with torch.inference_mode(False), torch.enable_grad(), main_grads_aside(parameters) as main_grads:
+    as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # a checkpoint around the call counts others
+    with torch.inference_mode(False), torch.enable_grad(), as_they_are, main_grads_aside(parameters) as main_grads:
         losses = way(hidden)
         # Each token has a weight of its own, or else gradients of one could stand for those of another.
         weights = torch.linspace(0.5, 1.5, losses.numel(), device=losses.device, dtype=torch.float64)
@@ -101,6 +104,10 @@ def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
             gradients[name] = _projected(gradient, x)
         underflow = max(1e3 * torch.finfo(x.dtype).tiny for x in asked)
         return Sides(losses.detach().double(), gradients, underflow)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 @contextmanager
@@ -155,3 +162,19 @@ def rng_put_back(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices, enabled=True):
         yield
+
+
+@contextmanager
+def state_put_back(module: nn.Module) -> Iterator[None]:
+    """Counters, running statistics and what else `module` and modules inside keep of their calls are as before."""
+    held = [(own, dict(own)) for each in module.modules() for own in (vars(each), vars(each)["_buffers"])]
+    small = [x for own, _ in held for x in own.values() if isinstance(x, Tensor) and x.numel() <= _LARGEST_STATE]
+    values = [(x, x._version, x.detach().clone()) for x in small if not x.is_inference() and not x.requires_grad]
+    try:
+        yield
+    finally:
+        for own, before in held:
+            own.update({name: x for name, x in before.items() if isinstance(x, _STATE) and own.get(name) is not x})
+        for x, version, value in values:
+            if x._version != version:
+                x.copy_(value)

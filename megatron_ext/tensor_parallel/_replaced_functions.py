@@ -1,4 +1,5 @@
-"""Functions that users put in the place of Megatron's or ours: which one a linear layer has to call.
+"""Functions that users put in the place of Megatron's or ours: which one a linear layer has to call, and which ones are
+told of, since ours call none in their place.
 
 Quantizers replace `linear_with_grad_accumulation_and_async_allreduce` in `megatron.core.tensor_parallel.layers` while a
 layer runs, and count on the layer to look the function up there. A name says nothing about a function, since decorators
@@ -22,20 +23,35 @@ _HOMES = ("megatron_ext.tensor_parallel.layers", "megatron.core.tensor_parallel.
 _LINEAR = "linear_with_grad_accumulation_and_async_allreduce", "LinearWithGradAccumulationAndAsyncCommunication"
 _FROZEN = "linear_with_frozen_weight", "LinearWithFrozenWeight"
 HONOURED = _LINEAR[0], _FROZEN[0]
-# What Megatron's linear layers look up beside these, and ours do not call, by module.
-_NOT_CALLED = {
-    _HOMES[1]: (
-        *("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"),
-        *("gather_from_tensor_model_parallel_region", "scatter_to_tensor_model_parallel_region"),
-        *("gather_from_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"),
-    ),
-    "megatron.core.tensor_parallel.mappings": (
-        *("_reduce", "_CopyToModelParallelRegion", "_ReduceFromModelParallelRegion"),
-    ),
+_LAYERS, _EMBEDDING, _OF_LOGITS = "linear layers", "embeddings", "losses of logits"
+_MAPPINGS, _CROSS_ENTROPY = "megatron.core.tensor_parallel.mappings", "megatron.core.tensor_parallel.cross_entropy"
+# What Megatron's look up (linear layers beside these), and ours do not call, by module.
+_NOT_CALLED: dict[str, dict[str, tuple[str, ...]]] = {
+    _LAYERS: {
+        _HOMES[1]: (
+            *("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"),
+            *("gather_from_tensor_model_parallel_region", "scatter_to_tensor_model_parallel_region"),
+            *("gather_from_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"),
+        ),
+        _MAPPINGS: ("_reduce", "_CopyToModelParallelRegion", "_ReduceFromModelParallelRegion"),
+    },
+    _EMBEDDING: {
+        _HOMES[1]: ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"),
+        _MAPPINGS: ("_reduce", "_ReduceFromModelParallelRegion", "_ReduceScatterToSequenceParallelRegion"),
+    },
+    _OF_LOGITS: {
+        _CROSS_ENTROPY: ("VocabParallelCrossEntropy", "_VocabParallelCrossEntropy", "VocabUtility"),
+    },
+}
+_INSTEAD = {
+    _LAYERS: f"replace {_HOMES[1]}.{_LINEAR[0]} or {_FROZEN[0]} instead, which the layers look up, or take "
+    f"Megatron's own layers",
+    _EMBEDDING: "take Megatron's own embedding, or give the model's spec one of your own",
+    _OF_LOGITS: f"replace {_CROSS_ENTROPY}.vocab_parallel_cross_entropy instead, after the substitution",
 }
 _TORCH = str(Path(torch.__file__).parent)
 _DECORATORS = (torch.amp.autocast_mode.__file__, contextlib.__file__)  # Megatron uses them itself
-_originals: dict[bool, list[Any]] = {}
+_originals: dict[bool | str, list[Any]] = {}
 
 
 def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
@@ -46,17 +62,14 @@ def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
             function or class that Megatron's layers look up, and ours do not call.
     """
     name, autograd = _FROZEN if frozen else _LINEAR
+    refuse_replaced(_LAYERS)
     found: list[Any] = []
-    others: list[Any] = []
     for home in _HOMES:
         if home in sys.modules:
             module = vars(sys.modules[home])
             methods = vars(module[autograd])
             found.append((home, module[name], module[autograd], methods.get("forward"), methods.get("backward")))
-    for home, names in _NOT_CALLED.items():
-        module = vars(sys.modules[home]) if home in sys.modules else {}
-        others += map(module.get, names)
-    if [*found, *others] == _originals.get(frozen):
+    if found == _originals.get(frozen):
         return None
     ours = vars(megatron_linear_functions)
     for home, function, kind, forward, _ in found:
@@ -70,20 +83,46 @@ def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
             f"{home}.{autograd} was replaced, and megatron_ext's {name} does not call that class: replace "
             f"{home}.{name} instead, which the layers look up, or use Megatron's own layers"
         )
-    ours = vars(sys.modules.get("megatron_ext.tensor_parallel.mappings", sys))
-    places = ((home, inner) for home, names in _NOT_CALLED.items() for inner in names)
-    for (home, inner), other in zip(places, others, strict=True):
-        if other is not None and other is not ours.get(inner) and not is_megatrons_own(other):
-            raise RuntimeError(
-                f"{home}.{inner} was replaced, and megatron_ext's linear layers do not call it: replace "
-                f"{_HOMES[1]}.{name} instead, which the layers look up, or use Megatron's own layers"
-            )
-    _originals[frozen] = [*found, *others]
+    _originals[frozen] = found
     return None
+
+
+def refuse_replaced(by: str) -> None:
+    """Raise RuntimeError where a function, a class or a method that Megatron's `by` looks up was replaced."""
+    found: list[Any] = []
+    for home, names in _NOT_CALLED[by].items():
+        module = vars(sys.modules[home]) if home in sys.modules else {}
+        for value in map(module.get, names):
+            found += (value, *vars(value).values()) if isinstance(value, type) else (value,)
+    if found == _originals.get(by):
+        return
+    if by == _OF_LOGITS and not _is_ours(
+        getattr(sys.modules.get(_CROSS_ENTROPY), "vocab_parallel_cross_entropy", None)
+    ):
+        return  # ours was called by its own name
+    for home, names in _NOT_CALLED[by].items():
+        for name in names:
+            value = getattr(sys.modules.get(home), name, None)
+            parts = [(name, value)]
+            if isinstance(value, type):
+                parts += [(f"{name}.{key}", x) for key, x in vars(value).items() if not isinstance(x, type)]
+            for place, part in parts:
+                if not _is_ours(part) and not is_megatrons_own(part):
+                    raise RuntimeError(
+                        f"{home}.{place} was replaced, and megatron_ext's {by} do not call it: {_INSTEAD[by]}"
+                    )
+    _originals[by] = found
 
 
 # What `torch.compiler.assume_constant_result` does, which imports torch._dynamo, and that Triton.
 users_linear_function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+refuse_replaced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_ours(value: Any) -> bool:
+    value = getattr(value, "__func__", value)
+    home = value.__module__ if isinstance(value, type) else getattr(value, "__globals__", {}).get("__name__", "")
+    return str(home).startswith("megatron_ext.")
 
 
 def is_megatrons_own(value: Any) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
 from megatron_ext.head import CrossEntropy, Logits
+from megatron_ext.tensor_parallel._replaced_functions import refuse_replaced
 from megatron_ext.tensor_parallel.utils import VocabUtility as VocabUtility
 
 
@@ -32,7 +33,9 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: targets out of the vocabulary, shapes that do not fit, label smoothing out of range, no group to be
             found, or (on every rank) logits that were gathered before: each rank must pass its own columns.
+        RuntimeError: a class was replaced that Megatron's function looks up, or a method of one.
     """
+    refuse_replaced("losses of logits")
     logits = Logits(vocab_parallel_logits, require_tensor_parallel_group(tp_group))
     return logits.read(CrossEntropy(target, label_smoothing=label_smoothing, smooth_others=True))
 

@@ -10,6 +10,7 @@ from benchmarks import head_memory, plan, power, record
 from benchmarks.launches import LEAST_SECONDS, Launch, Plan, planned
 from megatron_ext import linear_log_probs
 from megatron_ext.head.call.gpu_properties import DEVICES, epilogue_seconds, product_seconds, waves
+from megatron_ext.memory import step_time
 from megatron_ext.memory.fake_cuda import cuda_rank_of
 from tests.pages import DOCS, ROOT
 
@@ -92,7 +93,7 @@ def test_a_launch_takes_the_longer_of_its_time_and_its_joules():
     copied = Launch("forward", "copy", "", read=4 * 10**9, written=0, seconds=1e-3)
     sent = replace(copied, is_collective=True)
     found = Plan(H200, [product, copied, sent])
-    spent = power.JOULES_PER_FLOP * 1e12
+    spent = step_time.JOULES_PER_FLOP * 1e12
     assert power.seconds(found) == pytest.approx(spent / (power.WATTS - power.AT_REST) + 1e-3)
     assert power.step_joules(found) <= power.WATTS * power.seconds(found)
 

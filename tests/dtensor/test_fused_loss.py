@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from megatron_ext import linear_cross_entropy
 from megatron_ext.dtensor import causal_lm_loss, parallelize, use_fused_loss
 from megatron_ext.dtensor.output.reads import say_once
-from megatron_ext.dtensor.output.stand_ins import bring_back, with_head
+from megatron_ext.dtensor.output.stand_ins import standing_in
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
 from tests.batch_invariant_mode import fixed_calls
@@ -368,8 +368,12 @@ def test_bits_of_a_loss_in_the_models_forward():
 def test_what_a_forward_sets_comes_back_to_the_model():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 4))
     model.kept = kept = object()
-    stub = with_head(model, "1", torch.nn.Identity())
-    stub.seen = 5
-    bring_back(model, stub)
-    assert (model.seen, model.kept) == (5, kept)
+    around = torch.nn.Sequential(model)
+    model.gone = around.count = 1
+    with standing_in(around, "0.1", torch.nn.Identity()) as stub:
+        stub[0].seen = 5
+        del stub[0].gone
+        around.count += 1
+    assert (model.seen, model.kept, around.count) == (5, kept, 2)
     assert isinstance(model[1], torch.nn.Linear)
+    assert not hasattr(model, "gone")

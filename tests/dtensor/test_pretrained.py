@@ -105,6 +105,8 @@ def test_a_folder_without_a_model():
         from_pretrained(shared_folder(), mesh_of(tp=2))
     with pytest.raises(OSError, match=r"name_or_path is '.*gone': there is no such folder on this host"):
         from_pretrained(shared_folder() / "gone", mesh_of(tp=2))
+    with pytest.raises(TypeError, match="unexpected keyword argument .secuence_parallel"):
+        from_pretrained(shared_folder() / "gone", mesh_of(tp=2), secuence_parallel=True)
 
 
 @ranks(2)

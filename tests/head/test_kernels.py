@@ -75,7 +75,7 @@ def test_the_interpreters_variable_sends_cpu_tensors_to_triton():
         "print(type(dispatch.passes_of(torch.zeros(1))).__name__)"
     )
     for value, module in (
-        ("0", "_PyTorchPasses"),
+        ("0", "RowPasses"),
         ("1", "_TritonPasses"),
     ):
         env = {**os.environ, "TRITON_INTERPRET": value}

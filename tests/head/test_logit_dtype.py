@@ -5,7 +5,7 @@ import torch
 
 from megatron_ext import head, linear_cross_entropy, linear_log_probs
 from megatron_ext.head import LmHead
-from megatron_ext.head.readouts.divergences.teacher import Teacher
+from megatron_ext.head.readouts.teacher import Teacher
 from tests.head.as_on_cuda import cuda_branches, plain
 from tests.head.rounded_logits import BENT, BF16, assert_near, computed, problem, reference
 from tests.marks import slow

@@ -113,7 +113,7 @@ def test_ties_of_narrow_logits(dtype):
 @pytest.mark.parametrize("device", ["cpu", "as on a GPU"])
 def test_more_equals_than_k(device):
     """Far more columns than k equal the k-th, on some ranks or all: each is kept and has its share of the gradient."""
-    looks = {"is_free_to_look": mock.Mock(return_value=device == "cpu")}
+    looks = {"on_host": mock.Mock(return_value=device == "cpu")}
     with mock.patch.multiple(top_k_filter, **looks), mock.patch.multiple(selection, **looks):
         check_more_equals_than_k()
 

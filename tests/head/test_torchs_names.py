@@ -20,7 +20,7 @@ from megatron_ext import (
 from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss, parallelize, use_fused_loss
 from megatron_ext.dtensor.pretrained.loading import ParallelizeOptions
 from megatron_ext.head import LmHead, linear_topk_log_probs
-from megatron_ext.head.layer_facts import LayerFacts
+from megatron_ext.head.layer_facts import HeadFacts
 from megatron_ext.head.validation.option_checks import Cache
 from megatron_ext.losses.from_hidden import LogProbLossInputs
 from megatron_ext.megatron.fused_loss.head_settings import HeadOptions, HeadSettings
@@ -68,7 +68,7 @@ def test_options_are_by_keyword_and_each_is_named(name):
 
 def test_completion_knows_every_fact_of_a_head():
     named = {field.name: field.type for field in fields(head.LmHead) if field.kw_only}
-    assert {"weight", *named} == set(get_type_hints(LayerFacts))
+    assert set(named) == set(get_type_hints(HeadFacts))
 
 
 def test_completion_knows_every_argument_of_a_loss():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ext.head.row_passes.vocabulary_order import largest_columns
+from megatron_ext.head.readouts.gather import largest_columns
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)

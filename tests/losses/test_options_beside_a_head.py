@@ -47,6 +47,30 @@ def test_temperature_beside_a_head_is_taken(name):
         called(name, lambda w: LmHead(w, temperature=0.7), temperature=0.5)
 
 
+@pytest.mark.parametrize(
+    "option, usual, other",
+    [
+        ("temperature", 1.0, 0.5),
+        ("cache", "bounded", 1.0),
+        ("hidden_layout", "replicated", "sequence"),
+        ("gradient_accumulation_fusion", False, True),
+    ],
+)
+def test_options_given_at_their_defaults_are_given(option, usual, other):
+    """A head that says otherwise is refused, and not followed without a word."""
+    for loss, given in (
+        (GRPOLoss(**{option: usual}), (rows().labels, torch.ones(B))),
+        (DistillationLoss(**{option: usual}), head()),
+    ):
+        hidden, weight = head()
+        with pytest.raises(ValueError, match=f"{option} is {usual!r} of the loss and {other!r} of the LmHead"):
+            loss(hidden, LmHead(weight, **{option: other}), *given)
+        assert torch.equal(loss(hidden, LmHead(weight), *given)[0], loss(hidden, weight, *given)[0])
+    (hidden, weight), (theirs, other) = head(), head()
+    with pytest.raises(ValueError, match="hidden_layout is 'replicated' of the student and 'sequence' of the teacher"):
+        DistillationLoss()(hidden, weight, theirs, LmHead(other, hidden_layout="sequence"))
+
+
 def test_bits_and_chunks_beside_a_head_are_taken():
     with fixed_calls() as calls:
         called("GRPO", LmHead, bits="batch")

@@ -9,6 +9,7 @@ from megatron.core import tensor_parallel
 from megatron.core.fusions import fused_cross_entropy
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import cross_entropy, layers, mappings
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
@@ -222,3 +223,26 @@ def test_quantizers_in_bfloat16_keep_their_own_loss():
         with patched():
             assert torch.equal(run(model, labels), stock)
         assert fusion_report().losses_fused == 0
+
+
+@ranks(1)
+def test_hooks_of_all_modules_see_one_call_of_the_output_layer():
+    seen = []
+    with model_parallel():
+        model, labels = one_gpt(), batch()[1]
+
+        def hook(module, inputs, outputs):
+            if module is not model.output_layer:
+                return None
+            seen.append(outputs[0].shape)
+            return 2 * outputs[0], outputs[1]
+
+        with register_module_forward_hook(hook):
+            stock = run(model, labels)
+            wanted = grads_of(model, stock)
+            with patched():
+                loss = run(model, labels)
+                found = grads_of(model, loss)
+    torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+    assert_same(found, wanted)
+    assert len(seen) == 2

@@ -336,6 +336,9 @@ def test_the_report_says_what_runs():
             assert "\n  tensor-parallel layers: 10 of megatron\n" in said  # 4 of each block, embedding, output
             sizes = said.partition("megatron-ext memory ")[2]
             tokens, width = labels.numel(), model.config.hidden_size
+            eighths = min(8 * 2 * width // tokens, 8)  # 4 bytes of each, no more than the weight's and its gradient's 8
+            kept = 100 * (VOCAB * eighths // 8) / VOCAB
+            assert f"\n  cache: up to {kept:.0f} % of the exponentials are kept for backward\n" in said
             assert sizes == f"--tokens {tokens} --hidden {width} --vocab {VOCAB} --tp 1 --dtype fp32 --cache bounded"
             counted, ignored = memory._sizes(memory._parser().parse_args(sizes.split()))
             assert (counted, ignored) == (Sizes(tokens, width, VOCAB, dtype=torch.float32), [])

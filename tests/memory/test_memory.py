@@ -1,4 +1,4 @@
-"""`python -m megatron_ext.memory`: bytes as the benchmarks measure them, and sizes as jobs give them."""
+"""`python -m megatron_ext.memory`: bytes and times as the benchmarks measure them, and sizes as jobs give them."""
 
 import importlib.util
 import re
@@ -11,12 +11,14 @@ from benchmarks.cases import Case
 from benchmarks.implementations import UNFUSED
 from benchmarks.implementations import ours as measured
 from benchmarks.meter import measure
-from benchmarks.plan import plan
+from benchmarks.plan import A, B, measured_rows, plan
 from megatron_ext import __main__ as programs
 from megatron_ext import linear_cross_entropy
+from megatron_ext.memory import __main__, apart, step_time
 from megatron_ext.memory.__main__ import main, rows
 from megatron_ext.memory.heads import megatron, ours, peak_bytes, transformers
 from megatron_ext.memory.sizes import Sizes
+from megatron_ext.memory.step_time import GPUS, PERCENT, LaunchCounter
 from tests.pages import DOCS
 
 SMALL = Sizes(512, 64, 4096)
@@ -63,6 +65,51 @@ def test_table_has_a_row_for_each_cache():
         "megatron_ext, cache=0.5",
     ]
     assert found[0][2] == "100"
+
+
+@pytest.mark.parametrize("case", [A, B], ids="AB")
+def test_times_are_those_measured_on_an_h200(case):
+    """One rank's shard, as the rows were measured."""
+    sizes = Sizes(case.tokens, case.width, case.columns)
+    heads = {UNFUSED.name: megatron, "ours, default": partial(ours, "bounded")}
+    heads |= {measured(cache).name: partial(ours, cache) for cache in (1, 0.5, 0)}
+    for name, build in heads.items():
+        (row,) = measured_rows(case, name, GPUS["h200"])
+        launches = LaunchCounter(GPUS["h200"])
+        peak_bytes(sizes, build, launches=launches)
+        assert launches.seconds * 1e3 == pytest.approx(row.p50, rel=PERCENT / 100), name
+
+
+@pytest.mark.parametrize(
+    "options, said, times",
+    [
+        ("--tokens 8192 --gpu h200", f"two sizes in bf16, are within {PERCENT} %", "ms"),
+        ("--tokens 8192 --gpu h100 --tp 2", "no head has been measured on one; rates are from its data sheet", "ms"),
+        ("--tokens 8192 --tp 2 --gpu h200", "what ranks send each other is not in it", "ms"),
+        ("--tokens 64 --gpu h200", "A time is unknown where products are less than half of it", "unknown"),
+        ("--tokens 8192 --gpu h200 --dtype fp32", "Times are not known in fp32", "MiB"),
+        ("--tokens 8192", "Times on a GPU are not known here; --gpu h100 or --gpu h200", "MiB"),
+    ],
+)  # fmt: skip
+def test_times_are_told_with_their_error_or_as_unknown(options, said, times, capsys, monkeypatch):
+    monkeypatch.setattr(__main__, "stock", lambda sizes: {})
+    main([*["--hidden", "4096", "--vocab", "128256", "--cache", "1"], *options.split()])
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert printed.splitlines()[1].endswith(times)
+
+
+@pytest.mark.parametrize("name, known", [("NVIDIA H200", True), ("NVIDIA H100 PCIe", False), ("NVIDIA B200", False)])
+def test_times_of_the_gpu_here_need_its_exact_name(name, known, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *a: name)
+    assert (step_time.gpu_here()[0] is not None) == known
+
+
+def test_gpu_is_refused_where_a_cpu_is_counted(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--tokens", "8", "--hidden", "8", "--vocab", "64", "--gpu", "h100", "--device", "cpu"])
+    assert "--gpu is h100, and a CPU's run is counted" in capsys.readouterr().err
 
 
 def test_what_is_not_installed_is_told_with_its_remedy(monkeypatch, capsys):
@@ -129,7 +176,18 @@ def test_wrong_arguments_are_told(given, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_count_by_another_process_may_fail(monkeypatch):
+    monkeypatch.setattr(apart.sys, "executable", "/nowhere/python")
+    assert apart.counted_apart("--tokens 8") == ""
+
+
+@pytest.mark.slow
+def test_another_process_counts_what_this_one_does():
+    found = apart.counted_apart("--tokens 512 --hidden 64 --vocab 4096 --cache 0.5")
+    assert found == "\n".join(rows(SMALL, [0.5]))
+
+
 def test_page_shows_the_table_that_is_printed():
     section = (DOCS / "faq.md").read_text().partition("## What do I gain")[2].partition("\n## ")[0]
     shown = section.partition("```text\n")[2].partition("```")[0]
-    assert shown == "\n".join(rows(Sizes(8192, 4096, 128256))) + "\n"
+    assert shown == "\n".join(rows(Sizes(8192, 4096, 128256), gpu=GPUS["h200"])) + "\n"

@@ -118,8 +118,13 @@ def ended(worker: Any) -> Iterator[Any]:
     try:
         yield worker
     finally:
-        worker.shutdown()
-        forget_megatron()
+        end_worker(worker)
+
+
+def end_worker(worker: Any) -> None:
+    """Shut `worker` down, and reset what Megatron's models set for all that come after them."""
+    worker.shutdown()
+    forget_megatron()
 
 
 def plain_model(config: Any, seed: int = 3, kind: Any = AutoModelForCausalLM) -> nn.Module:

@@ -227,9 +227,9 @@ def test_configurations_that_cannot_be(change, message):
 @ranks(1)
 def test_arguments_that_other_workers_take():
     worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False, worker_sharding_annotations=None)
-    worker.prepare_for_training(3, name="x")
+    worker.prepare_for_training()
     assert worker.return_state_dict().keys() == dict(worker.model.named_parameters()).keys()
-    with pytest.raises(ValueError, match="DTensorPolicyWorker got init_reference: it takes no such arguments"):
+    with pytest.raises(TypeError, match="DTensorPolicyWorker got init_reference: it takes no such arguments"):
         DTensorPolicyWorker(tiny_config(), init_reference=False)
 
 

@@ -27,6 +27,7 @@ from tests.policy.problems import (
     VOCAB,
     batching,
     counts_for,
+    end_worker,
     ended,
     gradients_of_steps,
     inside,
@@ -83,7 +84,7 @@ def check_scores(cls, layout, kind):
         kept = inside(mine)[..., None]
         torch.testing.assert_close(found["topk_logits"], top.values * kept, rtol=1e-5, atol=1e-5)
         assert torch.equal(found["topk_indices"], top.indices * kept)
-        worker.shutdown()
+        end_worker(worker)
     with pytest.raises(ValueError, match="k is 0: it must be an int from 1"):
         worker.get_topk_logits(mine, 0)
 
@@ -166,7 +167,7 @@ def check_loss(cls, name, layout, kind):
     else:
         norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
         torch.testing.assert_close(min(float(found["grad_norm"][0]), 0.05), float(norm), rtol=1e-4, atol=1e-6)
-    worker.shutdown()
+    end_worker(worker)
 
 
 @pytest.mark.parametrize("layout", ["dp", *slow("tp_sp", "cp")])

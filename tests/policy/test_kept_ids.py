@@ -7,7 +7,17 @@ import torch.nn.functional as F
 from benchmarks.meter import measure
 from megatron_ext.policy import ClippedPGLoss, DTensorPolicyWorker, MegatronPolicyWorker
 from tests.marks import slow
-from tests.policy.problems import batching, counts_for, inside, plain_model, shard, tiny_batch, tiny_config, tiny_model
+from tests.policy.problems import (
+    batching,
+    counts_for,
+    end_worker,
+    inside,
+    plain_model,
+    shard,
+    tiny_batch,
+    tiny_config,
+    tiny_model,
+)
 from tests.ranks import ranks
 
 MODEL = tiny_model(vocab_size=98)
@@ -87,7 +97,7 @@ def test_scores_and_a_step(backend, layout, kind):
         found = worker.train(mine, loss_fn)
         torch.testing.assert_close(float(found["global_loss"][0]), float(loss), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(float(found["grad_norm"][0]), float(norm), rtol=1e-4, atol=1e-6)
-        worker.shutdown()
+        end_worker(worker)
 
 
 @pytest.mark.slow
@@ -107,7 +117,7 @@ def test_products_are_over_the_kept_columns(backend):
         with measure() as found:
             worker.train(given, loss_fn)
         flops[replay] = found.flops
-        worker.shutdown()
+        end_worker(worker)
     each = 6 * data["input_ids"].numel() * MODEL.hidden_size
     assert flops[False] - flops[True] == each * (MODEL.vocab_size - K)
 
@@ -133,4 +143,4 @@ def test_what_one_data_parallel_rank_has_wrong_is_refused_on_all():
         for call in (worker.get_logprobs, lambda batch: worker.train(batch, ClippedPGLoss())):
             with pytest.raises(ValueError, match=said):
                 call(mine)
-    worker.shutdown()
+    end_worker(worker)

@@ -11,6 +11,7 @@ from tests.policy.problems import (
     LAYOUTS,
     batching,
     check_trains,
+    end_worker,
     ended,
     inside,
     shard,
@@ -86,7 +87,7 @@ def test_bound_that_one_dp_rank_breaks_is_refused_on_all():
     own = shard(data, worker)
     log_probs = worker.get_logprobs(own)["logprobs"]  # which no mask is for
     assert (log_probs[:, 1] != 0).all()
-    worker.shutdown()
+    end_worker(worker)
 
 
 def test_a_bound_is_a_positive_number():

@@ -112,7 +112,7 @@ def test_smaller_methods():
     assert worker.is_alive()
     assert worker.return_model_config() is worker.model.config
     assert worker.get_free_memory_bytes() > 1 << 20
-    worker.finish_training(anything=1)
+    worker.finish_training()
     worker.finish_inference()
     assert not worker.model.training
     for move in (worker.move_to_cpu, worker.move_to_cuda, lambda model: worker.move_buffer_to_device(model, "cpu")):

@@ -310,6 +310,49 @@ def test_a_replaced_function_that_layers_do_not_call_is_told(module, name, subst
 
 
 @ranks(1)
+@pytest.mark.parametrize("place", ["layers.reduce_from_tensor_model_parallel_region", "mappings._reduce"])
+@pytest.mark.parametrize("substituted", [False, True])
+def test_a_replaced_sum_of_an_embedding_is_told(place, substituted):
+    with model_parallel(), ours_everywhere() if substituted else contextlib.nullcontext():
+        layer, ids = build("embedding", 8, D, config=tiny_config()), torch.arange(6).view(2, 3)
+        plain = layer(ids)
+        module, name = place.split(".")
+        home = importlib.import_module(f"megatron.core.tensor_parallel.{module}")
+        original = getattr(home, name)
+        with (
+            mock.patch.object(home, name, lambda *args, **kwargs: 2 * original(*args, **kwargs)),
+            pytest.raises(RuntimeError, match=f"{place} was replaced, and megatron_ext's embeddings do not call it"),
+        ):
+            layer(ids)
+        assert torch.equal(layer(ids), plain)
+
+
+@ranks(1)
+def test_replaced_parts_of_the_loss_of_logits_are_told():
+    """As patch managers replace them, after the substitution; a call of ours by its own name is none of Megatron's."""
+    from megatron_ext.tensor_parallel import vocab_parallel_cross_entropy
+
+    with model_parallel():
+        from megatron.core.tensor_parallel import cross_entropy
+
+        logits, labels = numbers(S, B, 8, seed=1), torch.zeros(S, B, dtype=torch.int64)
+        plain = vocab_parallel_cross_entropy(logits, labels)
+        other = mock.patch.object(cross_entropy, "VocabParallelCrossEntropy", type("Other", (), {}))
+        with other:
+            assert torch.equal(vocab_parallel_cross_entropy(logits, labels), plain)
+        with ours_everywhere():
+            owner = cross_entropy.VocabParallelCrossEntropy
+            method = mock.patch.object(owner, "calculate_logits_max", staticmethod(lambda x: (x, x.amax(-1))))
+            for change in (other, method):
+                with (
+                    change,
+                    pytest.raises(RuntimeError, match="VocabParallelCrossEntropy.* was replaced, and megatron"),
+                ):
+                    cross_entropy.vocab_parallel_cross_entropy(logits, labels)
+            assert torch.equal(cross_entropy.vocab_parallel_cross_entropy(logits, labels), plain)
+
+
+@ranks(1)
 def test_a_replaced_autograd_class_is_called_or_refused():
     with model_parallel():
         from megatron.core.tensor_parallel import layers as stock

@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.output.reads import Read, read_hidden
-from megatron_ext.head.adapters.peft_layers import unwrapped
 from megatron_ext.head.call import agreement
-from megatron_ext.head.validation.argument_checks import OptionsDiffer
+from megatron_ext.head.layer_facts import unwrapped
+from megatron_ext.head.validation.exchange_checks import OptionsDiffer
 from megatron_ext.proof import Proof, ProofBasis, ProofMode, Proofs, words_of_change
 
 _CHANGED = (

@@ -19,17 +19,16 @@ from megatron_ext.dtensor.decoder import embedding, import_transformers, output_
 from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
 from megatron_ext.dtensor.output.decisions import HeadDecider, HeadDecision, tell_of_change, tell_of_unread_head
 from megatron_ext.dtensor.output.fused_classes import FUSED, use_fused_class
-from megatron_ext.dtensor.output.head_calls import head_call
+from megatron_ext.dtensor.output.head_calls import head_call, with_arguments
 from megatron_ext.dtensor.output.loss_proof import basis, not_fusable, own_loss, prove
-from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
+from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, DeferredLogits, HeadCall
 from megatron_ext.dtensor.output.reads import PLAIN, Read, say_once, say_that_logits_are_made
 from megatron_ext.dtensor.output.stand_ins import (
     KEEPS_LOGITS,
     VOCABULARY,
-    bring_back,
     is_registered,
     promising,
-    with_head,
+    standing_in,
 )
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.validation.option_checks import Bits, Cache, rounds
@@ -45,8 +44,10 @@ class FusedLoss:
     Attributes:
         calls_without_labels: how many calls in training made logits, as they had no labels.
         compiled: whether a call with labels ran in a graph of torch.compile.
+        arguments: those of the last cross entropy that the model read; they say what ranks send.
     """
 
+    arguments = CrossEntropyArguments()
     calls_without_labels = 0
     compiled = False
 
@@ -54,10 +55,10 @@ class FusedLoss:
         self.read, self.in_eval, self.proof = read, in_eval, proof
         self._owners: dict[Any, _Owner] = {}
 
-    def owner(self, given: dict[str, Any]) -> "_Owner":
+    def owner(self, given: dict[str, Any], training: bool) -> "_Owner":
         """The owner of proofs of calls with such arguments: others may take another loss."""
         plain = [(name, x if isinstance(x, (bool, str)) else type(x)) for name, x in given.items() if x is not None]
-        return self._owners.setdefault((torch.is_grad_enabled(), *plain), _Owner())
+        return self._owners.setdefault((training, torch.is_grad_enabled(), *plain), _Owner())
 
     @property
     def owners(self) -> list["_Owner"]:
@@ -179,6 +180,9 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
         fused.compiled = True
         _say_that_it_is_compiled(type(self).__name__, self.base_model_prefix or "model")
         return own(self, *args, **kwargs)
+    if torch._C._are_functorch_transforms_active():
+        _say_that_logits_are_made(self, "a transform of torch.func runs it, where nothing can be compared", fused.read)
+        return own(self, *args, **kwargs)
     _check_labels(self, given)
     if given.get("labels") is None:  # which a forward asks for before it looks for a loss
         given["labels"] = given["shift_labels"] = given["shift_labels"].contiguous()
@@ -186,9 +190,9 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
     if not decision.proof.fused:
         _refuse_own_loss(self, decision.proof)
         _say_that_logits_are_made(self, decision.proof.reason, fused.read)
-        return own(self, *args, **kwargs)
+        return _explaining(own, given)(self, *args, **kwargs)
     _check_token_ids(self, given)
-    return _answer(self, own, fused.read, given, decision.anew)
+    return _answer(self, own, fused, given, decision.anew)
 
 
 def _refuse_own_loss(model: Any, proof: Proof) -> None:
@@ -251,7 +255,7 @@ def _decision(model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict
         return Proof.not_comparable(reason) if reason else prove(model, own, path, given, call_of, own_loss)
 
     deciding = HeadDecider(_PROOFS, fused.owners, mode, group)
-    return deciding.decide(fused.owner(given), basis(model, own, head, mode, reason), proved)
+    return deciding.decide(fused.owner(given, model.training), basis(model, own, head, mode, reason), proved)
 
 
 def _check_labels(model: Any, given: dict[str, Any]) -> None:
@@ -267,6 +271,28 @@ def _check_labels(model: Any, given: dict[str, Any]) -> None:
         )
 
 
+def _explaining(own: Callable[..., Any], given: dict[str, Any]) -> Callable[..., Any]:
+    """`own`, a forward, with another error where it chooses logits, and labels are given of all tokens: torch speaks
+    of batch sizes."""
+    labels, tokens, chosen = given.get("labels"), given.get("input_ids"), given.get("logits_to_keep")
+    positions = chosen.numel() if isinstance(chosen, Tensor) else chosen
+    if not (positions and isinstance(labels, Tensor) and isinstance(tokens, Tensor) and labels.shape == tokens.shape):
+        return own
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(*args, **kwargs)
+        except ValueError as error:
+            if "batch_size" not in str(error):
+                raise
+            raise ValueError(
+                f"labels has shape {list(labels.shape)}, and with logits_to_keep the model makes logits of {positions} "
+                f"positions of a row alone: leave logits_to_keep out, or pass the labels of these positions alone"
+            ) from error
+
+    return forward
+
+
 def _is_text_alone(model: Any) -> bool:
     """Return whether each token id has a row: those of others may stand for images."""
     return model.config.get_text_config() is model.config
@@ -280,24 +306,24 @@ def _check_token_ids(model: Any, given: dict[str, Any]) -> None:
 
 
 def _answer(
-    model: Any, own: Callable[..., Any], read: Read, given: dict[str, Any], anew: Callable[[], Proof] | None
+    model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict[str, Any], anew: Callable[[], Proof] | None
 ) -> Any:
     """Return what `own` gives, with our loss and without logits. `anew`: see `HeadDecision`."""
-    path = output_head_path(model)
+    path, read, as_before = output_head_path(model), fused.read, with_arguments(fused.read, fused.arguments)
     head = model.get_submodule(path)
     calls: list[HeadCall] = []
 
     def call_of(hidden: Tensor) -> HeadCall:
         if anew is not None and not calls:
-            _decide_anew(model, head, read, hidden, given, anew)
+            _decide_anew(model, head, as_before, hidden, given, anew)
         return head_call(head, read, hidden, given)
 
-    stub = with_head(model, path, promising(head, call_of, calls.append))
-    output = own(stub, **given)
-    bring_back(model, stub)
+    with standing_in(model, path, promising(head, call_of, calls.append)) as stub:
+        output = _explaining(own, given)(stub, **given)
     told_or_read = bool(calls) if anew is not None else any(call.redeemed for call in calls)
     if not told_or_read and group_size(vars(model).get(VOCABULARY)) > 1:
-        tell_of_unread_head(model, head, read, [_targets(given)])
+        tell_of_unread_head(model, head, as_before, [_targets(given)])
+    fused.arguments = next((call.redeemed for call in calls if call.redeemed), fused.arguments)
     readers = [call.read_by for call in calls if call.read_by]
     if readers:
         _say_that_logits_are_made(model, f"its forward reads its logits by {readers[0]}", read)

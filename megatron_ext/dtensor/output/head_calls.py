@@ -16,15 +16,14 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, HeadCall, LogitArithmetic
 from megatron_ext.dtensor.output.reads import Read, read_hidden
-from megatron_ext.head.adapters.peft_layers import unwrapped
-from megatron_ext.head.layer_facts import local_shard
+from megatron_ext.head.layer_facts import local_shard, unwrapped
 
 
 def head_call(head: Any, read: Read, hidden: Tensor, given: dict[str, Any], whole: bool = False) -> HeadCall:
     """A call of `head` in a forward that was `given` these arguments; `whole`: of a copy that is sharded no longer."""
     weight = unwrapped(head)[0].weight
     tokens = tuple(hidden.shape[:-1])
-    columns, in_slices = weight.shape[0], False
+    columns, in_slices, ranks = weight.shape[0], False, 1
     if isinstance(weight, DTensor) and hidden.dim() == 3:
         group = local_shard(weight, 0)[1]
         labels = next(given[name] for name in ("labels", "shift_labels") if given.get(name) is not None)
@@ -46,7 +45,14 @@ def head_call(head: Any, read: Read, hidden: Tensor, given: dict[str, Any], whol
         with torch.autocast(hidden.device.type, enabled=False) if whole else nullcontext():
             return _cross_entropy(head, read, hidden, targets, logits.facts(1.0), (columns, given, divisor, tokens))
 
-    return HeadCall(hidden, tokens, columns, dtype, make, redeem, in_slices)
+    return HeadCall(hidden, tokens, columns, dtype, make, redeem, in_slices, ranks > 1)
+
+
+def with_arguments(read: Read, own: CrossEntropyArguments) -> Read:
+    """`read`, as a model's own call of cross entropy asks for it."""
+    assert read.hidden is not None
+    smoothing = {"label_smoothing": own.label_smoothing} if own.label_smoothing else {}
+    return read._replace(hidden=functools.partial(read.hidden, ignore_index=own.ignore_index, **smoothing))
 
 
 def _cross_entropy(
@@ -54,9 +60,7 @@ def _cross_entropy(
 ) -> Tensor:
     """A model's own call of cross entropy, from hidden states."""
     columns, own, divisor, tokens = asked
-    assert read.hidden is not None
-    smoothing = {"label_smoothing": own.label_smoothing} if own.label_smoothing else {}
-    read = read._replace(hidden=functools.partial(read.hidden, ignore_index=own.ignore_index, **smoothing))
+    read = with_arguments(read, own)
     targets = targets.view(tokens) if targets.dim() == 1 and hidden.dim() == 3 else targets
     count = (targets != own.ignore_index).sum() if own.reduction == "mean" else divisor
 

@@ -34,11 +34,10 @@ from megatron_ext.dtensor.output.reads import PLAIN, Read, read_hidden, read_log
 from megatron_ext.dtensor.output.stand_ins import (
     REGISTERED,
     VOCABULARY,
-    bring_back,
     is_registered,
     promising,
+    standing_in,
     why_logits_are_made,
-    with_head,
 )
 from megatron_ext.head.layer_facts import local_shard
 from megatron_ext.proof import Proof, Proofs, cannot_prove_now, module_parts, proof_mode
@@ -164,10 +163,9 @@ def _through_head(
                 call.logits()
         return call
 
-    stub = with_head(model, path, promising(head, call_of, calls.append))
     args, inputs = lay_out(model, (), inputs)
-    logits = forward_of(model)(stub, *args, **inputs).logits
-    bring_back(model, stub)
+    with standing_in(model, path, promising(head, call_of, calls.append)) as stub:
+        logits = forward_of(model)(stub, *args, **inputs).logits
     if not isinstance(logits, DeferredLogits):
         return _copied(_of_logits(model, read, logits, given_BP, changed=anew is not None and not calls))
     if logits.made is not None or calls[0].made is not None:

@@ -27,8 +27,18 @@ from megatron_ext.dtensor.output.stand_ins import (
     with_decoder,
     with_head,
 )
-from megatron_ext.head.adapters.peft_layers import unwrapped
-from megatron_ext.proof import SAMPLE_TOKENS, Proof, ProofBasis, compare, config_values, module_parts
+from megatron_ext.head.layer_facts import unwrapped
+from megatron_ext.proof import (
+    SAMPLE_TOKENS,
+    Proof,
+    ProofBasis,
+    code_values,
+    compare,
+    config_values,
+    module_parts,
+    module_values,
+)
+from megatron_ext.proof.comparison import state_put_back
 
 _OF_TOKENS = ("input_ids", "labels", "shift_labels")
 _LEAST = 8  # tokens of a sample
@@ -50,6 +60,8 @@ def not_fusable(model: Any, head: Any) -> str | None:
         return "accelerate has hooks on its lm head, as for a device_map, which move its input or its weight"
     if is_hooked(model, head=is_registered(model) or is_sharded(head)):
         return "it or its head has hooks, which may read its logits"
+    if not layer.weight.is_floating_point():
+        return f"its lm head holds {layer.weight.dtype}"
     if isinstance(layer.weight, DTensor) and not is_registered(model) and not isinstance(head, FSDPModule):
         return "its lm head is sharded by itself, and not by FSDP2"
     return None
@@ -63,9 +75,10 @@ def basis(model: nn.Module, own: Any, head: nn.Module, *others: Any) -> ProofBas
         own,
         class_of(model),
         getattr(model, "loss_function", None),
-        torch.nn.functional.cross_entropy,
+        (F.cross_entropy, F.linear),
         None if replica else head,
         [module_parts(module) for module in head.modules()],
+        [] if replica else [(module_values(module), code_values(module.forward)) for module in head.modules()],
         config_values(model.config),
         others,
     )
@@ -84,6 +97,7 @@ def losses_of_logits(run: Callable[..., Any], sample: dict[str, Any]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels, reduction="none")
 
 
+@torch.inference_mode(False)
 def prove(
     model: nn.Module,
     own: Callable[..., Any],
@@ -102,6 +116,8 @@ def prove(
     head = whole_copy(model.get_submodule(path))
     device = next(iter(head.parameters())).device
     sample = sample_of(model, given, next(iter(head.parameters())).shape[0])
+    made_for_inference = {name: x.clone() for name, x in sample.items() if isinstance(x, Tensor) and x.is_inference()}
+    sample |= made_for_inference
     if cp_ranks > 1 or _communicates(model):
         sample = {name: x for name, x in sample.items() if name in _OF_TOKENS or _is_plain(x)}
         shape = (1, sample["labels"].shape[-1], next(iter(head.parameters())).shape[1])
@@ -119,7 +135,7 @@ def prove(
             raise _NoLoss
         return found
 
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False), state_put_back(model):
         first = SampleHead(head)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

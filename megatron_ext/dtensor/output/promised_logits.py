@@ -8,6 +8,7 @@ called in the same order: they are those of the model bit by bit.
 Legend: D hidden size, V vocabulary, [...] the leading dims of the tokens.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -57,8 +58,9 @@ class HeadCall:
         make: from hidden states to the head's logits, as the head makes them.
         redeem: from hidden states `[..., D]`, targets, the transform and the number of columns to a cross entropy.
         in_slices: hidden states are a slice, so that tokens cannot be chosen among them.
+        whole: the cross entropy of some tokens is read as one of all: ranks send alike, whatever a loss leaves out.
         made: the head's logits, once somebody asked for them; `read_by` names the function that did.
-        redeemed: whether a cross entropy was read from hidden states.
+        redeemed: the arguments of the last cross entropy that was read from hidden states.
     """
 
     hidden: Tensor
@@ -68,9 +70,10 @@ class HeadCall:
     make: Callable[[Tensor], Tensor] = field(repr=False)
     redeem: Callable[..., Tensor] = field(repr=False)
     in_slices: bool = False
+    whole: bool = False
     made: Tensor | None = field(default=None, repr=False)
     read_by: str | None = None
-    redeemed: bool = False
+    redeemed: CrossEntropyArguments | None = None
     with_grad: bool = field(default_factory=torch.is_grad_enabled)
 
     def logits(self) -> Tensor:
@@ -82,11 +85,17 @@ class HeadCall:
 
     def promise(self) -> "DeferredLogits":
         """The promise that the head gives in the place of its logits."""
-        return DeferredLogits.of(self, _State(self.hidden, self.tokens, self.columns, self.dtype))
+        places = (
+            torch.arange(math.prod(self.tokens), device=self.hidden.device).view(self.tokens) if self.whole else None
+        )
+        return DeferredLogits.of(self, _State(self.hidden, self.tokens, self.columns, self.dtype, places=places))
 
 
 class _State(NamedTuple):
-    """Some of a head's tokens and columns, after what was done to their logits, and the functions that did it."""
+    """Some of a head's tokens and columns, after what was done to their logits, and the functions that did it.
+
+    `places`: where the tokens are among all; None: not known, as one of them may be there twice.
+    """
 
     hidden: Tensor
     tokens: tuple[int, ...]
@@ -94,6 +103,7 @@ class _State(NamedTuple):
     dtype: torch.dtype
     transform: LogitArithmetic = LogitArithmetic()
     history: tuple[Callable[[Tensor], Tensor], ...] = ()
+    places: Tensor | None = None
 
 
 class DeferredLogits(Tensor):
@@ -233,7 +243,8 @@ def _with_tokens(promise: DeferredLogits, func: Any, rest: tuple, sizes: tuple) 
         return None
     tokens = tuple(count // known if size == -1 else size for size in sizes[:-1])
     hidden = state.hidden if promise.call.in_slices else state.hidden.reshape(*tokens, state.hidden.shape[-1])
-    return _then(promise, func, rest, {}, tokens=tokens, hidden=hidden)
+    places = None if state.places is None else state.places.reshape(tokens)
+    return _then(promise, func, rest, {}, tokens=tokens, hidden=hidden, places=places)
 
 
 def _chosen(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
@@ -260,7 +271,9 @@ def _chosen(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _S
         return None
     hidden = state.hidden if whole else state.hidden[index]
     tokens = state.tokens if whole else tuple(hidden.shape[:-1])
-    return _then(promise, func, args[1:], kwargs, tokens=tokens, hidden=hidden, columns=columns)
+    several = any(isinstance(x, (list, Tensor)) and getattr(x, "dtype", None) != torch.bool for x in index)
+    places = None if state.places is None or several else state.places[index]
+    return _then(promise, func, args[1:], kwargs, tokens=tokens, hidden=hidden, columns=columns, places=places)
 
 
 def _cross_entropy(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
@@ -276,8 +289,14 @@ def _cross_entropy(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict
     if tuple(target.shape) != state.tokens or target.device != promise.call.hidden.device:
         return None
     own = {name: given[name] for name in CrossEntropyArguments._fields if name in given}
-    promise.call.redeemed = True
-    return promise.call.redeem(state.hidden, target, state.transform, state.columns, CrossEntropyArguments(**own))
+    call, arguments = promise.call, CrossEntropyArguments(**own)
+    call.redeemed = arguments
+    if state.places is None or state.places.numel() == math.prod(call.tokens):
+        return call.redeem(state.hidden, target, state.transform, state.columns, arguments)
+    every = target.new_full((math.prod(call.tokens),), arguments.ignore_index)
+    every[state.places] = target
+    found = call.redeem(call.hidden, every, state.transform, state.columns, arguments)
+    return found[state.places] if arguments.reduction == "none" else found
 
 
 _PRODUCTS = (Tensor.mul, torch.mul, torch.multiply, Tensor.multiply, Tensor.__rmul__)

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
-from megatron_ext.head.adapters.peft_layers import unwrapped
-from megatron_ext.head.layer_facts import head_facts, local_shard
+from megatron_ext.head.layer_facts import head_facts, local_shard, unwrapped
 from megatron_ext.head.validation.argument_checks import or_refuse
 from megatron_ext.head.validation.option_checks import Bits, bits_or_mode, rounds
 

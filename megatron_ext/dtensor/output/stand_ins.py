@@ -3,7 +3,8 @@
 The model's own forward runs on it, and nothing of the model is changed, so that threads do not meet.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,12 +49,27 @@ def with_head(model: nn.Module, path: str, head: nn.Module) -> Any:
     return stub
 
 
-def bring_back(model: nn.Module, stub: Any) -> None:
-    """Give `model` the attributes that a forward has set on its stand-in."""
-    own = vars(model)
-    for name, value in vars(stub).items():
-        if name != "_modules" and own.get(name, model) is not value:
-            own[name] = value
+@contextmanager
+def standing_in(model: nn.Module, path: str, head: nn.Module) -> Iterator[Any]:
+    """`model` with another head for one run of its forward, which leaves the attributes that it sets on the model."""
+    stub = with_head(model, path, head)
+    pairs = [(model.get_submodule(at), stub.get_submodule(at)) for at in _around(path)]
+    before = [dict(vars(copy)) for _, copy in pairs]
+    try:
+        yield stub
+    finally:
+        for (own, copy), old in zip(pairs, before, strict=True):
+            changed = {name: x for name, x in vars(copy).items() if old.get(name, own) is not x}
+            vars(own).update(changed)
+            for name in old:
+                if name not in vars(copy):
+                    vars(own).pop(name, None)
+
+
+def _around(path: str) -> list[str]:
+    """The paths of the modules that the one at `path` is inside of, the outermost first."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts))]
 
 
 def is_registered(model: nn.Module) -> bool:

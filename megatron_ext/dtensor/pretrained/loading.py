@@ -1,5 +1,6 @@
 """A model of transformers from a folder or the Hub, sharded at once: no rank but the first ever holds all weights."""
 
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
@@ -47,8 +48,10 @@ def from_pretrained(
 
     Raises:
         ImportError: transformers or accelerate is not installed.
+        TypeError: there is no such option.
         ValueError: what `parallelize` refuses; or another rank could not read: that one raises its OSError.
     """
+    inspect.signature(parallelize).bind(None, mesh, dtype, **options)  # a misspelt option is told before files are read
     transformers, mesh = import_transformers(), with_all_dims(mesh)
     from accelerate import init_empty_weights
 

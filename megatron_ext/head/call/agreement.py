@@ -27,7 +27,11 @@ _more: ContextVar[str] = ContextVar("_more", default="")
 
 def in_words(options: dict[str, Any]) -> str:
     """Names and values; of equal numbers the same words."""
-    return ", ".join(f"{name} {_plain(value)}" for name, value in options.items())
+    words = []
+    for name, value in options.items():
+        plain = float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        words.append(f"{name} {plain}")
+    return ", ".join(words)
 
 
 def of_options(words: str) -> int:
@@ -84,7 +88,3 @@ def gathered(numbers: Sequence[int], words: str, ids: Sequence[Tensor], group: G
 
 def _odd(checksum: Any) -> Any:
     return (checksum & _MASK) | 1
-
-
-def _plain(value: Any) -> str:
-    return str(float(value) if isinstance(value, int) and not isinstance(value, bool) else value)

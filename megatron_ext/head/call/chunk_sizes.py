@@ -8,7 +8,7 @@ take chunks of logits follow from memory alone.
 import functools
 import os
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,19 +36,11 @@ _CUDA_BLOCK_BYTES, _CUDA_BLOCK_SHARE = 64 << 20, 10
 _HIDDEN_TRAFFIC, _AS_GOOD, _BLOCK_SECONDS = 0.1, 1.01, 24e-6
 
 
-class SizedProduct(NamedTuple):
-    """A chunk's or block's matrix product, `[M, K] @ [K, N]` with 16-bit operands, and the bytes of its result."""
-
-    m: int
-    n: int
-    k: int
-    result_bytes: int
-
-    def seconds(self, device: Device) -> float:
-        """An estimate; also for sizes that are bound by arithmetic, less traffic is better."""
-        seconds = product_seconds(device, self.m, self.n, self.k, self.result_bytes)
-        nbytes = 2 * (self.m + self.n) * self.k + self.result_bytes
-        return seconds + _HIDDEN_TRAFFIC * nbytes / device.bytes_per_s
+def _seconds(device: Device, m: int, n: int, k: int, result_bytes: int) -> float:
+    """Estimate a product's time as `product_seconds`; also for sizes that are bound by arithmetic, less traffic is
+    better."""
+    nbytes = 2 * (m + n) * k + result_bytes
+    return product_seconds(device, m, n, k, result_bytes) + _HIDDEN_TRAFFIC * nbytes / device.bytes_per_s
 
 
 def chunks(span: slice, chunk_tokens: int | None, columns: int, on_gpu: bool) -> list[slice]:
@@ -92,7 +84,7 @@ def _product_steps(device: Device, tokens: int, columns: int, width: int, most: 
         return (*(step,) * whole, *((rest,) if rest else ()))
 
     def seconds(steps: tuple[int, ...]) -> float:
-        each = {step: SizedProduct(step, columns, width, 4 * step * columns).seconds(device) for step in steps}
+        each = {step: _seconds(device, step, columns, width, 4 * step * columns) for step in steps}
         return sum(each[step] for step in steps)
 
     tried = [split(step) for step in range(TILE_M, min(most, tokens + TILE_M) + 1, TILE_M)]
@@ -126,12 +118,9 @@ def _block_count(device: Device, tokens: int, columns: int, width: int, fewest: 
     def seconds(blocks: list[slice]) -> float:
         total = _BLOCK_SECONDS * len(blocks)
         for n in (block.stop - block.start for block in blocks):
-            products = (
-                SizedProduct(tokens, n, width, 4 * tokens * n),
-                SizedProduct(tokens, width, n, 8 * tokens * width),
-                SizedProduct(n, width, tokens, 2 * n * width),
-            )
-            total += sum(product.seconds(device) for product in products)
+            total += _seconds(device, tokens, n, width, 4 * tokens * n)
+            total += _seconds(device, tokens, width, n, 8 * tokens * width)
+            total += _seconds(device, n, width, tokens, 2 * n * width)
         return total
 
     tried = [seconds(even_blocks(columns, n)) for n in range(fewest, 2 * fewest + 1)]
@@ -148,6 +137,13 @@ def even_blocks(columns: int, number: int) -> list[slice]:
 def block_room(tokens: int, columns: int, like: Tensor) -> int:
     """Bytes that a block's logits may take while it is recomputed."""
     return max(_CUDA_BLOCK_BYTES, tokens * columns * like.element_size() // _CUDA_BLOCK_SHARE)
+
+
+def blocks(z_TV: Tensor, more: float = 1) -> list[slice]:
+    """Rows to work on at a time with a few temporaries of their size, or of a `more`th of it: a small part of them."""
+    tokens, columns = z_TV.shape
+    step = max(1, int(more * (1 << (24 if z_TV.is_cuda else 16))) // max(columns, 1))
+    return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
 
 
 def summed_tokens(w_VD: Operand) -> int:

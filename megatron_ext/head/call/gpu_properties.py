@@ -36,7 +36,7 @@ DEVICES = {
 
 # What the driver calls them. Cards with like names have other processors, memory or limits of power: H100 PCIe, H100
 # NVL, H200 NVL, GH200, H20, GB200, B300.
-_NAMES = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200", "NVIDIA B200": "B200"}
+NAMES = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200", "NVIDIA B200": "B200"}
 
 # Rows and columns of the result that one multiprocessor makes at a time, in cuBLAS's kernels for large products.
 TILE_M, TILE_N = 128, 256
@@ -57,8 +57,8 @@ def device_of(like: Tensor) -> Device:
 def _named(index: int) -> Device:
     found = torch.cuda.get_device_properties(index)
     known = DEVICES["H200"]._replace(name=found.name, rated=False)
-    if found.name in _NAMES:
-        known = DEVICES[_NAMES[found.name]]
+    if found.name in NAMES:
+        known = DEVICES[NAMES[found.name]]
     return known._replace(multiprocessors=found.multi_processor_count)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.call.statistics import Statistics, log_prob
+from megatron_ext.head.call.statistics import Statistics
 
 
 class Basis(NamedTuple):
@@ -86,7 +86,7 @@ def coefficients(stats: Statistics, kept_T: Tensor | None, basis: Basis, tempera
         g_T = grad_T.to(dtype) if temperature == 1.0 else grad_T.to(dtype) * (1.0 / temperature)
         return g_T if left_out_T is None else g_T.masked_fill(left_out_T, 0.0)
 
-    log_p = kept(log_prob(stats))
+    log_p = kept(stats.target - stats.log_sum)
     a = target = None
     if basis.log_prob is not None:
         a = -pulled(basis.log_prob)

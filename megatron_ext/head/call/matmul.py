@@ -87,11 +87,6 @@ def is_quantised(weight: Any) -> bool:
     return isinstance(weight, Tensor) and type(weight).dequantize is not Tensor.dequantize
 
 
-def tensors_of(w_VD: Operand) -> list[Tensor]:
-    """The tensors that it is made of."""
-    return w_VD.parts if isinstance(w_VD, SideBySide) else [w_VD]
-
-
 def column_spans(parts: Sequence[Tensor]) -> list[slice]:
     """Return the columns of the operand that each part is."""
     spans, start = [], 0

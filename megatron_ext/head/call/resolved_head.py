@@ -1,7 +1,7 @@
 """`ResolvedHead`: a head in one call, with its group and shard found, and which sums over rows are wanted."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,17 +11,6 @@ from megatron_ext.distributed.vocab import VocabShard
 
 Bits = Literal["fast", "batch", "tensor_parallel"]
 Cache = float | Literal["bounded", "auto"]
-
-
-class RowOptions(TypedDict):
-    """The number of columns that count, the transform of logits, and the sums that are wanted beside the softmax's."""
-
-    counted: int
-    softcap: float | None
-    temperature: float
-    with_mean: bool
-    with_entropy: bool
-    with_hits: bool
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,7 @@ class ResolvedHead:
         """Count the columns, from the first one on, of the logits that are made and count."""
         return self.vocab.counted if self.chosen is None else self.chosen.shape[0]
 
-    def sums(self, counted: int) -> RowOptions:
+    def sums(self, counted: int) -> dict[str, Any]:
         """The options of `row_statistics`, of logits of which `counted` columns count."""
         return {
             "counted": counted,

@@ -135,10 +135,10 @@ def refuse(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.de
     exchange(new_statistics(tokens, shared_rows(call), call, dtype, device, more).fill_(REFUSED), call)
 
 
-def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor | None, call: ResolvedHead) -> Statistics:
+def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead) -> Statistics:
     """The statistics of all shards together; `own_KT` are this rank's. The last column of both is left out.
 
-    `shift_T`: what the kept exponentials are relative to; None: the shard's maximum, as nothing is kept of them.
+    `shift_T`: what this rank's exponentials are relative to.
     """
     whole: Sequence[Tensor]
     if stats_RKT.shape[0] == 1:
@@ -187,7 +187,7 @@ def _merged(stats_RKT: Tensor, start_R1: Tensor, call: ResolvedHead) -> list[Ten
     return rows
 
 
-def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: ResolvedHead, shift_T: Tensor | None) -> Statistics:
+def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: ResolvedHead, shift_T: Tensor) -> Statistics:
     """Return what `combine` gives of the rows of one part that is the whole vocabulary."""
     peaks, total, target, *rows = whole
     total = total.clamp(min=1.0)  # less only in a row of -inf: its label has -inf, and nothing NaN
@@ -202,9 +202,8 @@ def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: ResolvedHead, shift
         hits = next(more) > 0
     if call.softcap is not None:
         bend = own_KT[own_rows(call) - 1, :-1].clone()
-    shift = _finite(own_KT[MAX, :-1]) if shift_T is None else shift_T
     # Copies of what is kept for backward, which would keep all rows otherwise.
-    return Statistics(peaks.clone(), total.log(), target - _finite(peaks), shift, mean, columns, expected, hits, bend)
+    return Statistics(peaks.clone(), total.log(), target - _finite(peaks), shift_T, mean, columns, expected, hits, bend)
 
 
 def fingerprint(z_TV: Tensor, counted: int) -> Tensor:
@@ -213,11 +212,6 @@ def fingerprint(z_TV: Tensor, counted: int) -> Tensor:
         return z_TV.new_zeros(2, z_TV.shape[0], dtype=accumulation_dtype(z_TV.dtype))
     few_TN = z_TV[:, : counted : max(1, counted // 16)].to(accumulation_dtype(z_TV.dtype))
     return torch.stack([few_TN[:, 0], few_TN.sum(1)])
-
-
-def log_prob(stats: Statistics) -> Tensor:
-    """`z_y - lse`."""
-    return stats.target - stats.log_sum
 
 
 def lse(stats: Statistics) -> Tensor:

@@ -27,7 +27,7 @@ from megatron_ext.distributed.collectives import Pending
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.chunk_sizes import keeps_all, tiles
 from megatron_ext.head.call.leaves import leaves_of
-from megatron_ext.head.call.matmul import Operand, column_spans, in_one, operand, tensors_of
+from megatron_ext.head.call.matmul import Operand, SideBySide, in_one, operand
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.engine import linear_passes
 from megatron_ext.head.engine.linear_passes import FirstPass, LeafWeight
@@ -197,7 +197,8 @@ def _gradients(
                             dlow_VR = torch.empty_like(low_VR)
                         adds, outs = fused_VD is not None, [dw_VD] if low_VR is None else [dw_VD, dlow_VR]
                         x_TD = hidden_TD if gathered is None else gathered.wait()
-                        sides = weight_gradients(outs, column_spans(tensors_of(w_VD)), x_TD, leaf, grad, plan, adds)
+                        spans = w_VD.columns if isinstance(w_VD, SideBySide) else [slice(0, w_VD.shape[1])]
+                        sides = weight_gradients(outs, spans, x_TD, leaf, grad, plan, adds)
                     for side in sides:
                         side.add(block, g_TV)
                 if need_db:

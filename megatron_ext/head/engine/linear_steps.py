@@ -32,7 +32,8 @@ from megatron_ext.head.engine.linear_passes import FirstPass, finished_dx, stati
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.weight_gradient import WeightGradient
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.validation.argument_checks import check_exchange, check_floating, linear_fault
+from megatron_ext.head.validation.argument_checks import check_floating, linear_fault
+from megatron_ext.head.validation.exchange_checks import check_exchange
 
 
 class Products(NamedTuple):

@@ -17,7 +17,7 @@ from megatron_ext.head.call.leaves import leaf_count
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import Statistics
-from megatron_ext.head.validation.argument_checks import check_exchange
+from megatron_ext.head.validation.exchange_checks import check_exchange
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.readable_values import has_values
 
@@ -77,7 +77,8 @@ class Plan:
         self.leaves: Any = None
         labels = None
         for r in readouts:
-            r.bind(taken, flat)
+            r.call = taken
+            r.flatten(flat)
             labels = r if labels is None and r.reads_labels else labels
         self._find_targets(labels, device)
         self._find_ids()
@@ -88,7 +89,7 @@ class Plan:
         vocab, self.labelled = self.call.vocab, False
         if labels is None or labels.labels_T is None:
             self.target_T = torch.full((self.tokens,), -1, device=device)
-        elif labels.counts_T is None and vocab.counted == vocab.size:
+        elif labels.counts_T is None and vocab.start == 0 and vocab.stop >= vocab.size:
             self.target_T = labels.labels_T.clone()  # which the caller may write before backward
             self.labelled = labels.all_count
         else:
@@ -138,8 +139,10 @@ class Plan:
         found["logit_scale"] = call.logit_scale
         found |= {} if call.bits == "fast" else {"bits": call.bits}
         found |= {"logit_dtype": "16 bits"} if call.rounds else {}
-        each = {type(r).__name__: f"({agreement.in_words(r.options())})" for r in self.readouts}
-        return agreement.in_words(found | self._options | each)
+        found |= self._options
+        for r in self.readouts:
+            found[type(r).__name__] = f"({agreement.in_words(r.options())})"
+        return agreement.in_words(found)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that backward and a later step of forward read."""
@@ -154,7 +157,7 @@ class Plan:
         counted = self.call.vocab.counted
         if not self.tokens or not counted or not has_values(self.target_T) or self.call.fixed:
             return
-        if any(teacher is not None for teacher in self.teachers):
+        if any(self.teachers):
             return
         read: list[Tensor] = []
         for r in self.readouts:
@@ -181,9 +184,8 @@ class Plan:
 
     def begin(self, chunks: list[slice], device: torch.device) -> None:
         """Tell the read-outs what they must know or agree on before the first chunk."""
-        words = self.words if any(r.begins for r in self.readouts) and self.call.ranks > 1 else ""
         for r in self.readouts:
-            r.begin(chunks, device, words, self.ids)
+            r.begin(chunks, device, self.words if r.begins and self.call.ranks > 1 else "", self.ids)
 
     def raise_on_all_ranks(self, fault: ValueError, dtype: torch.dtype, device: torch.device) -> NoReturn:
         """Raises `fault` once the other ranks know of it, by the exchange that they are waiting for."""
@@ -229,8 +231,10 @@ class Plan:
                 sent_RKT, mine_KT = stats_RKT[:, span, :-1], stats_KT[span, :-1]
             if own_KT is not None and r.own_rows:
                 mine_KT = own_KT[own]
-            of = r if self.leaves is None or not r.rows else self.leaves.readouts[at]
-            given, kept = of.results(stats, sent_RKT, mine_KT)
+            if self.leaves is None or not r.rows:
+                given, kept = r.results(stats, sent_RKT, mine_KT)
+            else:
+                given, kept = self.leaves.results(at, stats, sent_RKT, mine_KT)
             found.append(given)
             saved.append(kept)
         return found, saved

@@ -11,12 +11,13 @@ from torch import Tensor
 from megatron_ext.autograd import differentiable_once
 from megatron_ext.distributed import collectives
 from megatron_ext.head.call import statistics
+from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation import argument_checks
+from megatron_ext.head.validation.exchange_checks import check_exchange
 from megatron_ext.numerics.matrices import accumulation_dtype
 
 
@@ -45,14 +46,15 @@ class DenseSoftmax(torch.autograd.Function):
         nowhere_T = torch.full((z_TV.shape[0],), -1, device=z_TV.device)
         rows, dtype = statistics.shared_rows(call), accumulation_dtype(z_TV.dtype)
         stats_KT = statistics.new_statistics(z_TV.shape[0], rows, call, dtype, z_TV.device)
-        passes_of(z_TV).row_statistics(z_TV, nowhere_T, stats_KT[:, :-1], **call.sums(counted))
+        shift_T = stats_KT.new_empty(z_TV.shape[0])
+        passes_of(z_TV).row_statistics(z_TV, nowhere_T, stats_KT[:, :-1], shift_T=shift_T, **call.sums(counted))
         statistics.sign(stats_KT, call, lambda: f"logarithm {logarithm}", [], places_T)
         stats_RKT = statistics.exchange(stats_KT, call, places_T)
-        argument_checks.check_exchange(stats_RKT, nowhere_T, call)
-        stats = statistics.combine(stats_RKT, stats_KT, None, call)
-        log_sum_T = stats.log_sum.to(stats.shift.dtype)
-        largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0).to(stats.shift.dtype)
-        out_TV = torch.full_like(z_TV, -torch.inf if logarithm else 0, dtype=largest_T.dtype)
+        check_exchange(stats_RKT, nowhere_T, call)
+        stats = statistics.combine(stats_RKT, stats_KT, shift_T, call)
+        log_sum_T = stats.log_sum.to(dtype)
+        largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0).to(dtype)
+        out_TV = torch.full_like(z_TV, -torch.inf if logarithm else 0, dtype=dtype)
         for at in blocks(z_TV):
             out = out_TV[at, :counted]
             out.copy_(transformed(z_TV[at, :counted], None, None, temperature, out.dtype))

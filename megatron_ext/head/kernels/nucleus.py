@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_ext.head.call import chunk_sizes
 from megatron_ext.head.kernels import blocks
 from megatron_ext.head.kernels.logits import exp, over, rowwise
 from megatron_ext.head.kernels.statistics.row_sums import lowest
 from megatron_ext.head.row_passes import nucleus as plain
-from megatron_ext.head.row_passes import row_blocks
 
 _PLACES, _STEPS = tl.constexpr(8), tl.constexpr(8)
 _NOT_THE_SIGN = tl.constexpr(0x7FFFFFFF)
@@ -194,7 +194,7 @@ def nucleus(
     # lies: rows that do not begin at multiples of 16 bytes are copied. Some at a time, as the lists are.
     aligned = z_TV.stride(0) % 16 == 0 and z_TV.data_ptr() % 16 == 0
     with torch.cuda.device_of(z_TV):  # Triton launches on the current device, wherever the tensors are
-        for rows in row_blocks.blocks(z_TV, 8 if aligned else 1):
+        for rows in chunk_sizes.blocks(z_TV, 8 if aligned else 1):
             z_tV = z_TV[rows]
             if not aligned:
                 z_tV = z_tV.new_empty(len(z_tV), columns + -columns % 16)[:, :columns].copy_(z_tV)

@@ -4,9 +4,10 @@ from megatron_ext.head.kernels import label_terms, nucleus, selection, token_ter
 from megatron_ext.head.kernels.fixed_order_sums import row_sums, segment_sums
 from megatron_ext.head.kernels.row_gradient import row_gradient
 from megatron_ext.head.kernels.statistics.row_statistics import row_statistics
+from megatron_ext.head.row_passes.dispatch import RowPasses
 
 
-class _TritonPasses:
+class _TritonPasses(RowPasses):
     """Each pass is one launch, or a few."""
 
     row_statistics = staticmethod(row_statistics)

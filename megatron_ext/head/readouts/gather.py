@@ -11,15 +11,19 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found, ReadOut
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.row_passes.selection import largest
-from megatron_ext.head.row_passes.vocabulary_order import largest_columns
 from megatron_ext.head.validation import argument_checks
-from megatron_ext.head.validation.sampling_checks import check_ids, check_k
+from megatron_ext.head.validation.argument_checks import SizeFault, check_integers
+from megatron_ext.head.validation.option_checks import is_int
+from megatron_ext.numerics.readable_values import check_within
+
+_GROUP = 64  # columns
 
 
 class _Picks(ReadOut):
@@ -112,12 +116,12 @@ class TopK(_Picks):
 
     def scan(self, chunk: Chunk) -> None:
         z_tV, vocab, stats_Kt = chunk.logits[0], self.call.vocab, chunk.stats_Kt
-        z_Kt, ids_Kt = stats_Kt[: self.k], integers(stats_Kt)[self.k :]
-        own = min(self.k, vocab.counted)
+        z_Kt, ids_Kt, counted = stats_Kt[: self.k], integers(stats_Kt)[self.k :], vocab.counted
+        own = min(self.k, counted)
         z_Kt[own:] = -torch.inf  # a shard too small sends what comes after every id that exists
         ids_Kt[own:] = torch.arange(own, self.k, device=ids_Kt.device).unsqueeze(1) + vocab.size
         for at in blocks(z_tV, 4) if own else []:
-            block = z_tV[at, : vocab.counted]
+            block = z_tV[at, :counted]
             order_tK = largest_columns(block, own)
             z_Kt[:own, at] = block.gather(1, order_tK).t().to(z_Kt.dtype)
             ids_Kt[:own, at] = (order_tK + vocab.start).t().to(ids_Kt.dtype)
@@ -136,3 +140,33 @@ class TopK(_Picks):
 def integers(stats: Tensor) -> Tensor:
     """View `stats` as integers: token ids are sent beside values, exact at any vocabulary size."""
     return stats.view(torch.int64 if stats.dtype == torch.float64 else torch.int32)
+
+
+def largest_columns(z_TV: Tensor, k: int, any_equals: bool = False) -> Tensor:
+    """`[T, k]`, int64: the first k columns of each row, where the ids are the columns.
+
+    The columns are divided into groups of neighbours. Only the k groups with the largest maxima can hold one of the k
+    largest logits, so only their columns are compared one by one, and the logits are read once.
+
+    Args:
+        any_equals: which of equals are among the k, and in which order, may be any, which is faster.
+    """
+    groups, passes = z_TV.shape[1] // _GROUP, passes_of(z_TV)
+    found_TK = None
+    if groups >= 2 * k:
+        found_TK = largest_columns(passes.group_maxima(z_TV, groups, _GROUP), k, any_equals)
+    return passes.first_columns(z_TV, found_TK, _GROUP, k, any_equals)
+
+
+def check_k(argument: str, k: Any, size: int) -> None:
+    if not is_int(k, 1) or k > size:
+        kind = SizeFault if is_int(k, 1) else ValueError
+        raise kind(f"{argument} is {k!r}: it must be an int from 1 to the vocabulary's size {size}")
+
+
+def check_ids(indices: Tensor, size: int) -> None:
+    check_integers("indices", indices)
+    if indices.dim() == 0 or indices.shape[-1] == 0:
+        raise ValueError(f"indices has shape {tuple(indices.shape)}: it must be [..., K] with K at least 1")
+    fix = "; clamp those of tokens that do not count and mask their results"
+    check_within("indices", indices, size, fix)

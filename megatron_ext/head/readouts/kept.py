@@ -28,7 +28,8 @@ from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import AtPlaces, Chunk, Flatten, Found, counted
 from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.validation.sampling_checks import check_kept_rows, check_kept_shapes
+from megatron_ext.head.validation.argument_checks import INTEGERS
+from megatron_ext.numerics.readable_values import check_plain, check_within, has_values, raise_if
 
 _MAX, _SUM, _OWN = 0, 1, 2  # rows: the largest logit, the sum of exponentials below it, and the read-out's own number
 
@@ -215,3 +216,44 @@ class KeptEntropy(Kept):
 def _largest(x_n: Tensor, lengths_t: Tensor) -> Tensor:
     """Return the largest number of each token, -inf where a token has none."""
     return torch.segment_reduce(x_n, "max", lengths=lengths_t, initial=-torch.inf, unsafe=True)  # unsafe: no wait
+
+
+def check_kept_shapes(labels: Tensor, offsets: Any, ids: Any) -> None:
+    """Raises ValueError unless `offsets` and `ids` are integers of one dim, an offset for each label and one more."""
+    for name, x in (("offsets", offsets), ("ids", ids)):
+        check_plain(name, x)
+        if not isinstance(x, Tensor) or x.dtype not in INTEGERS or x.dim() != 1:
+            found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} is {found}: it must be a tensor of integers of one dim; make it by torch.tensor")
+    if offsets.shape[0] != labels.numel() + 1:
+        raise ValueError(
+            f"offsets has {offsets.shape[0]} entries for {labels.numel()} labels: it must have one for each label and "
+            f"one more; repeat an offset where a token was not sampled"
+        )
+
+
+def check_kept_rows(labels: Tensor, offsets: Tensor, ids: Tensor, size: int, ignore_index: int) -> None:
+    """Raises ValueError unless `ids` are of the vocabulary, none twice at a token, and each label is among its own."""
+    if not has_values(labels) or not has_values(offsets) or not has_values(ids):
+        return
+    offsets, ids, count = offsets.to(labels.device).long(), ids.to(labels.device).long(), ids.shape[0]
+    lengths = offsets.diff()
+    raise_if(
+        (offsets[0] != 0) | (offsets[-1] != count) | (lengths < 0).any(),
+        f"offsets do not cut {count} ids into rows: they must begin with 0, never fall and end with {count}; pass the "
+        f"cumulative numbers of kept ids",
+    )
+    check_within("ids", ids, size)
+    token = torch.searchsorted(offsets[1:], torch.arange(count, device=ids.device), right=True)
+    place = (token * size + ids).sort().values
+    raise_if((place.diff() == 0).any(), "ids holds one twice at one token: each must be there once")
+    flat = labels.reshape(-1).long()
+    kept = torch.zeros(flat.shape[0] + 1, dtype=torch.bool, device=ids.device)
+    token = token.clamp(max=flat.shape[0] - 1) if flat.shape[0] else token
+    kept[token.where(flat[token] == ids, flat.shape[0]) if flat.shape[0] else token] = True
+    raise_if(
+        (~kept[:-1] & (flat != ignore_index)).any(),
+        f"labels holds one that is not among the kept ids of its token: it cannot have been sampled there; mark tokens "
+        f"that were not sampled with ignore_index ({ignore_index}), and pass the mask of the same tokens, not shifted "
+        f"against the labels",
+    )

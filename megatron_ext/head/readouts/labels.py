@@ -15,6 +15,7 @@ from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.readouts.read_out import Flatten, Found, ReadOut, counted
 from megatron_ext.head.validation import argument_checks, option_checks
+from megatron_ext.numerics.readable_values import OutsideVocabulary
 
 
 class OfLabels(ReadOut):
@@ -40,15 +41,18 @@ class OfLabels(ReadOut):
         return "labels", self.labels
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        self.all_count, fault = argument_checks.labels_fault(self.labels, self.ignore_index, size, group, vocab)
-        return fault
+        try:
+            self.all_count = argument_checks.check_labels(self.labels, self.ignore_index, size)
+        except OutsideVocabulary as fault:
+            return ValueError(f"{fault}{argument_checks.forgotten_group(group, vocab)}")
+        return None
 
 
 class LogProbs(OfLabels):
     """Log-probability of each label: `[...]`, fp32 (fp64 for fp64), 0 where the label is `ignore_index`."""
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        return [counted(statistics.log_prob(stats).to(own_KT.dtype), self.counts_T)], []
+        return [counted((stats.target - stats.log_sum).to(own_KT.dtype), self.counts_T)], []
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
         return Basis(log_prob=self.counted_gradient(grad))

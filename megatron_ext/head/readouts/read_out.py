@@ -30,7 +30,7 @@ from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import REFUSED, Statistics
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.validation.argument_checks import REFUSAL, check_agreement
+from megatron_ext.head.validation.exchange_checks import REFUSAL, check_agreement
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.readable_values import has_values, raise_if
 
@@ -133,11 +133,6 @@ class ReadOut:
         """The name and the value of an argument that has one entry for each token of all ranks."""
         return None
 
-    def bind(self, call: ResolvedHead, flat: Flatten) -> None:
-        """Makes this copy one of `call`, with per-token tensors `[T, ...]` as `flat` makes them."""
-        self.call = call
-        self.flatten(flat)
-
     def copied(self) -> Self:
         """A copy for one call, whose tensors are the same ones: nothing is written onto the caller's object."""
         if torch.compiler.is_compiling() and TRACES_COPIES:
@@ -152,7 +147,7 @@ class ReadOut:
         return found
 
     def flatten(self, flat: Flatten) -> None:
-        """Makes the read-out's per-token tensors `[T, ...]`."""
+        """Makes the read-out's per-token tensors `[T, ...]`, of a copy that has its `call`."""
 
     def options(self) -> dict[str, Any]:
         """The read-out's numbers and names, which must be the same on all ranks."""

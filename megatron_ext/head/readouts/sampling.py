@@ -7,7 +7,7 @@ from megatron_ext.head.readouts.labels import LogProbs
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.top_k_filter import TopKFiltered
 from megatron_ext.head.readouts.top_p_filter import TopPFiltered
-from megatron_ext.head.validation.sampling_checks import filters
+from megatron_ext.head.validation.option_checks import filters
 
 
 def Sampled(

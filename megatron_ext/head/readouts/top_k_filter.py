@@ -16,14 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.head.readouts.gather import integers
+from megatron_ext.head.call.chunk_sizes import blocks
+from megatron_ext.head.readouts.gather import integers, largest_columns
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
-from megatron_ext.head.row_passes.row_blocks import blocks
-from megatron_ext.head.row_passes.selection import is_free_to_look
-from megatron_ext.head.row_passes.vocabulary_order import largest_columns
+from megatron_ext.numerics.readable_values import on_host
 
 # Rows: the label's logit, how many columns equal the k-th candidate, k candidates, and, which stay here, further
 # candidates and the columns of all.
@@ -145,7 +144,7 @@ class TopKFiltered(Filtered):
     def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
         """On CPU, where it costs no wait to see that no token of the chunk has equals beyond its candidates: not."""
         tied_t = saved[4][rows]
-        return not is_free_to_look(tied_t) or bool(tied_t.any())
+        return not on_host(tied_t) or bool(tied_t.any())
 
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool

@@ -7,8 +7,6 @@ code as on CUDA.
 `torch.compile` sees each pass over logits, dx or dW as one operator, `torch.ops.megatron_ext.row_statistics` and so on,
 and leaves it whole: what is compiled runs the same code as what is not. What is made of a few numbers per token it
 compiles itself, from the plain functions, and so it does the passes of top-k and top-p, which are slower then.
-
-Legend: T tokens, V columns of this rank's vocabulary shard, D hidden size, K statistics or candidates, R ranks.
 """
 
 import functools
@@ -17,132 +15,22 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_ext.head.call import logit_gradient, statistics
-from megatron_ext.head.call.logit_gradient import Basis, GradientParts
-from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.row_passes import fixed_order_sums, label_terms, logit_passes, nucleus, selection
 from megatron_ext.numerics.readable_values import has_values
 
 
-class RowPasses(Protocol):
-    """The passes. `logit_passes`, `label_terms`, `statistics`, `logit_gradient`, `nucleus`, `selection` and
-    `fixed_order_sums` say more of each argument."""
+class RowPasses:
+    """The passes over rows in plain PyTorch, which is their definition; another instance has other functions.
 
-    def row_statistics(
-        self,
-        z_TV: Tensor,
-        target_T: Tensor,
-        stats_KT: Tensor,
-        exp_TV: Tensor | None = None,
-        shift_T: Tensor | None = None,
-        bias_V: Tensor | None = None,
-        *,
-        counted: int,
-        softcap: float | None = None,
-        temperature: float = 1.0,
-        with_mean: bool = False,
-        with_entropy: bool = False,
-        with_hits: bool = False,
-        labelled: bool = False,
-    ) -> None:
-        """Write each row's statistics, and its exponentials where they are kept."""
-
-    def row_gradient(
-        self,
-        source_TV: Tensor,
-        target_T: Tensor,
-        shift_T: Tensor,
-        out_TV: Tensor,
-        scale_T: Tensor | None = None,
-        slope_T: Tensor | None = None,
-        offset_T: Tensor | None = None,
-        value_T: Tensor | None = None,
-        bias_V: Tensor | None = None,
-        *,
-        counted: int,
-        softcap: float | None = None,
-        temperature: float = 1.0,
-        source_is_exp: bool = False,
-        labelled: bool = False,
-    ) -> None:
-        """Write the gradient of logits, or of kept exponentials."""
-
-    def add_label_rows(
-        self,
-        out_VD: Tensor,
-        x_TD: Tensor,
-        target_T: Tensor,
-        value_T: Tensor,
-        common_D: Tensor | None = None,
-        counted_V: Tensor | None = None,
-        *,
-        in_order: bool = False,
-        labelled: bool = False,
-    ) -> None:
-        """Add the labels' terms to dW."""
-
-    def finish_dx(
-        self,
-        out_TD: Tensor,
-        product_TD: Tensor,
-        scale_T: Tensor,
-        target_T: Tensor,
-        value_T: Tensor,
-        w_VD: Tensor,
-        offset_T: Tensor | None = None,
-        common_D: Tensor | None = None,
-    ) -> None:
-        """Write dx, of its product and the labels' terms."""
-
-    def scale_rows(self, out_TD: Tensor, x_TD: Tensor, scale_T: Tensor) -> None:
-        """Write `scale * x`, rounded once."""
-
-    def combined(self, stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead) -> Statistics:
-        """The statistics of all shards together."""
-
-    def token_gradient(
-        self,
-        stats: Statistics,
-        kept_T: Tensor | None,
-        target_T: Tensor,
-        basis: Basis,
-        call: ResolvedHead,
-        labelled: bool = False,
-    ) -> GradientParts:
-        """The gradient of logits by its parts."""
-
-    def nucleus(
-        self, z_TV: Tensor, top_p: float, temperature: float, multiply: Callable[[Tensor, Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Each row's smallest logit that top-p keeps, its largest, and the sum of the kept ones' exponentials."""
-
-    def group_maxima(self, z_TV: Tensor, groups: int, width: int) -> Tensor:
-        """The largest logit of each group of columns."""
-
-    def first_columns(self, z_TV: Tensor, groups_TN: Tensor | None, width: int, k: int, any_equals: bool) -> Tensor:
-        """The first k columns of each row by logit, of some groups of columns or of all."""
-
-    def equal_counts(self, z_TV: Tensor, z_TK: Tensor, k: int) -> Tensor:
-        """The number of columns of each row that equal its k-th largest."""
-
-    def add_at_equals(self, out_TV: Tensor, z_TV: Tensor, kth_T: Tensor, value_T: Tensor, besides_TK: Tensor) -> None:
-        """Add a row's value at its columns that equal its k-th logit."""
-
-    def row_sums(self, x_TN: Tensor) -> Tensor:
-        """The sum of each row, by the row alone."""
-
-    def segment_sums(self, x_n: Tensor, lengths_T: Tensor) -> Tensor:
-        """The sums of as many numbers as each token has, in their order."""
-
-
-class _PyTorchPasses:
-    """The passes in plain PyTorch."""
+    `logit_passes`, `label_terms`, `statistics`, `logit_gradient`, `nucleus`, `selection` and `fixed_order_sums` say
+    what each of them takes.
+    """
 
     row_statistics = staticmethod(logit_passes.row_statistics)
     row_gradient = staticmethod(logit_passes.row_gradient)
@@ -160,7 +48,7 @@ class _PyTorchPasses:
     segment_sums = staticmethod(fixed_order_sums.segment_sums)
 
 
-PYTORCH: RowPasses = _PyTorchPasses()
+PYTORCH = RowPasses()
 
 
 def passes_of(x: Tensor) -> RowPasses:
@@ -188,18 +76,14 @@ def triton_passes() -> RowPasses | None:
 
 
 @functools.cache
-def _say_it_is_slower() -> None:
+def _without_triton() -> RowPasses:
+    """PyTorch's passes on a GPU; said once."""
     missing = "Triton is not installed" if importlib.util.find_spec("triton") is None else "this torch is not for CUDA"
     warnings.warn(
         f"{missing}: the head reads each row of logits in several passes of plain PyTorch instead of one kernel; the "
         f"results are the same",
         stacklevel=2,
     )
-
-
-def _without_triton() -> RowPasses:
-    """PyTorch's passes on a GPU; said once."""
-    _say_it_is_slower()
     return PYTORCH
 
 
@@ -215,7 +99,7 @@ def _operator(name: str, plain: Callable[..., None], written: tuple[str, ...]) -
     return staticmethod(getattr(torch.ops.megatron_ext, name))
 
 
-class _OperatorPasses(_PyTorchPasses):
+class _OperatorPasses(RowPasses):
     """The passes as torch's compiler sees them."""
 
     row_statistics = _operator("row_statistics", logit_passes.row_statistics, ("stats_KT", "exp_TV", "shift_T"))
@@ -225,4 +109,4 @@ class _OperatorPasses(_PyTorchPasses):
     scale_rows = _operator("scale_rows", label_terms.scale_rows, ("out_TD",))
 
 
-_OPERATORS: RowPasses = _OperatorPasses()
+_OPERATORS = _OperatorPasses()

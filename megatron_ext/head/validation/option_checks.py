@@ -188,6 +188,14 @@ def bits_or_mode(asked: Bits | None, config: Any = None) -> Bits:
     return "fast"
 
 
+def filters(top_k: Any, top_p: Any) -> bool:
+    """Return whether top-k or top-p is on, which are checked."""
+    if top_k is not None and not (is_int(top_k, -1) and top_k != 0):
+        raise ValueError(f"top_k is {top_k!r}: it must be an int of at least 1; None or -1 turns it off")
+    check_number("top_p", top_p, "in (0, 1]", lambda x: 0 < x <= 1, "1.0 turns it off")
+    return top_k not in (None, -1) or top_p < 1
+
+
 def repeatable(cache: Cache, config: Any) -> Cache:
     """`cache`, but for "auto" under Megatron's `deterministic_mode` "bounded", which is said once: what is kept by free
     memory changes the gradients' last bits."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import group_size
+from megatron_ext.head import LmHead
+from megatron_ext.head.call.chunk_sizes import cached_columns
 from megatron_ext.head.training_loss import (
     LossSettings,
     TrainingLoss,
@@ -172,7 +174,7 @@ class Region:
             if self.to_verify:
                 self.verify(logits.terms, weight, labels)
             if not self.counters.sizes:
-                self.describe(hidden, weight, labels)
+                self.describe(hidden, weight, labels, self.settings.lm_head(logits.terms, weight, self.model.config))
             # Within the layer's call: FSDP2 wants no views of what it hooks.
             return _batch_first(self.fused(logits.terms, hidden, weight, labels))
 
@@ -189,13 +191,16 @@ class Region:
         head = self.settings.lm_head(terms, weight, self.model.config, labels.shape[0])
         return linear_training_loss(head, hidden, labels.transpose(0, 1), self.asked_of_loss(self.hits))
 
-    def describe(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    def describe(self, hidden: Tensor, weight: Tensor, labels: Tensor, head: LmHead) -> None:
         """Say in the report what a count of the head's bytes needs to know, and whose layers the model has."""
-        ranks, cache = group_size(tp_group(self.layer)), self.settings.cache
+        ranks, cache = group_size(tp_group(self.layer)), head.cache
         dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(hidden.dtype, "fp32")
         self.counters.layers = layers_of(self.model)
+        tokens, columns = labels.numel(), weight.shape[0]
+        if cache != "auto":  # what is free is looked at once, by the head itself
+            self.counters.kept = 100 * cached_columns(head.resolved(), tokens, columns, hidden.flatten(0, -2)) / columns
         self.counters.sizes = (
-            f"--tokens {labels.numel()} --hidden {hidden.shape[-1]} --vocab {weight.shape[0] * ranks} --tp {ranks} "
+            f"--tokens {tokens} --hidden {hidden.shape[-1]} --vocab {weight.shape[0] * ranks} --tp {ranks} "
             f"--dtype {dtype}{' --sequence-parallel' * getattr(self.layer, 'sequence_parallel', False)}"
             + f" --cache {cache}"
             * (cache != "auto")

@@ -19,11 +19,20 @@ import torch
 from megatron_ext.distributed.collectives import all_gather_object
 from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_ext.head.call import agreement
-from megatron_ext.head.validation.argument_checks import OptionsDiffer
+from megatron_ext.head.validation.exchange_checks import OptionsDiffer
 from megatron_ext.megatron.fused_loss import known_code, patch_points
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.promised_logits import tp_group
-from megatron_ext.proof import Proof, ProofBasis, ProofMode, cannot_prove_now, proof_mode, words_of_change
+from megatron_ext.proof import (
+    Proof,
+    ProofBasis,
+    ProofMode,
+    cannot_prove_now,
+    code_values,
+    module_values,
+    proof_mode,
+    words_of_change,
+)
 
 # What of a configuration decides about an output layer and a loss.
 _CONFIG = (
@@ -166,7 +175,9 @@ def _basis(model: Any, layer: Any) -> ProofBasis:
         *(type(model), known_code.function_of(patch_points.own_loss(model)), _values(model)),
         *(layer, type(layer), type(layer).forward, known_code.function_of(vars(layer).get("forward"))),
         known_code.function_of(getattr(layer, "_forward_impl", None)),
-        [(type(one), type(one).forward, _values(one)) for one in layer.modules()],
+        [(type(one), type(one).forward, module_values(one)) for one in layer.modules()],
+        [code_values(one.forward) for one in layer.modules()],
+        [code_values(code) for code in (patch_points.own_loss(model), vars(layer).get("_forward_impl"))],
         None if weight is None else weight.dtype,
         [getattr(config, name, None) for name in _CONFIG],
         list(known_code.in_places().values()),

@@ -110,22 +110,23 @@ def _put_back(owner: Any, name: str, before: Any) -> None:
 
 
 def split_hooks(layer: Any) -> tuple[Hooks, Hooks]:
-    """A module's forward hooks: those about its parameters, and those about what it returns."""
+    """A module's forward hooks, and those of all modules: those about its parameters, and those about what it
+    returns."""
     split = [Hooks(OrderedDict(), OrderedDict()), Hooks(OrderedDict(), OrderedDict())]
     for at, name in enumerate(_HOOKS):
-        for key, hook in vars(layer)[name].items():
+        for key, hook in (*getattr(torch_module, f"_global{name}").items(), *vars(layer)[name].items()):
             split[not _about_parameters(hook)][at][key] = hook
     return split[0], split[1]
 
 
 def call_with_hooks(layer: Any, forward: Callable[..., Any], hooks: Hooks, *args: Any, **kwargs: Any) -> Any:
     """A call of `forward` as one of the module `layer`, with these of its hooks; nothing of the layer is changed."""
-    for key, hook in (*torch_module._global_forward_pre_hooks.items(), *hooks.before.items()):
+    for key, hook in hooks.before.items():
         if key in layer._forward_pre_hooks_with_kwargs:
             args, kwargs = hook(layer, args, kwargs) or (args, kwargs)
         elif (given := hook(layer, args)) is not None:
             args = given if isinstance(given, tuple) else (given,)
-    after = [*torch_module._global_forward_hooks.items(), *hooks.after.items()]
+    after = list(hooks.after.items())
     try:
         results = forward(*args, **kwargs)
         while after:
@@ -160,6 +161,11 @@ def innermost(function: Any) -> Any:
     while (inner := getattr(function, "func", None) or getattr(function, "__func__", None)) is not None:
         function = inner
     return function
+
+
+def is_torchs(hook: Any) -> bool:
+    """Tell whether torch defines a hook, as its counter of operations does."""
+    return _home(innermost(hook)).startswith("torch.")
 
 
 def _about_parameters(hook: Any) -> bool:

@@ -55,9 +55,9 @@ def region(kind: type) -> str:
 def label_argument(method: Any) -> str | None:
     """The name under which a method takes labels; None where it takes none."""
     parameters = inspect.signature(method).parameters
-    named = next((name for name in LABELS if name in parameters), None)
-    catches = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return named or (LABELS[0] if catches else None)
+    named = [name for name in LABELS if name in parameters]
+    catches = inspect.Parameter.VAR_KEYWORD in [each.kind for each in parameters.values()]
+    return named[0] if named else LABELS[0] if catches else None
 
 
 def output_layer(model: Any) -> Any:

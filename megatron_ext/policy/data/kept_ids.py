@@ -6,7 +6,7 @@ Legend: B rows, S positions, K ids, at most, that were kept at a token.
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.head.validation.sampling_checks import check_kept_rows
+from megatron_ext.head.readouts.kept import check_kept_rows
 from megatron_ext.sequence.targets import IGNORE_INDEX
 
 KEPT_IDS = "kept_token_ids"  # the key of `[B, S, K]` integers, -1 for none

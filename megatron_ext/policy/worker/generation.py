@@ -33,7 +33,7 @@ class Generation:
         self._generations = 0
 
     @torch.no_grad()
-    def prepare_for_generation(self, *_: Any, **__: Any) -> None:
+    def prepare_for_generation(self) -> None:
         """Every rank makes a whole copy of the model, in `precision`, with the weights as they are now.
 
         Memory: the whole model on every rank, until `finish_generation`.
@@ -61,7 +61,7 @@ class Generation:
             state[name].copy_(weight)
         self.generator = generator
 
-    def finish_generation(self, *_: Any, **__: Any) -> None:
+    def finish_generation(self) -> None:
         """Frees the copy."""
         self.generator = None
 

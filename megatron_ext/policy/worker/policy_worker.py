@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from operator import attrgetter
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,15 @@ from megatron_ext.sequence import cp_utils
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-# Arguments that NeMo-RL's policy gives its workers, and these do without.
-_OTHERS = {"processor", "worker_sharding_annotations", "pre_init_communication_queue"}
 _PARTS: dict[str, str] = {}  # the part that has a worker's method, by the method's name
+
+
+class NemoRLArguments(TypedDict, total=False):
+    """Arguments that NeMo-RL's policy gives its workers; nothing depends on them here."""
+
+    processor: Any
+    worker_sharding_annotations: Any
+    pre_init_communication_queue: Any
 
 
 def _method(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -77,6 +82,7 @@ class PolicyWorker:
             nothing depends on them.
 
     Raises:
+        TypeError: there is no such argument.
         ValueError: the configuration, or a checkpoint, cannot be used.
     """
 
@@ -91,12 +97,10 @@ class PolicyWorker:
         optimizer_path: str | None = None,
         init_optimizer: bool = True,
         init_reference_model: bool = True,
-        **others: Any,
+        **others: Unpack[NemoRLArguments],
     ):
-        if unknown := sorted(others.keys() - _OTHERS):
-            raise ValueError(
-                f"{type(self).__name__} got {', '.join(unknown)}: it takes no such arguments; see its Args"
-            )
+        if unknown := sorted(others.keys() - NemoRLArguments.__annotations__.keys()):
+            raise TypeError(f"{type(self).__name__} got {', '.join(unknown)}: it takes no such arguments; see its Args")
         if optimizer_path is not None and weights_path is None:
             raise ValueError(f"optimizer_path is {optimizer_path} without weights_path: pass the weights saved with it")
         self.backend = self.backend_class(read_config(config, self.parallel_key), init_reference_model)
@@ -173,15 +177,15 @@ class PolicyWorker:
         if not keep_train_buffers:
             self.offload_before_refit()
 
-    def prepare_for_training(self, *_: Any, **__: Any) -> None:
-        """Model and optimizer on the device. Arguments are for other implementations of the interface."""
+    def prepare_for_training(self) -> None:
+        """Model and optimizer on the device."""
         self.backend.move_model(self.device)
         self.model.train()
         if not self.settings.cpu_offload:
             device_memory.move_optimizer(self.optimizer, self.device)
         device_memory.free_cached_memory(self.device)
 
-    def finish_training(self, *_: Any, **__: Any) -> None:
+    def finish_training(self) -> None:
         """Do nothing: NeMo-RL's callers call it after training. Moves are made by `offload_before_refit`."""
 
     def finish_inference(self) -> None:

@@ -14,6 +14,7 @@ from megatron_ext.tensor_parallel._layers.distributed_weights import table_of_lo
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import LayerPlacement
 from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, check_config
+from megatron_ext.tensor_parallel._replaced_functions import refuse_replaced
 from megatron_ext.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -101,7 +102,9 @@ class VocabParallelEmbedding(ShardedLayer):
         Raises:
             ValueError: a token id outside the vocabulary, on every rank where one is given it. On CUDA, where reading
                 it would stall the device, a device-side assert on that rank.
+            RuntimeError: a function was replaced that Megatron's embedding looks up, and this one does not call.
         """
+        refuse_replaced("embeddings")
         fault = token_id_fault(input_, self.num_embeddings)
         assert self.weight is not None
         weight = table_of_lookup(self.weight)

@@ -7,7 +7,7 @@ Legend: T tokens, t of a chunk, D hidden size, V columns of this rank's vocabula
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,10 +50,10 @@ class StoredLogitsHead(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         with without_autocast(logits[0]):
             chunks = plan.chunks() or _chunks(logits, plan)
-            found = _read(plan, [sources.of_logits(logits, transforms)], chunks, logits[0])
+            stats, results, saved, _ = _read(plan, [sources.of_logits(logits, transforms)], chunks, logits[0])
         ctx.plan, ctx.transforms, ctx.into_logits = plan, transforms, into_logits
-        save_groups(ctx, logits, found.stats or (), *found.saved)
-        return plan.give(ctx, found.results)
+        save_groups(ctx, logits, stats or (), *saved)
+        return plan.give(ctx, results)
 
     @staticmethod
     @differentiable_once
@@ -99,62 +99,50 @@ class ChunkedHead(torch.autograd.Function):
         with without_autocast(hidden_TD):
             made = sources.of_hidden(inputs, transforms, plan.call, sizes)
             kept = kept_gradient.of(plan, made[0][0]) if keep else None
-            found = _read(plan, made, _product_chunks(plan, made, kept), hidden_TD, kept)
-        of_kept = found.shifts if kept is None else (kept.unit_TV, kept.bad_T)
+            stats, results, saved, shifts = _read(plan, made, _product_chunks(plan, made, kept), hidden_TD, kept)
+        of_kept = () if kept is None else (kept.unit_TV, kept.bad_T)
         ctx.plan, ctx.transforms, ctx.sizes = plan, transforms, sizes
         ctx.parameter = inputs[1] if plan.call.fuse_main_grad else None
         given_TD = hidden_TD if plan.held is None else hidden_TD.to(plan.held)  # widened from it
-        save_groups(ctx, (given_TD, *inputs[1:]), found.stats or (), of_kept, *found.saved)
-        return plan.give(ctx, found.results)
+        save_groups(ctx, (given_TD, *inputs[1:]), stats or (), shifts, of_kept, *saved)
+        return plan.give(ctx, results)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan, (inputs, fields, of_kept, *saved) = ctx.plan, saved_groups(ctx)
+        plan, (inputs, fields, shifts, of_kept, *saved) = ctx.plan, saved_groups(ctx)
         if plan.held is not None:
             inputs[0] = inputs[0].to(torch.float32)
         stats, firsts = Statistics(*fields) if fields else None, [*map((*grads, None).__getitem__, ctx.firsts)]
         with without_autocast(inputs[0]):
             made = sources.of_hidden(inputs, ctx.transforms, plan.call, ctx.sizes)
-            found = _gradients(ctx, inputs, made, _Forward(stats, [], saved, of_kept), firsts)
+            if len(firsts) == 1 and plan.readouts[0].by_factor and firsts[0] is not None:
+                # Hidden states of tokens that do not count may be NaN: as where the gradient is kept, they add nothing.
+                x_TD = made[0][0].x_TD.masked_fill((firsts[0] == 0).unsqueeze(1), 0)
+                for each in made:
+                    each[0].x_TD = x_TD
+            gradients = _chunk_gradients(plan, made, stats, shifts, saved, firsts)
+            kept = kept_gradient.KeptGradient(plan, made[0][0], *of_kept) if of_kept else None
+            found = _gradients(ctx, inputs, made, gradients, kept, firsts[0])
         return None, None, None, None, *found, *[None] * (len(inputs) - len(found))
-
-
-class _Forward(NamedTuple):
-    """Outputs of the pass over chunks of logits that backward takes too.
-
-    Attributes:
-        stats: of all shards together; None: no read-out wanted the softmax.
-        results: of each read-out, which all ranks have.
-        saved: what the read-out's gradient wants of forward.
-        shifts: of each leaf of several, those of its exponentials; in backward also what a `KeptGradient` holds.
-    """
-
-    stats: Statistics | None
-    results: list[list[Tensor]]
-    saved: list[list[Tensor]]
-    shifts: Sequence[Tensor] = ()
 
 
 def _gradients(
     ctx: Any,
     inputs: Sequence[Any],
     made: Sequence[Sequence[ComputedLogits]],
-    forward: _Forward,
-    grads: Sequence[Tensor | None],
+    gradients: Sequence[ChunkGradient],
+    kept: kept_gradient.KeptGradient | None,
+    first_T: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of hidden states, weight, bias and low rank."""
-    plan, chosen, (x_TD, weight_VD, bias_V, low_VR, *_) = ctx.plan, ctx.plan.call.chosen, inputs
+    """Return the gradients of hidden states, weight, bias and low rank, of the logits' `gradients`, and of what is
+    `kept` of the first read-out's, whose upstream gradient is `first`."""
+    plan, chosen, (_, weight_VD, bias_V, low_VR, *_) = ctx.plan, ctx.plan.call.chosen, inputs
     need_dx, need_dw, need_db, need_dlow = ctx.needs_input_grad[4:8]
     source, fused_VD = made[0][0], None
     if ctx.parameter is not None and need_dw:
         fused_VD = main_grad.buffer_of(ctx.parameter)
-    if len(plan.readouts) == 1 and plan.readouts[0].by_factor and grads[0] is not None:
-        # Hidden states of tokens that do not count may be NaN: as where the gradient is kept, they add nothing.
-        x_TD = source.x_TD.masked_fill((grads[0] == 0).unsqueeze(1), 0)
-        for each in made:
-            each[0].x_TD = x_TD
-    gradients, wide, x_TD = _chunk_gradients(plan, made, forward, grads), accumulation_dtype(x_TD.dtype), source.x_TD
+    x_TD, wide = source.x_TD, accumulation_dtype(source.x_TD.dtype)
     arithmetic, fixed, width = plan.arithmetic, plan.call.fixed, source.w_VD.shape[0]
     spans = [slice(at * width, (at + 1) * width) for at in range(len(made))]
 
@@ -170,9 +158,8 @@ def _gradients(
     total_V, dx_TD = room(need_db, bias_V), None
     if need_dx:
         dx_TD = x_TD.new_empty(x_TD.shape, dtype=wide if fixed else x_TD.dtype)
-    kept = kept_gradient.KeptGradient(plan, source, *forward.shifts) if forward.shifts and not fixed else None
     if kept is not None:
-        kept.add_products(grads[0], (dx_TD, sums, total_V))
+        kept.add_products(first_T, (dx_TD, sums, total_V))
     for rows in _product_chunks(plan, made, kept):
         if kept is not None and rows.stop <= kept.tokens:
             continue
@@ -205,16 +192,20 @@ def _gradients(
 
 
 def _chunk_gradients(
-    plan: Plan, made: Sequence[Sequence[ComputedLogits]], forward: _Forward, grads: Sequence[Tensor | None]
+    plan: Plan,
+    made: Sequence[Sequence[ComputedLogits]],
+    stats: Statistics | None,
+    shifts: Sequence[Tensor],
+    saved: list[list[Tensor]],
+    grads: Sequence[Tensor | None],
 ) -> list[ChunkGradient]:
-    """Make the gradient of each leaf, whose exponentials have a shift of their own."""
+    """Make the gradient of each leaf, whose exponentials have a shift of their own where there are several."""
     if len(made) == 1:
-        return [ChunkGradient(plan, made[0], forward.stats, forward.saved, grads)]
+        return [ChunkGradient(plan, made[0], stats, saved, grads)]
     found = []
     for at, (part, each) in enumerate(zip(plan.leaves.plans, made, strict=True)):
-        stats = None if forward.stats is None else forward.stats._replace(shift=forward.shifts[at])
-        saved = [r.saved_of(at, of_all) for r, of_all in zip(plan.leaves.readouts, forward.saved, strict=True)]
-        found.append(ChunkGradient(part, each, stats, saved, grads))
+        own = None if stats is None else stats._replace(shift=shifts[at])
+        found.append(ChunkGradient(part, each, own, plan.leaves.saved_of(at, saved), grads))
     return found
 
 
@@ -263,8 +254,10 @@ def _read(
     chunks: list[slice],
     like: Tensor,
     kept: kept_gradient.KeptGradient | None = None,
-) -> _Forward:
-    """The shared statistics, the results, and what gradients want of forward. `made`: of each leaf."""
+) -> tuple[Statistics | None, list[list[Tensor]], list[list[Tensor]], Sequence[Tensor]]:
+    """The statistics of all shards together, None if no read-out wanted the softmax; of each read-out the results, and
+    what its gradient wants of forward; and what the exponentials of each leaf are relative to, where there are several.
+    `made`: of each leaf."""
     call, dtype = plan.call, accumulation_dtype(like.dtype)
     plan.begin(chunks if plan.tokens else [], like.device)
     leaves = plan.leaves = Leaves(plan) if len(made) > 1 else None
@@ -286,7 +279,7 @@ def _read(
             if leaves is None:
                 plan.readouts[at].scan(Chunk(rows, sides_of(plan, logits[0], at), part_Kt, own_Kt))
             else:
-                leaves.readouts[at].scan(rows, [sides_of(plan, sides, at) for sides in logits], part_Kt, own_Kt)
+                leaves.scan(at, rows, [sides_of(plan, sides, at) for sides in logits], part_Kt, own_Kt)
             if kept is not None:
                 kept.write(rows, plan.readouts[at], each[0][0], logits[0], part_Kt)
         del each, logits  # before the next ones are made
@@ -296,8 +289,8 @@ def _read(
         stats = engine_order.combined(stats_RKT, stats_KT, shifts[0], call, like)
     elif plan.softmax:
         stats = passes_of(stats_RKT).combined(stats_RKT, stats_KT, shifts[0], call)
-    own_shifts = shifts if plan.softmax and leaves is not None else ()
-    return _Forward(stats, *plan.results(stats, stats_RKT, stats_KT, own_KT), own_shifts)
+    results, saved = plan.results(stats, stats_RKT, stats_KT, own_KT)
+    return stats, results, saved, shifts if plan.softmax and leaves is not None else ()
 
 
 def _write_statistics(plan: Plan, z_tV: Tensor, rows: slice, stats_Kt: Tensor, shift_t: Tensor) -> None:

@@ -5,18 +5,18 @@ Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K col
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_ext.head.call import logit_gradient
+from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.numerics.matrices import part_of, parts_of
 
 
@@ -34,21 +34,16 @@ def sides_of(plan: Plan, logits: list[Tensor], at: int) -> list[Tensor]:
     return logits[:1] if teacher is None else [logits[0], logits[teacher]]
 
 
-class _ChunkSoftmax(NamedTuple):
-    """The gradient through the softmax: what `row_gradient` takes, and its scale and slope in fp64."""
-
-    passed: logit_gradient.PassCoefficients
-    value: Tensor  # at the label
-    scale: Tensor
-    slope: Tensor | None
-
-
 class ChunkGradient:
     """The gradient of logits, chunk by chunk: all read-outs' added in it.
 
     `made`: where logits come from. `stats`: the softmax's, or None. `saved`: what each read-out wants of forward.
-    `grads`: of its first result, or None.
+    `grads`: of its first result, or None. The gradient through the softmax is `_passed`, the coefficients of
+    `row_gradient` rounded from the `_exact` ones in fp64, and `_value` at the label; None: nothing goes through it.
     """
+
+    _value: Tensor
+    _exact: logit_gradient.PassCoefficients
 
     def __init__(
         self,
@@ -64,14 +59,14 @@ class ChunkGradient:
             for at, (readout, each, grad) in enumerate(zip(plan.readouts, saved, grads, strict=True))
             if grad is not None
         ]
-        self.softmax: Any = None
+        self._passed: logit_gradient.PassCoefficients | None = None
         if stats is not None:
             basis = plan.basis(stats, saved, grads)
             if any(grad_T is not None for grad_T in basis):
                 coef = logit_gradient.coefficients(stats, plan.kept_T, basis, plan.call.temperature)
-                exact, dtype = logit_gradient.pass_coefficients(stats, coef), stats.shift.dtype
+                self._exact, dtype = logit_gradient.pass_coefficients(stats, coef), stats.shift.dtype
                 value = logit_gradient.bent_at_target(coef.target if coef.d is None else coef.target + coef.d, stats)
-                self.softmax = _ChunkSoftmax(exact.to(dtype), value.to(dtype), exact.scale, exact.slope)
+                self._passed, self._value = self._exact.to(dtype), value.to(dtype)
 
     def write(self, rows: slice, out_tV: Tensor) -> None:
         plan, call = self.plan, self.plan.call
@@ -85,11 +80,11 @@ class ChunkGradient:
         bent = self.made[0].transform.changes
         logits: Any = None
         raw_tV = None
-        if self.softmax is not None or pulling or bent:
+        if self._passed is not None or pulling or bent:
             raw_tV, logits = logits_of_chunk(self.made, rows, keep_raw=bent)
-        first = self.softmax is None and not columns  # of those that pull: nothing is there yet
-        if self.softmax is not None:
-            self._write_softmax(logits[0], rows, out_tV)
+        first = self._passed is None and not columns  # of those that pull: nothing is there yet
+        if self._passed is not None:
+            self._write_softmax(self._passed, logits[0], rows, out_tV)
         elif columns or not pulling:
             out_tV.zero_()
         if columns:
@@ -105,10 +100,11 @@ class ChunkGradient:
         if raw_tV is not None:
             self.made[0].transform.pull(raw_tV, out_tV)
 
-    def _write_softmax(self, z_tV: Tensor, rows: slice, out_tV: Tensor) -> None:
+    def _write_softmax(
+        self, passed: logit_gradient.PassCoefficients, z_tV: Tensor, rows: slice, out_tV: Tensor
+    ) -> None:
         plan, call = self.plan, self.plan.call
-        passed = self.softmax.passed
-        scale_t, slope_t, offset_t, value_t = parts_of(rows, *passed, self.softmax.value)
+        scale_t, slope_t, offset_t, value_t = parts_of(rows, *passed, self._value)
         passes_of(z_tV).row_gradient(
             z_tV,
             part_of(plan.target_T, rows),
@@ -135,30 +131,29 @@ class ChunkGradient:
         call = self.plan.call
         ids_tK = torch.cat([each.ids_tK for each in found], 1) if len(found) > 1 else found[0].ids_tK
         grad_tK = torch.cat([each.grad_tK for each in found], 1) if len(found) > 1 else found[0].grad_tK
-        softmax = self.softmax is not None and z_tV is not None
         for part in blocks(ids_tK, 0.25):
             ids_uK, out_uV = ids_tK[part], out_tV[part]
             own_uK = call.vocab.owns(ids_uK)
             # Column 0 is written too: nothing is added to it.
             at_uK = call.place(ids_uK - call.vocab.start).where(own_uK, 0)
             value_uK = sums_of_equals((grad_tK[part].double() / call.temperature).where(own_uK, 0.0), at_uK)
-            if softmax:
+            if self._passed is not None and z_tV is not None:
                 of_all = slice(rows.start + part.start, rows.start + part.stop)
-                value_uK = value_uK + self._softmax_at(z_tV[part], at_uK, of_all)
+                value_uK = value_uK + self._softmax_at(self._passed.offset, z_tV[part], at_uK, of_all)
             # Not by `scatter_`: on CPU it makes 16-bit matrices fp32 temporarily.
             row_u1 = torch.arange(out_uV.shape[0], device=out_uV.device).unsqueeze(1)
             out_uV.index_put_((row_u1, at_uK), value_uK.to(out_uV.dtype))
 
-    def _softmax_at(self, z_tV: Tensor, at_tK: Tensor, rows: slice) -> Tensor:
+    def _softmax_at(self, offset_T: Tensor | None, z_tV: Tensor, at_tK: Tensor, rows: slice) -> Tensor:
         """The gradient through the softmax at a few columns, fp64."""
         shift_t = self.stats.shift[rows]
         u_tK = transformed(z_tV.gather(1, at_tK), None, None, self.plan.call.temperature, shift_t.dtype).double()
         u_tK = u_tK - shift_t.unsqueeze(1)
-        factor_tK = self.softmax.scale[rows].unsqueeze(1)
-        if self.softmax.slope is not None:
-            factor_tK = factor_tK + self.softmax.slope[rows].unsqueeze(1) * u_tK.clamp(min=-1e4)
+        factor_tK = self._exact.scale[rows].unsqueeze(1)
+        if self._exact.slope is not None:
+            factor_tK = factor_tK + self._exact.slope[rows].unsqueeze(1) * u_tK.clamp(min=-1e4)
         found_tK = u_tK.exp() * factor_tK
-        if self.softmax.passed.offset is not None:
-            found_tK = found_tK + self.softmax.passed.offset[rows].unsqueeze(1) * (u_tK > -torch.inf)
+        if offset_T is not None:
+            found_tK = found_tK + offset_T[rows].unsqueeze(1) * (u_tK > -torch.inf)
         is_label_tK = at_tK == self.plan.target_T[rows].unsqueeze(1)
-        return self.softmax.value[rows].double().unsqueeze(1).where(is_label_tK, found_tK)
+        return self._value[rows].double().unsqueeze(1).where(is_label_tK, found_tK)

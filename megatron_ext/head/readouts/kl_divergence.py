@@ -17,11 +17,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
-from megatron_ext.head.readouts.divergences.teacher import SIDE, Normaliser, OfTwoSides, normaliser, side_statistics
 from megatron_ext.head.readouts.read_out import Chunk, Found, put
+from megatron_ext.head.readouts.teacher import SIDE, OfTwoSides, normaliser, side_statistics
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.numerics.matrices import accumulation_dtype
 
@@ -61,16 +61,16 @@ class KL(OfTwoSides):
             stats_Kt[_SUM, at] = self.row_sums((weight * apart).where(weight > 0, 0.0))
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        sides: list[Normaliser] = [normaliser(stats_RKT, i, self.call) for i in (0, 1)]
-        student, teacher = sides
-        below = [_finite(stats_RKT[:, i * SIDE + MAX].double()) - side.largest for i, side in enumerate(sides)]
+        sides = [normaliser(stats_RKT, i, self.call) for i in (0, 1)]
+        (_, student_T), (_, teacher_T) = sides
+        below = [_finite(stats_RKT[:, i * SIDE + MAX].double()) - largest_T for i, (largest_T, _) in enumerate(sides)]
         weight_RT, apart_RT = self._parts(*below)
         sum_RT = stats_RKT[:, (self.kind != "reverse") * SIDE + SUM_EXP].double()
         weight_RT = weight_RT.exp().where(sum_RT > 0, 0.0)
         parts_RT = weight_RT * (stats_RKT[:, _SUM] + sum_RT * apart_RT)
         apart_T = self.added(parts_RT.where(weight_RT > 0, 0.0)) / self.added(weight_RT * sum_RT)
-        value_T = apart_T - self._parts(student.log_sum, teacher.log_sum)[1]
-        sides_T = [x for side in sides for x in (side.largest, side.log_sum.neg().exp())]
+        value_T = apart_T - self._parts(student_T, teacher_T)[1]
+        sides_T = [x for largest_T, log_sum_T in sides for x in (largest_T, log_sum_T.neg().exp())]
         return [value_T.to(own_KT.dtype)], [apart_T, *sides_T]
 
     def pull(

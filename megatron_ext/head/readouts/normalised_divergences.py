@@ -1,11 +1,20 @@
-"""Base of read-outs of a student's and a teacher's normalised distributions.
+"""Jensen-Shannon divergence and total variation: read-outs of a student's and a teacher's normalised distributions.
 
 A mixture, or which of two probabilities is the smaller one, wants normalised distributions: the ranks tell each other
-their shards' statistics before they can go on, chunk by chunk, as the logits come.
+their shards' statistics before they can go on, chunk by chunk, as the logits come. Gradients reach the student. With p
+of the student (a draft), q of the teacher (its target), and m = (1 - b) p + b q, of each token
+
+    Jensen-Shannon     (1 - b) KL(p | m) + b KL(q | m)          dz = (1 - b) p ((log p - log m) - KL(p | m))
+    total variation    1/2 sum |p - q| = 1 - sum min(p, q)      dz = p (s - sum p s),  s = sign(p - q) / 2
+
+The first is the generalised divergence as TRL and Liger define it (Agarwal et al., 2023). Speculative sampling accepts
+a token that the draft drew with probability `sum min(p, q)` (Leviathan et al., 2023), so that total variation is what
+training a draft for it should minimise (Bebop, arXiv 2606.12370).
 
 Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K statistics, R ranks.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +23,12 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.head.call import chunk_sizes
+from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.readouts.divergences.teacher import SIDE, OfTwoSides, normaliser, side_statistics
 from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut, put
+from megatron_ext.head.readouts.teacher import SIDE, OfTwoSides, normaliser, side_statistics
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.row_passes.row_blocks import blocks
+from megatron_ext.head.validation.option_checks import check_number
 from megatron_ext.numerics.matrices import accumulation_dtype
 
 _SIDES = 2 * SIDE  # statistics of both sides, before the two sums over the vocabulary
@@ -104,3 +114,92 @@ def _log_probs(logits: Sequence[Tensor], normalisers: list[Tensor], at: slice, c
         z = transformed(z_tV[at, : call.vocab.counted], None, None, call.temperature, wide)
         found.append((z - largest_t1) - log_sum_t1)
     return found
+
+
+def check_beta(beta: float) -> None:
+    """Raises ValueError unless both distributions have a share of the mixture."""
+    limits = "kl_divergence has the limits, 'forward' of 0 and 'reverse' of 1"
+    check_number("beta", beta, "in (0, 1)", lambda x: 0 < x < 1, limits)
+
+
+class JensenShannon(NormalisedSides):
+    """Jensen-Shannon divergence of a student and a teacher over the whole vocabulary: `[...]`, fp32 (fp64 for fp64).
+
+    Args:
+        teacher: as for `KL`.
+        beta: in (0, 1), the teacher's share of the mixture. Near 0 the result is `beta` times KL(teacher | student),
+            near 1 `1 - beta` times KL(student | teacher).
+
+    Communicates, at several ranks: forward 1 small collective a chunk and 1 more beside the common one.
+    """
+
+    def __init__(self, teacher: Any, beta: float = 0.5):
+        check_beta(beta)
+        super().__init__(teacher)
+        self.beta = beta
+
+    def summed(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        mixture = self._mixture(student, teacher)
+        return _weighed(student, mixture), _weighed(teacher, mixture)
+
+    def value(self, first_T: Tensor, second_T: Tensor) -> Tensor:
+        return (1 - self.beta) * first_T + self.beta * second_T
+
+    def pulled(self, student: Tensor, teacher: Tensor, first_t1: Tensor) -> Tensor:
+        return (1 - self.beta) * (student - self._mixture(student, teacher) - first_t1)
+
+    def _mixture(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """`logaddexp`, whose bits on a CPU depend on an element's place, of functions whose bits do not."""
+        one, other = student + math.log1p(-self.beta), teacher + math.log(self.beta)
+        largest = torch.maximum(one, other)
+        below = torch.minimum(one, other).sub_(largest).nan_to_num_(0.0, 0.0, -torch.inf)  # of two -inf nan
+        return largest + below.exp_().log1p_()
+
+
+def _weighed(log_p: Tensor, mixture: Tensor) -> Tensor:
+    """`p (log p - log m)`, 0 where p is 0."""
+    p = log_p.exp()
+    return (p * (log_p - mixture)).where(p > 0, 0.0)
+
+
+class TotalVariation(NormalisedSides):
+    """Total variation between a draft and its target over the whole vocabulary: `[...]`, fp32 (fp64 for fp64).
+
+    1 less the rate at which speculative sampling accepts the draft's tokens.
+
+    Args:
+        teacher: the target; as for `KL`.
+
+    Communicates, at several ranks: forward 1 small collective a chunk and 1 more beside the common one.
+    """
+
+    def summed(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        p = student.exp()
+        return p * _side(student, teacher), (p - teacher.exp()).abs_()
+
+    def value(self, first_T: Tensor, second_T: Tensor) -> Tensor:
+        return second_T / 2
+
+    def pulled(self, student: Tensor, teacher: Tensor, first_t1: Tensor) -> Tensor:
+        return _side(student, teacher) - first_t1
+
+
+class AcceptanceRate(TotalVariation):
+    """`sum min(p, q)` of a draft and its target, else as `TotalVariation`, from which 1 it differs: `[...]`.
+
+    Summed by itself: it keeps its digits where it is small, for a loss of its logarithm.
+    """
+
+    def summed(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        return super().summed(student, teacher)[0], student.minimum(teacher).exp()
+
+    def value(self, first_T: Tensor, second_T: Tensor) -> Tensor:
+        return second_T
+
+    def pulled(self, student: Tensor, teacher: Tensor, first_t1: Tensor) -> Tensor:
+        return first_t1 - _side(student, teacher)
+
+
+def _side(student: Tensor, teacher: Tensor) -> Tensor:
+    """Half the sign of what the draft's probability is above the target's; 0 where both are 0."""
+    return (student > teacher).to(student.dtype).sub_((student < teacher).to(student.dtype)).div_(2)

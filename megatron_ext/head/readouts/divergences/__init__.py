@@ -1,1 +1,0 @@
-"""Read-outs of a student beside a teacher: divergences over the whole vocabulary."""

@@ -1,0 +1,139 @@
+"""The two sides of a divergence: where a teacher's logits come from, its faults, and the statistics of both sides.
+
+Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K rows of statistics, R ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.distributed.groups import Group, tensor_parallel_group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.call.leaves import added
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import MAX, SUM_EXP
+from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.row_passes.dispatch import passes_of
+from megatron_ext.head.validation import argument_checks, option_checks
+
+SIDE = 3  # rows of each side, those of `row_statistics`
+
+
+class Teacher(NamedTuple):
+    """A teacher's lm head and its last hidden states.
+
+    Attributes:
+        head: its `LmHead`, of the student's group and vocabulary shards.
+        hidden: `[..., D of the teacher]`, of the same tokens and in the same layout as the student's; or, beside the
+            student's `[..., n, D]`, of n tokens each, as n drafts of one position have one target: its product is then
+            made once for the n.
+    """
+
+    head: Any
+    hidden: Tensor
+
+
+class OfTwoSides(ReadOut):
+    """Base of divergences: each side has statistics of its own, and the gradient is of a chunk's logits alone."""
+
+    softmax = False
+    needs_logits = True
+    by_leaf = True
+    by_factor = True
+
+
+def side_statistics(logits: Sequence[Tensor], stats_Kt: Tensor, call: ResolvedHead) -> None:
+    """Write the statistics of the student's logits of a chunk, and below them the teacher's."""
+    for i, z_tV in enumerate(logits):
+        nowhere = torch.full((z_tV.shape[0],), -1, device=z_tV.device)
+        rows_Kt = stats_Kt[i * SIDE : (i + 1) * SIDE]
+        options = call.vocab.counted, call.temperature
+        passes_of(z_tV).row_statistics(z_tV, nowhere, rows_Kt, counted=options[0], temperature=options[1])
+
+
+def normaliser(stats_RKT: Tensor, side: int, call: ResolvedHead) -> tuple[Tensor, Tensor]:
+    """Return of all shards together the largest logit (0 if all are -inf), and the log of the sum of exponentials below
+    it; fp64 `[T]`."""
+    peaks_RT, sums_RT = (stats_RKT[:, side * SIDE + row].double() for row in (MAX, SUM_EXP))
+    largest_T = peaks_RT.amax(0)
+    largest_T = largest_T.where(largest_T > -torch.inf, 0.0)
+    below_RT = (peaks_RT - largest_T).where(peaks_RT > -torch.inf, 0.0)
+    total_T = added(sums_RT * below_RT.exp().where(peaks_RT > -torch.inf, 0.0), call)
+    return largest_T, total_T.masked_fill(total_T == 0, 1.0).log()
+
+
+def teacher_fault(teacher: Any, hidden: Tensor, student: ResolvedHead) -> ValueError | None:
+    """Return what this rank alone may see wrong with a teacher of hidden states, its tensors aside; the rest is
+    raised."""
+    if not isinstance(teacher, Teacher):
+        raise ValueError(
+            f"teacher is {type(teacher).__name__}: beside hidden states it must be a Teacher(LmHead(weight), hidden)"
+        )
+    its = teacher.head
+    option_checks.check_teachers_temperature("teacher's head", its.temperature, student.temperature)
+    argument_checks.check_floating("teacher_hidden", teacher.hidden)
+    _check_teachers_options(its, student)
+    if its.vocab is not None and its.vocab != student.vocab:
+        return ValueError(
+            f"vocab is {student.vocab} and the teacher's head has {its.vocab}: a divergence is of one vocabulary, cut "
+            f"alike; leave out the teacher's, or pass the student's"
+        )
+    tokens = (hidden.shape[:-1], hidden.shape[:-2])  # the second: each of the teacher's is of n of the student's
+    if teacher.hidden.shape[:-1] not in tokens or teacher.hidden.device != hidden.device:
+        return ValueError(
+            f"teacher_hidden has shape {tuple(teacher.hidden.shape)} on {teacher.hidden.device}, student_hidden "
+            f"{tuple(hidden.shape)} on {hidden.device}: both must be hidden states of the same tokens, on one device; "
+            f"or the student's [..., n, D] and the teacher's [..., D]"
+        )
+    return None
+
+
+def _check_teachers_options(teacher: Any, student: ResolvedHead) -> None:
+    """Raises ValueError for options of a teacher's head that would have no effect beside the student's."""
+    layout = "sequence" if student.in_slices else "replicated"
+    for name, its, students, fits in (
+        ("bits", teacher.bits, student.bits, teacher.bits in (None, student.bits)),
+        (
+            "hidden_layout",
+            teacher.hidden_layout,
+            layout,
+            student.ranks == 1 or teacher.hidden_layout in ("replicated", layout),
+        ),
+        (
+            "tp_group",
+            teacher.tp_group,
+            student.group,
+            teacher.tp_group is None or _same_ranks(tensor_parallel_group(teacher.tp_group), student.group),
+        ),
+    ):
+        if not fits:
+            raise ValueError(
+                f"{name} is {students!r} and the teacher's head has {its!r}: both are read in one pass; leave out the "
+                f"teacher's, or pass the student's"
+            )
+
+
+def _same_ranks(one: Group, other: Group) -> bool:
+    if one is None or other is None or one is other:
+        return (1 if one is None else one.size()) == (1 if other is None else other.size())
+    if isinstance(one, ProcessGroup) and isinstance(other, ProcessGroup):
+        return dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
+    return one.size() == other.size()
+
+
+def teacher_logits_fault(teacher: Any, student: Any, vocab: VocabShard, ranks: int) -> ValueError | None:
+    """Return what this rank alone may see wrong with a teacher of logits; the rest is raised."""
+    if not isinstance(getattr(teacher, "logits", None), Tensor):
+        raise ValueError(f"teacher is {type(teacher).__name__}: beside Logits it must be Logits of the same tokens")
+    option_checks.check_teachers_temperature("teacher", teacher.temperature, student.temperature)
+    theirs, logits = teacher.logits, student.logits
+    if theirs.shape[:-1] != logits.shape[:-1] or theirs.device != logits.device:
+        raise ValueError(
+            f"teacher_logits have shape {tuple(theirs.shape)} on {theirs.device}, student_logits "
+            f"{tuple(logits.shape)} on {logits.device}: both must be logits of the same tokens, on one device"
+        )
+    return argument_checks.shard_fault(vocab, theirs.shape[-1], "teacher_logits", ranks)

@@ -1,0 +1,96 @@
+"""`code_values`: the values that the code of a user's function reads beside its arguments, as a loss's weight that a
+schedule changes."""
+
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_ext.proof.basis import PLAIN
+
+_LIBRARIES = ("torch", "transformers", "megatron", "megatron_ext", "peft", "accelerate", "numpy", "builtins")
+_DEPTH = 5  # of values inside of values
+_ENTRIES = 64  # of a container that is looked into
+
+
+def code_values(function: Any) -> list[Any]:
+    """Plain values, and tensors with their versions, that `function` reaches: by its closure and defaults, by globals
+    and attributes that its code names, and through functions that it reaches so. Code of libraries is not read."""
+    reader = _Reader(getattr(function, "__self__", None))
+    reader.add(function, (), _DEPTH)
+    return reader.found
+
+
+class _Reader:
+    """`owner`: the object of the first method, which that may give to each function that it calls."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.found: list[Any] = []
+        self.seen: set[tuple[int, tuple[str, ...]]] = set()
+
+    def add(self, value: Any, names: tuple[str, ...], depth: int) -> None:
+        """Add what is reached from `value`, of objects by attributes of these names."""
+        if isinstance(value, PLAIN):
+            self.found.append(value)
+        elif isinstance(value, Tensor):
+            if not value.requires_grad:
+                self.found += (value, 0 if value.is_inference() else value._version)
+        elif depth and (id(value), names) not in self.seen:
+            self.seen.add((id(value), names))
+            if isinstance(value, MethodType):
+                self.add_function(value.__func__, depth, value.__self__)
+            elif isinstance(value, FunctionType):
+                self.add_function(value, depth)
+            else:
+                for each in _inside(value, names):
+                    if isinstance(each, FunctionType) and not isinstance(value, ModuleType):
+                        self.add_function(each, depth - 1, value)
+                    else:
+                        self.add(each, names, depth - 1)
+
+    def add_function(self, function: Any, depth: int, owner: Any = None) -> None:
+        """Add what the code of `function`, a method of `owner`, reaches."""
+        if not isinstance(function, FunctionType) or _is_of_library(str(function.__globals__.get("__name__"))):
+            return
+        names = _names(function.__code__)
+        self.add(owner, names, depth)
+        self.add(self.owner, names, depth)
+        outside = [function.__globals__[name] for name in names if name in function.__globals__]
+        for each in (function.__defaults__, function.__kwdefaults__, *_cells(function), *outside):
+            self.add(each, names, depth - 1)
+
+
+def _inside(value: Any, names: tuple[str, ...]) -> list[Any]:
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, (tuple, list, dict)):
+        entries = list(value.items()) if isinstance(value, dict) else list(value)
+        return entries if len(entries) <= _ENTRIES else []
+    of_library = isinstance(value, ModuleType) and _is_of_library(value.__name__)
+    places = [] if of_library else [getattr(value, "__dict__", {})]
+    if isinstance(value, nn.Module):
+        places += (vars(value).get(kind, {}) for kind in ("_buffers", "_parameters", "_modules"))
+    places += (vars(kind) for kind in type(value).__mro__ if not _is_of_library(kind.__module__))
+    return [next((place[name] for place in places if name in place), None) for name in names]
+
+
+def _cells(function: FunctionType) -> list[Any]:
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # it is empty still
+            found.append(None)
+    return found
+
+
+def _names(code: CodeType) -> tuple[str, ...]:
+    """The names that a function's code reads, also those given to `getattr`."""
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)]
+    return (*code.co_names, *(each for each in code.co_consts if isinstance(each, str)), *inner)
+
+
+def _is_of_library(name: str) -> bool:
+    return name.split(".")[0] in _LIBRARIES

@@ -1,0 +1,272 @@
+"""Models with a fused loss that change between calls, or whose code looks further than its arguments: each answers as
+the same model without the fused loss does, with the same gradients."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ext import fused_loss_report
+from megatron_ext.dtensor import causal_lm_loss, use_fused_loss
+from megatron_ext.dtensor.output.reads import say_once
+from megatron_ext.sequence.next_token import next_tokens
+from tests.dtensor.models import batch, check_gradients, error, loss_and_gradients, make
+
+
+class ScaledHead(nn.Linear):
+    """A head whose logits depend on what it holds beside its weight."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.weight, self.scale, self.dropout = linear.weight, 1.0, 0.0
+        self.register_buffer("factor", torch.ones(()))
+        self.frozen = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def forward(self, hidden):
+        hidden = F.dropout(hidden, self.dropout, self.training)
+        return F.linear(hidden, self.weight) * self.scale * self.factor * self.frozen
+
+
+def with_scaled_head(kind="llama"):
+    model = make(kind)
+    model.lm_head = ScaledHead(model.lm_head)
+    return model
+
+
+def read(way, model):
+    if way == "use_fused_loss":
+        return loss_and_gradients(model, **batch())
+    given = batch()
+    losses = causal_lm_loss(model, given["input_ids"], labels=given["labels"])
+    loss = losses.sum() / (next_tokens(given["labels"]) != -100).sum()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss, gradients
+
+
+CHANGES = {
+    "attribute": lambda head: setattr(head, "scale", 3.0),
+    "buffer": lambda head: head.factor.fill_(3.0),
+    "frozen parameter": lambda head: head.frozen.detach().fill_(3.0),
+    "dropout": lambda head: setattr(head, "dropout", 0.5),
+}
+
+
+@pytest.mark.parametrize("way", ["use_fused_loss", "read"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_head_holds_is_looked_at_again(change, way):
+    true, model = with_scaled_head(), with_scaled_head()
+    model = use_fused_loss(model) if way == "use_fused_loss" else model
+    before = read(way, model)[0]
+    for one in (true, model):
+        CHANGES[change](one.lm_head)
+    torch.manual_seed(3)
+    expected, gradients = loss_and_gradients(true, **batch())
+    torch.manual_seed(3)
+    found, of_ours = read(way, model)
+    assert error(before, expected) > 1e-2
+    assert error(found, expected) < 3e-6
+    assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
+
+
+def test_dropout_of_a_head_first_called_in_eval_mode():
+    model, true = use_fused_loss(with_scaled_head(), in_eval=True), with_scaled_head()
+    for one in (true, model):
+        one.lm_head.dropout = 0.5
+        one.eval()(**batch())
+        one.train()
+    torch.manual_seed(3)
+    expected, _ = loss_and_gradients(true, **batch())
+    torch.manual_seed(3)
+    assert torch.equal(model(**batch()).loss, expected)
+
+
+def test_a_training_step_after_another_makes_no_new_proof(monkeypatch):
+    model = use_fused_loss(with_scaled_head(), in_eval=True)
+    model(**batch())
+    model.eval()(**batch())
+    monkeypatch.setattr("megatron_ext.dtensor.output.loss_proof.compare", None)
+    for _ in range(2):
+        assert model.train()(**batch()).logits is None
+        assert model.eval()(**batch()).logits is None
+
+
+def test_functions_replaced_in_torch_after_a_proof_are_called(monkeypatch):
+    true, model = make("llama"), use_fused_loss(make("llama"))
+    model(**batch())
+    own, vocabulary = F.linear, true.lm_head.out_features
+    monkeypatch.setattr(F, "linear", lambda x, w, b=None: own(x, w, b) * (2 if len(w) == vocabulary else 1))
+    expected, gradients = loss_and_gradients(true, **batch())
+    found = model(**batch()).loss
+    assert error(found, expected) < 3e-6
+    found.backward()
+    check_gradients(model, gradients)
+
+
+def of_all_modules(model):
+    return register_module_forward_hook(lambda module, _, out: 2 * out if module is model.lm_head else None)
+
+
+def of_backward(model):
+    return model.lm_head.register_full_backward_hook(lambda module, given, out: (2 * given[0],))
+
+
+@pytest.mark.parametrize("hook", [of_all_modules, of_backward])
+@pytest.mark.parametrize("first", ["a step", "the hook"])
+def test_hooks_that_no_stand_in_can_run_leave_a_model_its_loss(hook, first):
+    true, model = make("llama"), use_fused_loss(make("llama"))
+    if first == "a step":
+        model(**batch())
+    with hook(true):
+        expected, gradients = loss_and_gradients(true, **batch())
+    say_once.cache_clear()
+    with hook(model):
+        with pytest.warns(UserWarning, match="hooks"):
+            found = model(**batch()).loss
+        found.backward()
+    assert torch.equal(found, expected)
+    check_gradients(model, gradients, 0.0)
+
+
+def test_attributes_set_by_others_during_a_forward_stay():
+    """A loss that counts its calls on the model itself, and one of a part of the model."""
+    model = use_fused_loss(make("llama"))
+    model.calls, own = 0, model.loss_function
+
+    def loss_function(*args, **kwargs):
+        model.calls += 1
+        return own(*args, **kwargs)
+
+    model.loss_function = loss_function
+    model(**batch())
+    before = model.calls
+    for _ in range(3):
+        model(**batch())
+    assert model.calls == before + 3
+
+
+class Counting(nn.Module):
+    """A norm that counts its calls in a buffer and an attribute, as batch norms and observers do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.calls = inner, 0
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("largest", None)
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.add_(x[..., 0].numel())
+        largest = x.detach().abs().max()
+        self.largest = largest if self.largest is None else torch.maximum(0.9 * self.largest, largest)
+        return self.inner(x) / self.largest
+
+
+def test_a_proof_leaves_the_state_of_modules_as_it_was():
+    """Three runs of a sample are no steps of a running statistic."""
+    true, model = make("llama"), use_fused_loss(make("llama"))
+    for one in (true, model):
+        one.model.norm = Counting(one.model.norm)
+    for _ in range(2):
+        expected, gradients = loss_and_gradients(true, **batch())
+        found = model(**batch()).loss
+        assert error(found, expected) < 3e-6
+        found.backward()
+        check_gradients(model, gradients)
+        model.zero_grad()
+    assert fused_loss_report(model).proofs[0].fused
+    counted = model.model.norm
+    assert (counted.calls, counted.seen.item()) == (2, 2 * batch()["labels"].numel())
+    assert torch.equal(counted.largest, true.model.norm.largest)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_first_call_inside_of_a_checkpoint(reentrant):
+    true, model = make("llama"), use_fused_loss(make("llama"))
+    given, losses = batch(), []
+    for one in (true, model):
+        rows = one.model.embed_tokens(given["input_ids"])
+
+        def loss(rows, labels, one=one):
+            return one(inputs_embeds=rows, labels=labels).loss
+
+        losses.append(checkpoint(loss, rows, given["labels"], use_reentrant=reentrant))
+        losses[-1].backward()
+    assert error(losses[1], losses[0]) < 3e-6
+    check_gradients(model, {name: p.grad for name, p in true.named_parameters()})
+    assert fused_loss_report(model).proofs[0].fused
+
+
+@pytest.mark.parametrize("proved", [False, True])
+def test_transforms_of_torch_func_see_the_models_own_loss(proved):
+    """Gradients of each row, as data attribution takes them: nothing can be compared inside, nor our head be run."""
+    model, given = make("llama"), batch()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def gradients_of_rows(model):
+        def loss(parameters, ids, labels):
+            row = {"input_ids": ids[None], "labels": labels[None]}
+            return torch.func.functional_call(model, parameters, (), row).loss
+
+        return torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, *given.values())
+
+    true, fused = gradients_of_rows(model), use_fused_loss(copy.deepcopy(model))
+    if proved:
+        fused(**given)
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="torch.func"):
+        found = gradients_of_rows(fused)
+    assert all(torch.equal(found[name], true[name]) for name in true)
+
+
+def test_a_head_of_whole_numbers_keeps_its_logits():
+    class Quantised(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+            self.register_buffer("weight", (linear.weight.detach() / self.scale).round().to(torch.int8))
+
+        def forward(self, hidden):
+            return hidden @ (self.weight * self.scale).T
+
+    true, model = make("llama"), use_fused_loss(make("llama"))
+    for one in (true, model):
+        one.lm_head = Quantised(one.lm_head)
+    expected, gradients = loss_and_gradients(true, **batch())
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="its lm head holds torch.int8"):
+        found = model(**batch()).loss
+    assert torch.equal(found, expected)
+    found.backward()
+    check_gradients(model, gradients, 0.0)
+
+
+def test_inference_mode_fuses_and_spoils_no_later_call():
+    expected = make("llama")(**batch()).loss
+    for mode in (torch.inference_mode, torch.no_grad):
+        model = use_fused_loss(make("llama"), in_eval=True).eval()
+        with torch.inference_mode():
+            given = {name: x.clone() for name, x in batch().items()}
+            first = model(**given)
+        with mode():
+            second = model(**batch())
+        for found in (first, second, model(**batch())):
+            assert error(found.loss, expected) < 3e-6
+            assert found.logits is None
+
+
+@pytest.mark.parametrize("chosen", [3, torch.arange(2, 5)])
+def test_logits_to_keep_beside_all_labels_is_refused(chosen):
+    model, given = use_fused_loss(make("llama")), batch()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"labels has shape \[2, 9\], and with logits_to_keep .* 3 positions"):
+            model(**given, logits_to_keep=chosen)
+    own = make("llama")
+    labels = given["labels"][:, -3:] if isinstance(chosen, int) else given["labels"][:, chosen]
+    expected = own(given["input_ids"], labels=labels, logits_to_keep=chosen).loss
+    assert error(model(given["input_ids"], labels=labels, logits_to_keep=chosen).loss, expected) < 3e-6

@@ -1,0 +1,50 @@
+"""Losses of a model's own that read fewer tokens than there are labels, on ranks that share the vocabulary: what ranks
+send does not depend on it, so that a change which one rank alone sees is told in a message of the usual size."""
+
+import pytest
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_ext.dtensor import use_fused_loss
+from tests.dtensor.models import batch, check_gradients, error, loss_and_gradients, make, meshes, parallelize
+from tests.dtensor.test_decisions_of_ranks import _CHANGED, CHANGES
+from tests.ranks import ranks
+
+
+def shifted(logits, labels, vocab_size, **others):
+    return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size).float(), labels[:, 1:].reshape(-1))
+
+
+def chosen_by_a_mask(logits, labels, vocab_size, **others):
+    counts = labels[:, 1:] != -100
+    return F.cross_entropy(logits[:, :-1][counts].float(), labels[:, 1:][counts])
+
+
+def of_the_last(logits, labels, vocab_size, **others):
+    losses = F.cross_entropy(logits[:, -4:].flatten(0, 1), labels[:, -4:].flatten(), reduction="none")
+    return losses[1:].square().mean()
+
+
+def smoothed(logits, labels, vocab_size, **others):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("loss", [shifted, chosen_by_a_mask, of_the_last, smoothed])
+@ranks(2)
+def test_losses_of_fewer_tokens_and_a_change_on_one_rank(loss):
+    given, plain = batch(2, 10), make("llama")
+    model = use_fused_loss(parallelize(make("llama"), *meshes(tp=2)))
+    plain.loss_function = model.loss_function = loss
+    expected, true = loss_and_gradients(plain, **given)
+    for seen in (0, 1, 1):  # the first change is one of all ranks
+        model.config.tokens_seen = seen
+        found = model(**given).loss
+        assert error(found, expected) < 3e-6
+        found.backward()
+        check_gradients(model, true)
+        model.zero_grad()
+    if dist.get_rank() == 1:
+        CHANGES["logits"](model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=_CHANGED):
+            model(**given)

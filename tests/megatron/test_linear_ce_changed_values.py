@@ -1,0 +1,108 @@
+"""What a proved loss or output layer reads beside its arguments may change later: then the proof holds no longer."""
+
+import pytest
+import torch
+
+from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+from tests.gpt import model_parallel
+from tests.megatron.patching import assert_same, batch, grads_of, one_gpt, patched, run
+from tests.ranks import ranks
+
+factor = 1.0
+
+
+class Schedule:
+    weight = 1.0
+
+    def now(self):
+        return self.weight
+
+
+class Cell:
+    """Ways to a number that `weigh(model)` makes a factor of the loss, and `set_to(model, x)` changes."""
+
+    def closure(self):
+        weight = 1.0
+
+        def set_to(model, x):
+            nonlocal weight
+            weight = x
+
+        return lambda model: weight, set_to
+
+    def dictionary(self):
+        held = {"weight": 1.0}
+        return lambda model: held["weight"], lambda model, x: held.update(weight=x)
+
+    def constant_of_the_file(self):
+        def set_to(model, x):
+            global factor
+            factor = x
+
+        return lambda model: factor, set_to
+
+    def config(self):
+        return lambda model: getattr(model.config, "my_weight", 1.0), lambda model, x: setattr(
+            model.config, "my_weight", x
+        )
+
+    def attribute(self):
+        return lambda model: vars(model).get("my_weight", 1), lambda model, x: setattr(model, "my_weight", int(x))
+
+    def object(self):
+        schedule = Schedule()
+        return lambda model: schedule.now(), lambda model, x: setattr(schedule, "weight", x)
+
+    def tensor(self):
+        held = torch.ones(())
+        return lambda model: held, lambda model, x: held.fill_(x)
+
+
+@ranks(1)
+@pytest.mark.parametrize("way", [name for name in vars(Cell) if not name.startswith("_")])
+def test_a_weight_of_a_proved_loss_may_change(way):
+    reset_fusion_report()
+    with model_parallel():
+        model, labels = one_gpt(tied=False), batch()[1]
+        weigh, set_to = getattr(Cell(), way)()
+        own = type(model).compute_language_model_loss
+
+        def loss(self, labels, logits):
+            return weigh(self) * own(self, labels, logits)
+
+        model.compute_language_model_loss = loss.__get__(model)
+        set_to(model, 3.0)
+        stock = run(model, labels)
+        wanted = grads_of(model, stock)
+        set_to(model, 1.0)
+        with patched():
+            for _ in range(2):
+                run(model, labels)
+            assert fusion_report().losses_fused == 2
+            set_to(model, 3.0)
+            found = run(model, labels)
+            assert torch.equal(found, stock)
+            assert_same(grads_of(model, found), wanted)
+        set_to(model, 1.0)
+
+
+@ranks(1)
+@pytest.mark.parametrize("kind", ["buffer", "number"])
+def test_values_that_an_output_layer_holds_may_change(kind):
+    with model_parallel():
+        model, labels = one_gpt(tied=False), batch()[1]
+        layer = model.output_layer
+
+        class Scaled(type(layer)):
+            def forward(self, input_, weight=None, **others):
+                logits, bias = super().forward(input_, weight=weight, **others)
+                return logits * self.factor, bias
+
+        layer.__class__ = Scaled
+        held = torch.ones(()) if kind == "buffer" else 1
+        layer.register_buffer("factor", held) if kind == "buffer" else setattr(layer, "factor", held)
+        with patched():
+            run(model, labels)
+            held.fill_(3) if kind == "buffer" else setattr(layer, "factor", 3)
+            found = run(model, labels)
+        torch.testing.assert_close(found, run(model, labels), rtol=1e-6, atol=1e-6)
