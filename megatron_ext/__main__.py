@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
         help="compare: a script's first steps, stock and ours; doctor: what is installed and active; "
         "memory: bytes of the lm head; run: a Megatron script",
     )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="all that follows is the program's")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's arguments")
     options = parser.parse_args(argv)
     found = _PROGRAMS[options.program](options.arguments)
     if found is not None:

@@ -278,7 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_ext.doctor", description=__doc__.split("\n")[0], allow_abbrev=False
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--cpu", action="store_true", help="with --model: Megatron-Core on CPU and gloo")
     parser.add_argument(
         "--model", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="build that script's model, train nothing"

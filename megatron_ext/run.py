@@ -85,48 +85,48 @@ def command_line(
 ) -> argparse.ArgumentParser:
     """The options of the launcher, which `megatron_ext.compare` takes too."""
     parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
-    parser.add_argument("--cpu", action="store_true", help="Megatron-Core on CPU and gloo, no GPU asked for")
+    parser.add_argument("--cpu", action="store_true", help="Megatron-Core on the CPU and gloo, without a GPU")
     parser.add_argument(
-        "--nccl-rules", action="store_true", help="with --cpu: hang and refuse where NCCL does, and say why"
+        "--nccl-rules", action="store_true", help="with --cpu: wait or fail where NCCL would, and report why"
     )
     parser.add_argument(
         "--transformer-engine", action="store_true", help="with --cpu: Transformer Engine's layers, without its kernels"
     )
     parser.add_argument("--linear-ce", action="store_true", help="language models take their loss from the fused head")
     parser.add_argument("--chunk-tokens", type=_tokens, metavar="N", help="tokens per chunk of the fused head")
-    parser.add_argument("--cache", type=_cache, metavar="X", help="what the head keeps: 0 to 1, bytes, bounded or auto")
+    parser.add_argument("--cache", type=_cache, metavar="X", help="exponentials kept: 0 to 1, bytes, bounded or auto")
     parser.add_argument("--z-loss", type=float, metavar="X", help="factor of lse^2 in the loss; logged as 'z loss'")
     parser.add_argument("--label-smoothing", type=float, metavar="X", help="0 to 1, as in torch's cross_entropy")
     parser.add_argument("--softcap", type=float, metavar="X", help="logits are X * tanh(logits / X) in the loss")
     parser.add_argument("--temperature", type=float, metavar="X", help="logits are divided by it in the loss")
     parser.add_argument("--entropy", action="store_const", const=True, help="log the entropy of the distributions")
     parser.add_argument(
-        "--skip-ignored", type=_bound, metavar="N", help="masked tokens make no product; any, or N: no more count"
+        "--skip-ignored", type=_bound, metavar="N", help="leave masked tokens out; any, or N: at most N tokens count"
     )
-    parser.add_argument("--bits", choices=["fast", "batch", "tensor_parallel"], help="which bits of the head are equal")
+    parser.add_argument("--bits", choices=["fast", "batch", "tensor_parallel"], help="how reproducible the head is")
     parser.add_argument("--logit-dtype", type=_dtype, metavar="X", help="bfloat16 or float16: logits are rounded to it")
     parser.add_argument(
         "--proof", choices=["first", "always", "off"], help="when the head is compared with the model's own loss"
     )
-    parser.add_argument("--check", action="store_true", help="build the models, say what would be fused, train nothing")
+    parser.add_argument("--check", action="store_true", help="build models, report losses to be fused, train nothing")
     parser.add_argument(
-        "--verify", type=_steps, metavar="N", help="run N steps twice first, stock and changed: the same?"
+        "--verify", type=_steps, metavar="N", help="first run N steps twice, stock and changed, and compare"
     )
     parser.add_argument(
         "--tolerance",
         type=float,
         default=1e-3,
         metavar="X",
-        help="of --verify: the most that losses differ (%(default)s)",
+        help="of --verify: the largest difference allowed (%(default)s)",
     )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="of --verify: a PNG of both runs")
     parser.add_argument(
         "--record", nargs=2, metavar=("N", "FILE"), help="write loss, memory and time of N steps to FILE, and end"
     )
     parser.add_argument("--pipeline-vocab", action="store_true", help="pipeline stages share embedding and lm head")
-    parser.add_argument("--tensor-parallel", action="store_true", help="megatron.core.tensor_parallel is ours")
+    parser.add_argument("--tensor-parallel", action="store_true", help="our layers instead of Megatron's")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="all that follows is the script's")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
     return parser
 
 

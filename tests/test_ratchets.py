@@ -41,7 +41,8 @@ LINES = {
     "megatron_on_cpu/transformer_engine": 2929,
 }
 
-_PRONOUNS = ("What", "Of", "Those", "That", "How", "Whether", "Which", "Where", "As")
+_PRONOUNS = ("What", "Of", "Those", "That", "How", "Whether", "Which", "Where", "As", "Why", "Who", "Whoever")
+_PRONOUNS += ("Whatever", "It", "Its", "They", "Inside")
 _LETTERS = 60
 
 

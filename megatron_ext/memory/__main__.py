@@ -56,19 +56,19 @@ def _parser() -> argparse.ArgumentParser:
         "estimate its time on a known GPU.",
         allow_abbrev=False,
     )
-    parser.add_argument("--tokens", type=int, metavar="N", help="of a micro-batch: its sequences times their length")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens of a micro-batch, of all its sequences")
     parser.add_argument("--hidden", dest="width", type=int, metavar="N", help="hidden size")
     parser.add_argument("--vocab", type=int, metavar="N", help="the whole vocabulary, padded")
     parser.add_argument("--tp", dest="ranks", type=int, metavar="N", help="tensor-parallel ranks (default: 1)")
-    parser.add_argument("--sequence-parallel", action="store_const", const=True, help="each rank has its slice")
-    parser.add_argument("--dtype", choices=DTYPES, help="of hidden states and weight (default: bf16)")
-    parser.add_argument("--cache", type=_cache, metavar="X", help="this one alone; default: bounded, 1, 0.5 and 0")
+    parser.add_argument("--sequence-parallel", action="store_const", const=True, help="slices of tokens on ranks")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of hidden states and weight (default: bf16)")
+    parser.add_argument("--cache", type=_cache, metavar="X", help="only this value; default: bounded, 1, 0.5 and 0")
     parser.add_argument(
-        "--device", choices=["cuda", "cpu"], help="whose code is counted (default: cuda if Triton is there)"
+        "--device", choices=["cuda", "cpu"], help="device of the counted code (default: cuda if Triton is installed)"
     )
     parser.add_argument("--gpu", choices=GPUS, help="whose time is estimated (default: the one here, if it is known)")
     parser.add_argument("--model", metavar="NAME", help="a folder or a name that transformers finds a config for")
-    parser.add_argument("--megatron", nargs=argparse.REMAINDER, metavar="ARGS", help="all that follows is Megatron's")
+    parser.add_argument("--megatron", nargs=argparse.REMAINDER, metavar="ARGS", help="Megatron's arguments")
     return parser
 
 
