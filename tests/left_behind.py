@@ -61,8 +61,9 @@ def cached_with_groups(make: Callable) -> Callable:
 
 def of_test() -> dict[str, object]:
     """The environment, torch's flags, hooks and handlers, and Megatron's globals."""
+    libraries_own = ("PYTEST", "RAY_", "_TORCHINDUCTOR_")
     state: dict[str, object] = {
-        f"os.environ[{name!r}]": value for name, value in os.environ.items() if not name.startswith(("PYTEST", "RAY_"))
+        f"os.environ[{name!r}]": value for name, value in os.environ.items() if not name.startswith(libraries_own)
     }
     state |= _flags_of_torch()
     state |= {

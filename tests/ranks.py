@@ -109,8 +109,9 @@ def _threads():
     return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
 
 
-def _error_of(module, name, kwargs, test):
-    """What is wrong after the body of a test, or a look at what the tests of a file have left, on this rank."""
+def _error_of(module, name, kwargs, test, alone=False):
+    """What is wrong after the body of a test, or a look at what the tests of a file have left, on this rank; `alone`:
+    the rank ends with this test."""
     from tests import left_behind
 
     try:
@@ -119,7 +120,8 @@ def _error_of(module, name, kwargs, test):
                 left_behind.end_file(on_rank=True)
         else:
             function = getattr(importlib.import_module(module), name)
-            with left_behind.told(), left_behind.nothing_left_by_test(), recorded(test), _undone(kwargs):
+            left = contextlib.nullcontext() if alone else left_behind.nothing_left_by_test()
+            with left_behind.told(), left, recorded(test), _undone(kwargs):
                 function.body(**kwargs)
     except pytest.skip.Exception as skipped:
         return Skipped(str(skipped))
@@ -156,9 +158,9 @@ class _Pool:
         self.crowded = False
         self.workers = fork(world_size, _work, world_size, self.store, rules or _rules_of_run())
 
-    def run(self, module, name, kwargs):
+    def run(self, module, name, kwargs, alone=False):
         self.used = True
-        self._tell((module, name, kwargs, os.environ.get(OF_TEST, "")))
+        self._tell((module, name, kwargs, os.environ.get(OF_TEST, ""), alone))
         pending = {worker.connection: rank for rank, worker in enumerate(self.workers)}
         errors, deadline, ended = {}, time.monotonic() + TIMEOUT_S, False
         while pending and not ended and (left := deadline - time.monotonic()) > 0:
@@ -223,7 +225,9 @@ def ranks(*world_sizes, rules=None):
             world_size = kwargs.pop("world_size")
             pool = None if rules else _pools.pop(world_size, None)
             pool = pool or _Pool(world_size, rules)
-            pool.run(body.__module__, body.__name__, kwargs)  # on failure the pool stays out of _pools
+            pool.run(
+                body.__module__, body.__name__, kwargs, alone=bool(rules)
+            )  # on failure the pool stays out of _pools
             if pool.crowded or rules:
                 pool.kill()
             else:

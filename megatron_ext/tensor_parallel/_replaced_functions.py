@@ -44,7 +44,7 @@ _NOT_CALLED: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 _INSTEAD = {
-    _LAYERS: f"replace {_HOMES[1]}.{_LINEAR[0]} or {_FROZEN[0]} instead, which the layers look up, or take "
+    _LAYERS: f"replace {_HOMES[1]}.{_LINEAR[0]} or {_FROZEN[0]} instead, which the layers look up, or use "
     f"Megatron's own layers",
     _EMBEDDING: "take Megatron's own embedding, or give the model's spec one of your own",
     _OF_LOGITS: f"replace {_CROSS_ENTROPY}.vocab_parallel_cross_entropy instead, after the substitution",

@@ -7,6 +7,7 @@ import transformers
 
 from megatron_ext.policy import ClippedPGLoss, MegatronPolicyWorker, NLLLoss, load_weights
 from tests.dtensor.models import family_config
+from tests.gpt import forget_megatron
 from tests.marks import slow
 from tests.policy.problems import (
     batching,
@@ -219,6 +220,7 @@ def test_a_worker_that_cannot_be_made_leaves_nothing_open():
         MegatronPolicyWorker(config, None, None, "/nowhere/optimizer")
     assert not parallel_state.model_parallel_is_initialized()
     assert torch.cuda.current_device is allocated
+    forget_megatron()
 
 
 @pytest.mark.slow
