@@ -40,12 +40,14 @@ class _MarkedNorm(torch.nn.Module):
             parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised `x`, `[..., H]`; in the weight's dtype where `x` has a wider one, as fp32 residuals have."""
+        """The normalised `x`, `[..., H]`; in the weight's dtype where `x` has a wider one, as fp32 residuals have, but
+        under autocast in that of `x`."""
         gamma, beta = self.weight + 1 if self.zero_centered_gamma else self.weight, self.bias
         wide = torch.promote_types(x.dtype, gamma.dtype)
-        if wide == gamma.dtype or torch.is_autocast_enabled(x.device.type):
+        if wide == gamma.dtype:
             return self._normalize(x, gamma, beta)
-        return self._normalize(x, gamma.to(wide), None if beta is None else beta.to(wide)).to(gamma.dtype)
+        y = self._normalize(x, gamma.to(wide), None if beta is None else beta.to(wide))
+        return y if torch.is_autocast_enabled(x.device.type) else y.to(gamma.dtype)
 
     def _normalize(self, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
         raise NotImplementedError

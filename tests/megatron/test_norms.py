@@ -78,6 +78,15 @@ def test_a_wider_residual_comes_out_in_the_weights_dtype(kind):
         torch.testing.assert_close(parameter.grad, same.grad.bfloat16(), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_wider_residual_runs_under_autocast(kind):
+    """Which ended in torch's "mixed dtype" there; as on CUDA the result has the residual's dtype."""
+    norm, x = Norm(config(normalization=kind), 6).bfloat16(), torch.randn(5, 2, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = norm(x)
+    torch.testing.assert_close(y, Norm(config(normalization=kind), 6)(x), rtol=0, atol=0)
+
+
 def test_final_norm_of_megatron_has_its_default_epsilon():
     """Also where the class stands in for Megatron's, which passes `eps` itself."""
     from megatron.core.transformer import TransformerConfig

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _COUNTS = {"last_epoch": -1, "_step_count": 0, "good_steps": 0}  # by name: the least that they can be
+_AT_LEAST_0 = ("lr", "initial_lr", "base_lrs", "_last_lr", "eps", "weight_decay", "betas")
 
 
 def refuse_fact(path: str | Path, name: str, value: Any, rule: str) -> None:
@@ -62,6 +63,11 @@ def check_like(path: str | Path, name: str, saved: Any, own: Any) -> None:
     elif isinstance(own, int | float):
         if not _is_finite(saved):
             refuse_fact(path, name, saved, "a finite number")
+        inside = name.split(".")[-2:]
+        if saved < 0 and not own < 0 and any(part in _AT_LEAST_0 for part in inside):
+            refuse_fact(path, name, saved, "at least 0")
+        if saved >= 1 and "betas" in inside:
+            refuse_fact(path, name, saved, "below 1")
     elif type(saved) is not type(own):
         refuse_fact(path, name, saved, f"a {type(own).__name__}")
 
