@@ -85,7 +85,7 @@ def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tenso
 
 
 def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
-    as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # a checkpoint around the call counts others
+    as_they_are = torch.autograd.graph.saved_tensors_hooks(_kept, _same)  # a checkpoint around the call counts others
     with torch.inference_mode(False), torch.enable_grad(), as_they_are, main_grads_aside(parameters) as main_grads:
         losses = way(hidden)
         # Each token has a weight of its own, or else gradients of one could stand for those of another.
@@ -108,6 +108,11 @@ def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def _kept(x: Tensor) -> Tensor:
+    """Return `x` without its graph: a node that saves its own result would hold itself, for good."""
+    return x if x.is_leaf else x.detach().requires_grad_()
 
 
 @contextmanager
