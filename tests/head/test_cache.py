@@ -12,7 +12,7 @@ from megatron_ext import VocabShard, linear_cross_entropy, linear_log_probs
 from megatron_ext.head.call import chunk_sizes
 from megatron_ext.head.call.chunk_sizes import cached_columns, keeps_all
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.losses.from_hidden import LogProbLoss
+from megatron_ext.losses.from_hidden import DPOLoss
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from tests.head.problems import Problem
 from tests.ranks import ranks
@@ -82,8 +82,9 @@ def test_default_cache_is_bounded_by_weight_and_fp32_gradient(dtype, width, toke
 
 
 def test_the_default_is_the_same_everywhere():
-    functions = (linear_cross_entropy, linear_log_probs, ResolvedHead, HeadSettings, LogProbLoss)
+    functions = (linear_cross_entropy, linear_log_probs, ResolvedHead, HeadSettings)
     assert {inspect.signature(function).parameters["cache"].default for function in functions} == {"bounded"}
+    assert DPOLoss()._head(torch.zeros(3, 2)).cache == "bounded"
 
 
 def test_the_default_asks_nobody_for_free_memory(monkeypatch):

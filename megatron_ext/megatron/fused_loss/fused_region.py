@@ -196,7 +196,7 @@ class Region:
         ranks, cache = group_size(tp_group(self.layer)), head.cache
         dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(hidden.dtype, "fp32")
         self.counters.layers = layers_of(self.model)
-        tokens, columns = labels.numel(), weight.shape[0]
+        tokens, columns = labels.numel(), max(weight.shape[0], 1)
         if cache != "auto":  # what is free is looked at once, by the head itself
             self.counters.kept = 100 * cached_columns(head.resolved(), tokens, columns, hidden.flatten(0, -2)) / columns
         self.counters.sizes = (
