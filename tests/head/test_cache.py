@@ -12,7 +12,7 @@ from megatron_ext import VocabShard, linear_cross_entropy, linear_log_probs
 from megatron_ext.head.call import chunk_sizes
 from megatron_ext.head.call.chunk_sizes import cached_columns, keeps_all
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.losses.from_hidden import DPOLoss
+from megatron_ext.losses import DPOLoss
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from tests.head.problems import Problem
 from tests.ranks import ranks
