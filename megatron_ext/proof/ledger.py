@@ -1,5 +1,6 @@
 """`Proofs`: the proofs that were made, each with what it rests on, and the decision whether to make another."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,14 +15,16 @@ from megatron_ext.proof.result import Proof
 from megatron_ext.proof.settings import ProofMode
 
 _TRUSTED = Proof("trusted")
+MANY_CHANGES = 10
 
 
 class _Made(NamedTuple):
-    """A proof, what it rests on, and whether each call of its owner makes another."""
+    """A proof, what it rests on, whether each call of its owner makes another, and how often that changed before."""
 
     basis: ProofBasis
     proof: Proof
     always: bool
+    changes: int
 
 
 class Proofs:
@@ -61,7 +64,9 @@ class Proofs:
         if not always and found is not None and found.basis.same_as(rests_on):
             return found.proof
         proof, always = _agreed(prove, mode, group) if shared else (prove(), always)
-        self._made[owner] = _Made(rests_on, proof, always)
+        changes = 0 if found is None or always else found.changes + 1
+        warn_of_changes(changes)
+        self._made[owner] = _Made(rests_on, proof, always, changes)
         return proof
 
     def has_changed(self, owner: Any, basis: ProofBasis) -> bool:
@@ -97,6 +102,17 @@ def cannot_prove_now() -> str | None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured, in which nothing can be compared"
     return None
+
+
+def warn_of_changes(changes: int) -> None:
+    """Warn once that a model's proofs do not last."""
+    if changes == MANY_CHANGES:
+        warnings.warn(
+            f"the lm head or the loss of a model, or a value that their code reads, has changed {changes} times since "
+            f"its first call, and each change takes another comparison of the fused loss with the model's own: let "
+            f"the training loop, and not the loss function, keep counters and logs",
+            stacklevel=2,
+        )
 
 
 def words_of_change(rank: int) -> str:

@@ -1,6 +1,7 @@
 """Models with a fused loss that change between calls, or whose code looks further than its arguments: each answers as
 the same model without the fused loss does, with the same gradients."""
 
+import contextlib
 import copy
 
 import pytest
@@ -283,3 +284,13 @@ def test_logits_to_keep_beside_all_labels_is_refused(chosen):
     labels = given["labels"][:, -3:] if isinstance(chosen, int) else given["labels"][:, chosen]
     expected = own(given["input_ids"], labels=labels, logits_to_keep=chosen).loss
     assert error(model(given["input_ids"], labels=labels, logits_to_keep=chosen).loss, expected) < 3e-6
+
+
+@pytest.mark.filterwarnings("error:the lm head or the loss of a model")
+def test_a_head_that_changes_at_each_call_is_warned_of_once():
+    model = with_scaled_head()
+    use_fused_loss(model)
+    for call in range(12):
+        model.lm_head.note = call
+        with pytest.warns(UserWarning, match="has changed 10 times") if call == 10 else contextlib.nullcontext():
+            model(**batch())

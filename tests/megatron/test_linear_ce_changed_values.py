@@ -106,3 +106,22 @@ def test_values_that_an_output_layer_holds_may_change(kind):
             held.fill_(3) if kind == "buffer" else setattr(layer, "factor", 3)
             found = run(model, labels)
         torch.testing.assert_close(found, run(model, labels), rtol=1e-6, atol=1e-6)
+
+
+@ranks(1)
+def test_a_loss_that_counts_its_calls_is_warned_of():
+    with model_parallel():
+        model, labels, calls = one_gpt(tied=False), batch()[1], {"count": 0}
+        own = type(model).compute_language_model_loss
+
+        def loss(self, labels, logits):
+            calls["count"] += 1
+            return own(self, labels, logits)
+
+        model.compute_language_model_loss = loss.__get__(model)
+        with patched(), torch.no_grad():
+            for _ in range(10):
+                run(model, labels)
+            with pytest.warns(UserWarning, match="has changed 10 times since its first call"):
+                run(model, labels)
+        assert calls["count"] == 11

@@ -23,8 +23,9 @@ from megatron_ext.head.validation.exchange_checks import OptionsDiffer
 from megatron_ext.proof import Proof, ProofBasis, ProofMode, Proofs, words_of_change
 
 _CHANGED = (
-    "the lm head, the loss or the arguments of this {} has changed since its tensor-parallel ranks decided to fuse it, "
-    "and they cannot decide anew: {}. Change it on every rank alike, and give every rank the same arguments"
+    "the lm head, the loss, a value that their code reads, or an argument of this {} has changed since its "
+    "tensor-parallel ranks decided to fuse it, and they cannot decide anew: {}. Change it on every rank alike, as "
+    "also a counter that the loss function keeps, and give every rank the same arguments"
 )
 
 

@@ -31,6 +31,7 @@ from megatron_ext.proof import (
     code_values,
     module_values,
     proof_mode,
+    warn_of_changes,
     words_of_change,
 )
 
@@ -55,6 +56,7 @@ class Decision:
         seen: what `_seen` found on this rank.
         basis: of what is not known on this rank, if anything.
         proof: the last one.
+        changes: how often it was taken anew.
     """
 
     settings: HeadSettings
@@ -64,6 +66,7 @@ class Decision:
     seen: tuple[str | None, str | None] = (None, None)
     basis: ProofBasis | None = None
     proof: Proof | None = None
+    changes: int = 0
 
     def wants_proof(self) -> bool:
         """Tell whether the loss that is about to be taken must be compared first."""
@@ -115,7 +118,12 @@ def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
         elif mode == "off":
             decision.left = f"{found}, and proof is off"
     decision.basis = None if seen[1] is None else _basis(model, layer)
-    _decisions[model.training, loss][model] = decision
+    decisions = _decisions[model.training, loss]
+    before = decisions.get(model)
+    if before is not None and before.settings == settings and decision.basis is not None:
+        decision.changes = before.changes + 1
+        warn_of_changes(decision.changes)
+    decisions[model] = decision
     return decision
 
 
@@ -150,12 +158,13 @@ def telling_of_change(model: Any) -> Iterator[None]:
 
 _CHANGED = (
     "the output layer or the loss of this {} has changed since its tensor-parallel ranks decided to fuse it ({}), and "
-    "they cannot decide anew: {}. Change it on every rank alike, or before its first call, or patch it again"
+    "they cannot decide anew: {}. Change it on every rank alike, as also a counter that the loss function keeps, or "
+    "before its first call, or patch it again"
 )
 
 
 def _why(model: Any) -> str:
-    return next(filter(None, _seen(model, loss=True)), "what was unknown in it is known now, or is another function")
+    return next(filter(None, _seen(model, loss=True)), "it has another function, or its code reads another value")
 
 
 def _seen(model: Any, loss: bool) -> tuple[str | None, str | None]:
