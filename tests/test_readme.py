@@ -34,7 +34,7 @@ def test_table_has_the_measured_rows():
 
 def test_first_screen_is_a_screen():
     lines = [line for line in TEXT.splitlines() if line.strip()]
-    assert len(lines) <= 32
+    assert len(lines) <= 25
 
 
 # Rows of the demo's table whose numbers are the same in each run; the times are of one run.
