@@ -35,6 +35,11 @@ STATE = [
 ]
 # The packages with what tests replace.
 REPLACEABLE = ("megatron.", "torch.distributed", "torch.nn", "torch.optim", "torch.utils.checkpoint", "torch._tensor")
+# Two that the import of our layer specs, and of Megatron's modules where CUDA is emulated, replaces for good.
+REPLACED_BY_IMPORT = (
+    "megatron.core.transformer.transformer_block.LayerNormImpl",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async._process_memory",
+)
 KINDS = {type, types.FunctionType, staticmethod, classmethod, property, functools.partial}
 # The packages whose functions may stand in the place of others' as long as a test runs.
 OURS = ("megatron_ext", "megatron_on_cpu", "tests", "benchmarks", "examples")
@@ -152,8 +157,8 @@ def of_file() -> dict[str, object]:
             state |= {f"{name}.{key}": _at(value) for key, value in values.items() if _of(ours, value)}
             for kind in [value for value in values.values() if type(value) is type and value.__module__ == name]:
                 state |= {f"{name}.{kind.__name__}.{k}": _at(v) for k, v in list(vars(kind).items()) if _of(ours, v)}
-    if "megatron_ext.megatron.layer_specs" in sys.modules:
-        state.pop("megatron.core.transformer.transformer_block.LayerNormImpl", None)  # replaced by its import
+    for name in REPLACED_BY_IMPORT:
+        state.pop(name, None)
     return state
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.gpt import model_parallel, ours_everywhere, tiny_batches
 from tests.marks import slow
-from tests.megatron.patching import patched
+from tests.megatron.patching import patched, unpatch
 from tests.on_transformer_engine.models import ENGINE, assert_same_steps, losses_and_norms, our_spec, te_spec
 from tests.on_transformer_engine.test_experts import FUSED, MOE
 from tests.on_transformer_engine.test_fp8 import SIZES
@@ -35,6 +35,7 @@ def in_the_way(way):
             undo.enter_context(ours_everywhere())
         if way in ("patch", "both"):
             undo.enter_context(patched(**HEAD))
+        undo.callback(unpatch)  # a spec patches the classes too
         reset_fusion_report()
         yield
         if way in ("patch", "both", "spec"):
