@@ -35,10 +35,13 @@ STATE = [
 ]
 # The packages with what tests replace.
 REPLACEABLE = ("megatron.", "torch.distributed", "torch.nn", "torch.optim", "torch.utils.checkpoint", "torch._tensor")
-# Two that the import of our layer specs, and of Megatron's modules where CUDA is emulated, replaces for good.
-REPLACED_BY_IMPORT = (
+# Functions that stay replaced, and pass on: by the import of our layer specs, by that of Megatron's modules where CUDA is
+# emulated, and by the patch of a model that is gone without `unpatch`.
+STAY_REPLACED = (
     "megatron.core.transformer.transformer_block.LayerNormImpl",
     "megatron.core.dist_checkpointing.strategies.filesystem_async._process_memory",
+    "megatron.core.pipeline_parallel.schedules.drain_embedding_wgrad_compute",
+    "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
 )
 KINDS = {type, types.FunctionType, staticmethod, classmethod, property, functools.partial}
 # The packages whose functions may stand in the place of others' as long as a test runs.
@@ -157,7 +160,7 @@ def of_file() -> dict[str, object]:
             state |= {f"{name}.{key}": _at(value) for key, value in values.items() if _of(ours, value)}
             for kind in [value for value in values.values() if type(value) is type and value.__module__ == name]:
                 state |= {f"{name}.{kind.__name__}.{k}": _at(v) for k, v in list(vars(kind).items()) if _of(ours, v)}
-    for name in REPLACED_BY_IMPORT:
+    for name in STAY_REPLACED:
         state.pop(name, None)
     return state
 

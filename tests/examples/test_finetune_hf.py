@@ -90,7 +90,7 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
 @pytest.mark.slow
 @ranks(2)
 def test_missing_and_damaged_checkpoints_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="nowhere is not there"):
+    with pytest.raises(ValueError, match="nowhere does not exist"):
         finetune(f"--load {tmp_path / 'nowhere'}")
     finetune(f"--tensor-parallel-size 2 --save {tmp_path} --steps 1")
     with pytest.raises(ValueError, match="must hold the same model"):
