@@ -35,8 +35,8 @@ STATE = [
 ]
 # The packages with what tests replace.
 REPLACEABLE = ("megatron.", "torch.distributed", "torch.nn", "torch.optim", "torch.utils.checkpoint", "torch._tensor")
-# Functions that stay replaced, and pass on: by the import of our layer specs, by that of Megatron's modules where CUDA is
-# emulated, and by the patch of a model that is gone without `unpatch`.
+# Functions that stay replaced, and pass on: by the import of our layer specs, by that of Megatron's modules where CUDA
+# is emulated, and by the patch of a model that is gone without `unpatch`.
 STAY_REPLACED = (
     "megatron.core.transformer.transformer_block.LayerNormImpl",
     "megatron.core.dist_checkpointing.strategies.filesystem_async._process_memory",
