@@ -377,3 +377,25 @@ def test_a_replaced_autograd_class_is_called_or_refused():
         refused = pytest.raises(RuntimeError, match="LinearWithGradAccumulationAndAsyncCommunication was replaced")
         with mock.patch.object(ours, autograd.__name__, Doubling), refused:
             layer(x)
+
+
+@ranks(1)
+def test_subclass_of_megatrons_autograd_function_stays():
+    """Python refuses another base for it: the substitution leaves it as the user wrote it."""
+    with model_parallel():
+        from megatron.core.tensor_parallel import layers as stock
+
+        autograd = stock.LinearWithGradAccumulationAndAsyncCommunication
+
+        class Doubling(autograd):
+            @staticmethod
+            def forward(ctx, input, *args):
+                return 2 * autograd.forward(ctx, input, *args)
+
+        x, weight = numbers(S, B, D, seed=1), numbers(N, D, seed=2)
+        given = (x, weight, None, False, False, False, None, 0, dist.group.WORLD)
+        before = Doubling.apply(*given)
+        with ours_everywhere():
+            assert Doubling.__bases__ == (autograd,)
+            assert torch.equal(Doubling.apply(*given), before)
+            torch.testing.assert_close(before, 2 * x @ weight.T)
