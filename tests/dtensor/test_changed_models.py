@@ -3,6 +3,7 @@ the same model without the fused loss does, with the same gradients."""
 
 import contextlib
 import copy
+from types import MethodType
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext import fused_loss_report
-from megatron_ext.dtensor import causal_lm_loss, use_fused_loss
+from megatron_ext.dtensor import causal_lm_loss, restore_own_loss, use_fused_loss
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import batch, check_gradients, error, loss_and_gradients, make
@@ -294,3 +295,19 @@ def test_a_head_that_changes_at_each_call_is_warned_of_once():
         model.lm_head.note = call
         with pytest.warns(UserWarning, match="has changed 10 times") if call == 10 else contextlib.nullcontext():
             model(**batch())
+
+
+def test_a_forward_that_was_wrapped_on_the_model_is_undone():
+    """As accelerate's autocast wraps it, which a Trainer in bf16 leaves on the model."""
+    plain, model = make("llama"), make("llama")
+    use_fused_loss(model)
+    forward = model.forward.__func__
+    model.forward = MethodType(lambda self, *args, **kwargs: forward(self, *args, **kwargs), model)
+    for fused in (True, False, True):
+        if not fused:
+            restore_own_loss(model)
+        elif "restore" in str(fused_loss_report(model)):
+            use_fused_loss(model)
+        found = model(**batch())
+        assert (found.logits is None) == fused
+        torch.testing.assert_close(found.loss, plain(**batch()).loss)

@@ -32,12 +32,13 @@ def use_fused_class(model: nn.Module, dispatch: Dispatch) -> None:
 
 
 def leave_fused_class(model: nn.Module) -> None:
-    """Put `model` into its own class again, but one that FSDP2 has wrapped, or that has a forward of its own.
+    """Put `model` into its own class again, but one that FSDP2 has wrapped, or that has a forward of its own, which may
+    wrap that of the class, as accelerate's autocast does.
 
     Both classes compute the same for a model without settings of a fused loss.
     """
     own = vars(type(model)).get("_megatron_ext_base")
-    if own is not None and _INSTANCE not in vars(model):
+    if own is not None and not {_INSTANCE, "forward"} & vars(model).keys():
         model.__class__ = own
 
 
