@@ -35,14 +35,6 @@ STATE = [
 ]
 # The packages with what tests replace.
 REPLACEABLE = ("megatron.", "torch.distributed", "torch.nn", "torch.optim", "torch.utils.checkpoint", "torch._tensor")
-# Functions that stay replaced, and pass on: by the import of our layer specs, by that of Megatron's modules where CUDA
-# is emulated, and by the patch of a model that is gone without `unpatch`.
-STAY_REPLACED = (
-    "megatron.core.transformer.transformer_block.LayerNormImpl",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async._process_memory",
-    "megatron.core.pipeline_parallel.schedules.drain_embedding_wgrad_compute",
-    "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
-)
 KINDS = {type, types.FunctionType, staticmethod, classmethod, property, functools.partial}
 # The packages whose functions may stand in the place of others' as long as a test runs.
 OURS = ("megatron_ext", "megatron_on_cpu", "tests", "benchmarks", "examples")
@@ -77,8 +69,7 @@ def of_test() -> dict[str, object]:
     state |= {
         "the working directory": os.getcwd(),
         "sys.path": tuple(path for path in sys.path if "site-packages" not in path),  # Ray adds a part of itself
-        # transformers adds one when it is first imported
-        "sys.meta_path": tuple(id(x) for x in sys.meta_path if not type(x).__module__.startswith("transformers.")),
+        "sys.meta_path": tuple(map(id, sys.meta_path)),
         "handlers of the root logger": [repr(h) for h in logging.root.handlers if not _of_pytest(h)],
         "handlers of signals": tuple(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM, signal.SIGALRM))),
     }
@@ -160,8 +151,8 @@ def of_file() -> dict[str, object]:
             state |= {f"{name}.{key}": _at(value) for key, value in values.items() if _of(ours, value)}
             for kind in [value for value in values.values() if type(value) is type and value.__module__ == name]:
                 state |= {f"{name}.{kind.__name__}.{k}": _at(v) for k, v in list(vars(kind).items()) if _of(ours, v)}
-    for name in STAY_REPLACED:
-        state.pop(name, None)
+    if "megatron_ext.megatron.layer_specs" in sys.modules:
+        state.pop("megatron.core.transformer.transformer_block.LayerNormImpl", None)  # replaced by its import
     return state
 
 
@@ -234,8 +225,13 @@ class LeftBehind(Exception):
 
 
 # Leftovers of which others may be the cause: a library's cache or its import, a thread that is about to end, the
-# garbage collector.
-PASSING = ("open files", "threads of", "models alive", "sys.meta_path", "sys.path", "handlers of the root logger")
+# garbage collector; and wrappers that pass on, in three places.
+PASSING = (
+    *("open files", "threads of", "models alive", "sys.meta_path", "sys.path", "handlers of the root logger"),
+    "megatron.core.dist_checkpointing.strategies.filesystem_async._process_memory",
+    "megatron.core.pipeline_parallel.schedules.drain_embedding_wgrad_compute",
+    "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
+)
 
 
 @contextlib.contextmanager

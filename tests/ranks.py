@@ -225,9 +225,8 @@ def ranks(*world_sizes, rules=None):
             world_size = kwargs.pop("world_size")
             pool = None if rules else _pools.pop(world_size, None)
             pool = pool or _Pool(world_size, rules)
-            pool.run(
-                body.__module__, body.__name__, kwargs, alone=bool(rules)
-            )  # on failure the pool stays out of _pools
+            # on failure the pool stays out of _pools
+            pool.run(body.__module__, body.__name__, kwargs, alone=bool(rules))
             if pool.crowded or rules:
                 pool.kill()
             else:
