@@ -37,6 +37,10 @@ def test_first_screen_is_a_screen():
     assert len(lines) <= 25
 
 
+def test_changelog_is_a_screen_until_the_first_release():
+    assert len((ROOT / "docs" / "changelog.md").read_text().splitlines()) <= 40
+
+
 # Rows of the demo's table whose numbers are the same in each run; the times are of one run.
 SAME = ("head step in bf16, peak", "head step in fp32, peak", "collectives")
 
