@@ -162,7 +162,7 @@ _GUARDS = (
 
 
 def _guard_megatron() -> None:
-    """Megatron's functions are wrapped with the first patch and come back with the last, or with the last patched model."""
+    """Megatron's functions are wrapped with the first patch and come back with the last patch or patched model."""
     patched = function_wrapping.models_of_their_own() or function_wrapping.models_are_wrapped()
     for guard in _GUARDS:
         if patched and hasattr(guard.owner, guard.name):

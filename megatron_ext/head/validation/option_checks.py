@@ -39,7 +39,7 @@ _RULES: dict[str, tuple[tuple[str | None, ...], str, Callable[[float], bool], st
     ),
 }
 
-# Names of torch's arguments, and NeMo-RL's of the chunk, each with the names that functions of this package have for it.
+# Names of arguments in torch, and of the chunk in NeMo-RL, each with the names that this package has for it.
 _OURS = {
     "input": ("hidden", "logits"),
     "linear_weight": ("weight",),
@@ -50,7 +50,7 @@ _OURS = {
 
 
 def tells_torchs_names(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which raises TypeError for an argument by torch's or NeMo-RL's name, and gives this package's name."""
+    """The function, which raises TypeError for an argument by torch's or NeMo-RL's name, and says by which it takes it."""
     parameters = inspect.signature(function).parameters
     renamed = {torchs: name for torchs, ours in _OURS.items() for name in ours if name in parameters}
     text = ", ".join(f"{torchs} is {ours}" for torchs, ours in renamed.items())
