@@ -50,7 +50,7 @@ _OURS = {
 
 
 def tells_torchs_names(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which raises TypeError for an argument by torch's or NeMo-RL's name, and says by which it takes it."""
+    """The function, which raises TypeError for an argument by torch's or NeMo-RL's name, and says its name here."""
     parameters = inspect.signature(function).parameters
     renamed = {torchs: name for torchs, ours in _OURS.items() for name in ours if name in parameters}
     text = ", ".join(f"{torchs} is {ours}" for torchs, ours in renamed.items())
