@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from megatron_ext.integrations import nemo_rl
+from megatron_ext.replace import replacement_of
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.gpt import model_parallel
 from tests.integrations.stand_ins import applied, standing_in_for
@@ -346,7 +347,7 @@ def test_the_modules_and_workers_run_with_ours():
             assert "nemo_rl.algorithms.x_token.loss_utils" in holders
             assert WORKERS[0] in holders
             for module in holders.values():
-                assert module.get_logprobs_from_vocab_parallel_logits.__module__.startswith("megatron_ext.")
+                assert replacement_of(module.get_logprobs_from_vocab_parallel_logits) is not None
         for module in holders.values():
-            assert module.get_logprobs_from_vocab_parallel_logits.__module__ == nemo_rl.MODULE
+            assert replacement_of(module.get_logprobs_from_vocab_parallel_logits) is None
         assert parts.megatron.from_parallel_logits_to_logprobs is theirs
