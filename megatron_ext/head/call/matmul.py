@@ -2,7 +2,7 @@
 
 On CUDA cuBLAS returns its fp32 accumulator (`out_dtype`). On CPU that does not exist and an fp32 matmul of 16-bit
 operands takes four times as long where the processor has 16-bit products: there such a product is rounded once
-(`megatron_ext.numerics.cpu_products`), and sums of several run in fp32.
+(`megatron_ext.numerics.matrices`), and sums of several run in fp32.
 
 A head's own weight `[V, D]` and the low rank `[V, r]` of LoRA are one operand `[V, D + r]`. It is never made: each part
 is multiplied with its columns of hidden states, and gradients have their own tensor for each part.

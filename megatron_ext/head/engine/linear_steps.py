@@ -26,14 +26,12 @@ from megatron_ext.distributed.collectives import Pending
 from megatron_ext.head.call import matmul, statistics
 from megatron_ext.head.call.matmul import is_quantised
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.call.statistics import Statistics
-from megatron_ext.head.engine.linear import leaf_weights
-from megatron_ext.head.engine.linear_passes import FirstPass, finished_dx, statistics_pass
+from megatron_ext.head.call.statistics import Statistics, check_exchange
+from megatron_ext.head.checks import check_floating, linear_fault
+from megatron_ext.head.engine.linear import FirstPass, finished_dx, leaf_weights, statistics_pass
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.weight_gradient import WeightGradient
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.validation.argument_checks import check_floating, linear_fault
-from megatron_ext.head.validation.exchange_checks import check_exchange
 
 
 class Products(NamedTuple):

@@ -1,6 +1,11 @@
-"""The read-outs of one call together: what the shared pass reads for them, where their rows are, what they give.
+"""The read-outs of one call together: what the shared pass reads for them, where their rows are, what they give; and
+the same leaf by leaf, for read-outs of chunks of logits whose sums over columns are made of each leaf alone.
 
-Legend: T tokens, K rows of statistics, V columns of this rank's vocabulary shard, R ranks.
+A leaf is to a read-out what a rank's shard is: it scans the leaf's columns, and what it makes of all shards it makes of
+all ranks' leaves, which are the same ones for any number of ranks. `bits="tensor_parallel"` alone has several a rank.
+
+Legend: T tokens, K rows of statistics, V columns of this rank's vocabulary shard, R ranks, N leaves of
+all ranks.
 """
 
 from collections.abc import Sequence
@@ -11,18 +16,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from megatron_ext.head.call import agreement, logit_gradient, statistics
-from megatron_ext.head.call.arithmetic import FAST, FIXED
-from megatron_ext.head.call.leaves import leaf_count
+from megatron_ext.head.call import logit_gradient, statistics
 from megatron_ext.head.call.logit_gradient import Basis
-from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.call.statistics import Statistics
-from megatron_ext.head.validation.exchange_checks import check_exchange
+from megatron_ext.head.call.resolved_head import FAST, FIXED, ResolvedHead, leaf_count
+from megatron_ext.head.call.statistics import Statistics, check_exchange
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.readable_values import has_values
 
 if TYPE_CHECKING:
     from megatron_ext.head.readouts.read_out import ReadOut
+import copy
+
+from megatron_ext.head.call.resolved_head import leaves_of
+from megatron_ext.head.readouts.read_out import Chunk, Found
 
 
 class Plan:
@@ -43,8 +49,8 @@ class Plan:
         ids: token ids that the call asks for, and which tokens count: all ranks must ask for the same.
         asked: one of them: an id past a rank's columns shows that it has a shard, not the whole.
         all_tokens: how many tokens all ranks know of, if some were left out, at `places_T` of which these are.
-        leaf_count: into how many leaves chunks of logits are cut, see `call/leaves.py`.
-        leaves: what `chunked/by_leaf.py` makes of it, once chunks of logits are read.
+        leaf_count: into how many leaves chunks of logits are cut, see `leaves_of`.
+        leaves: `Leaves` of it, once chunks of logits are read.
         rows: statistics of the read-outs' own, of all leaves, behind the `shared_rows` of the softmax.
         held: the dtype of hidden states that were widened for the call, which they have until backward; None: as they
             are.
@@ -141,8 +147,8 @@ class Plan:
         found |= {"logit_dtype": "16 bits"} if call.rounds else {}
         found |= self._options
         for r in self.readouts:
-            found[type(r).__name__] = f"({agreement.in_words(r.options())})"
-        return agreement.in_words(found)
+            found[type(r).__name__] = f"({statistics.in_words(r.options())})"
+        return statistics.in_words(found)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that backward and a later step of forward read."""
@@ -263,3 +269,51 @@ class Plan:
             if part is not None:
                 parts.append(part)
         return parts[0] if len(parts) == 1 else logit_gradient.added(parts)
+
+
+class Leaves:
+    """Leaves of a plan, and its read-outs, each at its place `at`, as they take statistics of all leaves.
+
+    Attributes:
+        plans: the same for the leaf's columns alone.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plans = [copy.copy(plan) for _ in range(plan.leaf_count)]
+        for number, (part, leaf) in enumerate(zip(self.plans, leaves_of(plan.call), strict=True)):
+            part.call, part.target_T = replace(plan.call, vocab=leaf.vocab, leaf=number), leaf.columns(plan.target_T)
+            part.labelled = False
+            part.readouts = [r.of_leaf(part.call) for r in plan.readouts]
+        self._whole = plan.readouts
+
+    def scan(self, at: int, rows: slice, logits: Sequence[Sequence[Tensor]], stats_Kt: Tensor, own_Kt: Any) -> None:
+        """Writes a read-out's rows, one leaf's after the other's. `logits`: of each leaf, those that it reads."""
+        if not self._whole[at].by_leaf:
+            whole = [torch.cat(each, 1) for each in zip(*logits, strict=True)]
+            self._whole[at].scan(Chunk(rows, whole, stats_Kt, own_Kt))
+            return
+        count = len(self.plans)
+        own = [None] * count if own_Kt is None else own_Kt.chunk(count)
+        chunks = [Chunk(rows, *each) for each in zip(logits, stats_Kt.chunk(count), own, strict=True)]
+        self._whole[at].scan_leaves([part.readouts[at] for part in self.plans], chunks)
+
+    def results(self, at: int, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+        """Return the results as `ReadOut.results` does; each leaf's saved tensors follow, where leaves keep others."""
+        if not self._whole[at].by_leaf:
+            return self._whole[at].results(stats, stats_RKT, own_KT)
+        count = len(self.plans)
+        stats_NKT = stats_RKT.unflatten(1, (count, -1)).flatten(0, 1)
+        each = [part.readouts[at] for part in self.plans]
+        first, *others = zip(each, own_KT.chunk(count), strict=True)
+        given, saved = first[0].results(stats, stats_NKT, first[1])
+        if self._whole[at].keeps_own:
+            saved = [*saved, *(x for leaf, own in others for x in leaf.results(stats, stats_NKT, own)[1])]
+        return given, saved
+
+    def saved_of(self, number: int, saved: Sequence[list[Tensor]]) -> list[list[Tensor]]:
+        """Return of each read-out one leaf's part of what `results` has saved."""
+        found = []
+        for r, each in zip(self._whole, saved, strict=True):
+            count = len(each) // len(self.plans) if r.by_leaf and r.keeps_own else 0
+            found.append(each[number * count : (number + 1) * count] if count else each)
+        return found

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from megatron_ext.autograd import differentiable_once
 from megatron_ext.distributed import collectives
+from megatron_ext.head import checks
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.engine.flatten import Flat
+from megatron_ext.head.call.statistics import check_exchange
+from megatron_ext.head.engine.logit_sources import Flat
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.validation import argument_checks
-from megatron_ext.head.validation.exchange_checks import check_exchange
 from megatron_ext.numerics.matrices import accumulation_dtype
 
 
@@ -25,7 +25,7 @@ def dense_softmax(z: Any, logarithm: bool) -> Tensor:
     """Probabilities of `z`'s logits `[..., V/R]`, or their logarithms, in fp32 (fp64 for fp64), in their shape."""
     flat, call = Flat(z.logits), z.resolved()
     z_TV = flat(z.logits)
-    fault = argument_checks.shard_fault(call.vocab, z.logits.shape[-1], "logits", call.ranks)
+    fault = checks.shard_fault(call.vocab, z.logits.shape[-1], "logits", call.ranks)
     if fault is not None:
         if call.ranks > 1:
             statistics.refuse(z_TV.shape[0], call, accumulation_dtype(z_TV.dtype), z_TV.device)

@@ -11,16 +11,15 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head import checks
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.statistics import Statistics
+from megatron_ext.head.checks import SizeFault, check_integers, is_int
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found, ReadOut
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.selection import largest
-from megatron_ext.head.validation import argument_checks
-from megatron_ext.head.validation.argument_checks import SizeFault, check_integers
-from megatron_ext.head.validation.option_checks import is_int
 from megatron_ext.numerics.readable_values import check_within
 
 _GROUP = 64  # columns
@@ -73,7 +72,7 @@ class Gather(_Picks):
         return "indices[..., 0]", self.ids[..., 0]
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        return argument_checks.size_fault(vocab, check_ids, self.ids, size, group=group)
+        return checks.size_fault(vocab, check_ids, self.ids, size, group=group)
 
     def flatten(self, flat: Flatten) -> None:
         self.labels_T = self.ids_TK = flat(self.ids).long()
@@ -112,7 +111,7 @@ class TopK(_Picks):
         self.rows = 2 * k if isinstance(k, int) else 0
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        return argument_checks.size_fault(vocab, check_k, "k", self.k, size, group=group)
+        return checks.size_fault(vocab, check_k, "k", self.k, size, group=group)
 
     def scan(self, chunk: Chunk) -> None:
         z_tV, vocab, stats_Kt = chunk.logits[0], self.call.vocab, chunk.stats_Kt

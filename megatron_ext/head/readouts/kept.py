@@ -22,13 +22,13 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.call import agreement
+from megatron_ext.head.call import statistics
 from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.checks import INTEGERS
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import AtPlaces, Chunk, Flatten, Found, counted
 from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.validation.argument_checks import INTEGERS
 from megatron_ext.numerics.readable_values import check_plain, check_within, has_values, raise_if
 
 _MAX, _SUM, _OWN = 0, 1, 2  # rows: the largest logit, the sum of exponentials below it, and the read-out's own number
@@ -106,7 +106,7 @@ class Kept(Filtered):
         self.place_T = flat(torch.arange(self.labels.numel(), device=device).view(self.labels.shape))
         self._entries: list[_Entries] = []
         if self.call.ranks > 1:
-            self.numbers_T = self._sums(agreement.scrambled(self.ids_N + 1))
+            self.numbers_T = self._sums(statistics.scrambled(self.ids_N + 1))
 
     def _sums(self, x_N: Tensor) -> Tensor:
         """`[T]`: the sums of each token's, of integers."""

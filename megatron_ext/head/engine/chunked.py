@@ -15,22 +15,18 @@ from torch import Tensor
 from megatron_ext import main_grad
 from megatron_ext.autograd import differentiable_once, save_groups, saved_groups, without_autocast
 from megatron_ext.head.call import chunk_sizes, statistics
-from megatron_ext.head.call.leaves import of_shard
 from megatron_ext.head.call.matmul import WeightSums, column_spans
+from megatron_ext.head.call.resolved_head import of_shard
 from megatron_ext.head.call.statistics import MAX, SUM_EXP, Statistics
-from megatron_ext.head.engine.chunked import kept_gradient, sources
-from megatron_ext.head.engine.chunked.by_leaf import Leaves
-from megatron_ext.head.engine.chunked.gradient import ChunkGradient, logits_of_chunk, sides_of
-from megatron_ext.head.engine.chunked.sources import ComputedLogits, LogitTransform
-from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of
-from megatron_ext.head.engine.linear_passes import start_sum_of_ranks
-from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.engine import chunk_gradient, logit_sources
+from megatron_ext.head.engine.chunk_gradient import ChunkGradient, logits_of_chunk, sides_of
+from megatron_ext.head.engine.logit_sources import ComputedLogits, LogitTransform, in_runs, new_gradient, rows_of
+from megatron_ext.head.engine.plan import Leaves, Plan
 from megatron_ext.head.readouts.read_out import Chunk
-from megatron_ext.head.row_passes import engine_order
-from megatron_ext.head.row_passes.dispatch import passes_of
+from megatron_ext.head.row_passes.dispatch import engine_combined, in_engine_order, passes_of, write_engine_sums
 from megatron_ext.numerics import matrices
 from megatron_ext.numerics.matrices import accumulation_dtype, part_of
-from megatron_ext.numerics.tree_sums import TreeSum
+from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
 
 
 class StoredLogitsHead(torch.autograd.Function):
@@ -50,7 +46,7 @@ class StoredLogitsHead(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         with without_autocast(logits[0]):
             chunks = plan.chunks() or _chunks(logits, plan)
-            stats, results, saved, _ = _read(plan, [sources.of_logits(logits, transforms)], chunks, logits[0])
+            stats, results, saved, _ = _read(plan, [logit_sources.of_logits(logits, transforms)], chunks, logits[0])
         ctx.plan, ctx.transforms, ctx.into_logits = plan, transforms, into_logits
         save_groups(ctx, logits, stats or (), *saved)
         return plan.give(ctx, results)
@@ -61,7 +57,7 @@ class StoredLogitsHead(torch.autograd.Function):
         plan, (logits, fields, *saved) = ctx.plan, saved_groups(ctx)
         stats = Statistics(*fields) if fields else None
         with without_autocast(logits[0]):
-            made = sources.of_logits(logits, ctx.transforms)
+            made = logit_sources.of_logits(logits, ctx.transforms)
             gradient = ChunkGradient(plan, made, stats, saved, [*map((*grads, None).__getitem__, ctx.firsts)])
             dz = logits[0].detach() if ctx.into_logits else new_gradient(logits[0])
             for rows in _chunks(logits, plan, copy=not ctx.into_logits):
@@ -76,11 +72,11 @@ class ChunkedHead(torch.autograd.Function):
 
     `transforms`: softcap and scale of these logits and of each teacher's, and whether they are rounded. Never holds
     more than a chunk of logits of each: backward makes them again, 8 T V D FLOPs in all (6 where the gradient needs
-    none), beside those of teachers; of what `kept_gradient.py` keeps none. Weight gradients add up in fp32. `sizes`:
+    none), beside those of teachers; of what `KeptGradient` keeps none. Weight gradients add up in fp32. `sizes`:
     with the sequence layout, where hidden states are this rank's slice, the number of each rank's tokens; else None.
     `keep`: a backward may follow.
 
-    With fixed bits logits, statistics and gradients are made leaf by leaf (`by_leaf.py`), in the order of the tree.
+    With fixed bits logits, statistics and gradients are made leaf by leaf (`Leaves`), in the order of the tree.
 
     Communicates, at several ranks: forward what the exchange does, backward `start_sum_of_ranks`. With the sequence
     layout each also gathers the hidden states, with the teachers' in the same collective.
@@ -97,8 +93,8 @@ class ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         hidden_TD: Any = inputs[0]
         with without_autocast(hidden_TD):
-            made = sources.of_hidden(inputs, transforms, plan.call, sizes)
-            kept = kept_gradient.of(plan, made[0][0]) if keep else None
+            made = logit_sources.of_hidden(inputs, transforms, plan.call, sizes)
+            kept = chunk_gradient.of(plan, made[0][0]) if keep else None
             stats, results, saved, shifts = _read(plan, made, _product_chunks(plan, made, kept), hidden_TD, kept)
         of_kept = () if kept is None else (kept.unit_TV, kept.bad_T)
         ctx.plan, ctx.transforms, ctx.sizes = plan, transforms, sizes
@@ -115,14 +111,14 @@ class ChunkedHead(torch.autograd.Function):
             inputs[0] = inputs[0].to(torch.float32)
         stats, firsts = Statistics(*fields) if fields else None, [*map((*grads, None).__getitem__, ctx.firsts)]
         with without_autocast(inputs[0]):
-            made = sources.of_hidden(inputs, ctx.transforms, plan.call, ctx.sizes)
+            made = logit_sources.of_hidden(inputs, ctx.transforms, plan.call, ctx.sizes)
             if len(firsts) == 1 and plan.readouts[0].by_factor and firsts[0] is not None:
                 # Hidden states of tokens that do not count may be NaN: as where the gradient is kept, they add nothing.
                 x_TD = made[0][0].x_TD.masked_fill((firsts[0] == 0).unsqueeze(1), 0)
                 for each in made:
                     each[0].x_TD = x_TD
             gradients = _chunk_gradients(plan, made, stats, shifts, saved, firsts)
-            kept = kept_gradient.KeptGradient(plan, made[0][0], *of_kept) if of_kept else None
+            kept = chunk_gradient.KeptGradient(plan, made[0][0], *of_kept) if of_kept else None
             found = _gradients(ctx, inputs, made, gradients, kept, firsts[0])
         return None, None, None, None, *found, *[None] * (len(inputs) - len(found))
 
@@ -132,7 +128,7 @@ def _gradients(
     inputs: Sequence[Any],
     made: Sequence[Sequence[ComputedLogits]],
     gradients: Sequence[ChunkGradient],
-    kept: kept_gradient.KeptGradient | None,
+    kept: chunk_gradient.KeptGradient | None,
     first_T: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of hidden states, weight, bias and low rank, of the logits' `gradients`, and of what is
@@ -176,7 +172,7 @@ def _gradients(
             del dz_tV  # before the next one is made
         if dx_TD is not None:
             dx_TD[rows] = tree.total()
-    sum_TD = None if dx_TD is None else start_sum_of_ranks(dx_TD, inputs[0], plan.call, ctx.sizes)
+    sum_TD = None if dx_TD is None else start_sum_of_ranks(dx_TD, inputs[0], plan.call.group, ctx.sizes, fixed)
     of_low = sums.totals[1] if low else None
     totals = (sums.totals[0], weight_VD, fused_VD), (total_V, bias_V, None), (of_low, low_VR, None)
     if chosen is not None:
@@ -219,7 +215,7 @@ def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None
 
 
 def _product_chunks(
-    plan: Plan, made: Sequence[Sequence[ComputedLogits]], kept: kept_gradient.KeptGradient | None
+    plan: Plan, made: Sequence[Sequence[ComputedLogits]], kept: chunk_gradient.KeptGradient | None
 ) -> list[slice]:
     if kept is not None:
         return kept.chunks()
@@ -253,7 +249,7 @@ def _read(
     made: Sequence[Sequence[Any]],
     chunks: list[slice],
     like: Tensor,
-    kept: kept_gradient.KeptGradient | None = None,
+    kept: chunk_gradient.KeptGradient | None = None,
 ) -> tuple[Statistics | None, list[list[Tensor]], list[list[Tensor]], Sequence[Tensor]]:
     """The statistics of all shards together, None if no read-out wanted the softmax; of each read-out the results, and
     what its gradient wants of forward; and what the exponentials of each leaf are relative to, where there are several.
@@ -286,7 +282,7 @@ def _read(
     stats_RKT = plan.exchange(stats_KT)
     stats = None
     if plan.softmax and call.fixed:
-        stats = engine_order.combined(stats_RKT, stats_KT, shifts[0], call, like)
+        stats = engine_combined(stats_RKT, stats_KT, shifts[0], call, like)
     elif plan.softmax:
         stats = passes_of(stats_RKT).combined(stats_RKT, stats_KT, shifts[0], call)
     results, saved = plan.results(stats, stats_RKT, stats_KT, own_KT)
@@ -299,8 +295,8 @@ def _write_statistics(plan: Plan, z_tV: Tensor, rows: slice, stats_Kt: Tensor, s
     target_t = part_of(plan.target_T, rows)
     options = call.sums(call.counted)
     passes_of(z_tV).row_statistics(z_tV, target_t, stats_Kt, shift_T=shift_t, labelled=plan.labelled, **options)
-    if engine_order.applies(call, z_tV):
-        engine_order.write_sums(z_tV, stats_Kt, None, call.counted, call)
+    if in_engine_order(call, z_tV):
+        write_engine_sums(z_tV, stats_Kt, None, call.counted, call)
 
 
 def _write_joined(plan: Plan, logits: list[Tensor], rows: slice, stats_Kt: Tensor, shifts: Sequence[Tensor]) -> None:
