@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.call.matmul import is_quantised
@@ -25,7 +24,7 @@ from megatron_ext.head.call.resolved_head import Bits as Bits
 from megatron_ext.head.call.resolved_head import Cache as Cache
 from megatron_ext.numerics.batch_invariance import is_on, say_once
 from megatron_ext.numerics.matrices import accumulation_dtype
-from megatron_ext.numerics.readable_values import OutsideVocabulary, check_plain, check_within
+from megatron_ext.numerics.readable_values import check_plain, check_within
 
 HiddenLayout = Literal["replicated", "sequence"]
 Reduction = Literal["none", "sum", "mean"]
@@ -102,14 +101,6 @@ def check_options(options: Any, defaults: dict[str, Any]) -> None:
         value = getattr(options, name)
         if value is not usual and (type(value) is not type(usual) or value != usual):
             check_option(name, value)
-
-
-def check_teachers_temperature(name: str, value: float, students: float) -> None:
-    if value not in (1.0, students):
-        raise ValueError(
-            f"{name} has temperature {value}: the student's, {students}, divides the logits of both; leave the "
-            f"teacher's at 1.0"
-        )
 
 
 def check_logit_dtype(value: Any) -> None:
@@ -209,6 +200,14 @@ def filters(top_k: Any, top_p: Any) -> bool:
     return top_k not in (None, -1) or top_p < 1
 
 
+def check_teachers_temperature(name: str, value: float, students: float) -> None:
+    if value not in (1.0, students):
+        raise ValueError(
+            f"{name} has temperature {value}: the student's, {students}, divides the logits of both; leave the "
+            f"teacher's at 1.0"
+        )
+
+
 def repeatable(cache: Cache, config: Any) -> Cache:
     """`cache`, but for "auto" under Megatron's `deterministic_mode` "bounded", which is said once: what is kept by free
     memory changes the gradients' last bits."""
@@ -255,10 +254,6 @@ def check_counts(counts: Any, leading: torch.Size) -> None:
         )
 
 
-class SizeFault(ValueError):
-    """A number that does not fit the size of the vocabulary."""
-
-
 def check_labels(labels: Tensor, ignore_index: int, size: int) -> bool:
     """Raises ValueError unless `labels` are integers in `[0, size)` or `ignore_index`; see `check_within`.
 
@@ -267,25 +262,6 @@ def check_labels(labels: Tensor, ignore_index: int, size: int) -> bool:
     check_integers("labels", labels)
     fix = f" or ignore_index ({ignore_index}); mark tokens that do not count with ignore_index"
     return check_within("labels", labels, size, fix, spared=ignore_index) and not 0 <= ignore_index < size
-
-
-def size_fault(vocab: VocabShard | None, check: Callable[..., object], *arguments: Any, group: Group) -> Any:
-    """The fault that `check(*arguments)` finds and this rank alone may see; the rest is raised.
-
-    Those are ids outside of the vocabulary, which the others may not have been given, and a `SizeFault` where the
-    caller gave no `vocab`: then the size is a guess from this rank's columns, and at unequal shards another rank's
-    guess is larger. Where a group may have been forgotten, it says so.
-    """
-    try:
-        check(*arguments)
-    except OutsideVocabulary as fault:
-        return ValueError(f"{fault}{forgotten_group(group, vocab)}")
-    except SizeFault as fault:
-        found = ValueError(f"{fault}{forgotten_group(group, vocab)}")
-        if vocab is not None:
-            raise found from None
-        return found
-    return None
 
 
 def forgotten_group(group: Group, vocab: VocabShard | None) -> str:
@@ -441,16 +417,6 @@ def linear_fault(
             f"per row of weight; pass this rank's shard of it"
         )
     return None if vocab is None else shard_fault(vocab, weight.shape[0], its_weight, ranks)
-
-
-def main_grad_fault(weight: Tensor) -> ValueError | None:
-    if not weight.requires_grad or hasattr(weight, "get_main_grad"):
-        return None
-    try:
-        main_grad.buffer_of(weight)
-    except ValueError as fault:
-        return fault
-    return None
 
 
 def check_tokens_of(argument: str, x: Tensor, name: str, logits: Tensor) -> None:

@@ -5,7 +5,6 @@ the one that was found last counts, and before all of them the caller's. `Plan.r
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -114,7 +113,7 @@ def read_hidden(
     if head.bits != "fast":
         fault = bits_fault(head, ranks, hidden, readouts) or fault
     if head.fuse_main_grad and torch.is_grad_enabled():
-        fault = fault or checks.main_grad_fault(own.weight)
+        fault = fault or _main_grad_fault(own.weight)
     for teacher in teachers:
         found = teacher_fault(teacher, hidden, head)
         found = found or _tensors_fault(teacher.head, teacher.hidden, head.vocab, ranks, "teacher_")
@@ -139,15 +138,16 @@ def read_hidden(
     adapters = adapters_of(own.lora) if own.lora else ()
     for teacher in teachers:
         adapters = (*adapters, *adapters_of(teacher.head.lora))
-    plan = Plan(readouts, head, flat, tokens, hidden.device, options_of(adapters) if adapters else None)
+    options, places, held = options_of(adapters) if adapters else None, None, None
     if left is not None and sizes is None:  # ranks that leave out others learn it then
-        plan.places_T, plan.all_tokens = left.kept_T, leading.numel() + left.fills
+        places = left.kept_T, leading.numel() + left.fills
     sides = [_computed(hidden, own.weight)]
     for t in teachers:
         sides.append(_computed(t.hidden.detach(), t.head.weight))
     if sides[0].dtype != hidden.dtype and not own.lora and not torch.is_autocast_enabled(hidden.device.type):
-        plan.held = hidden.dtype
-    if head.bits != "fast":
+        held = hidden.dtype
+    plan = Plan(readouts, head, flat, tokens, hidden, options, places, held)
+    if plan.fixed:
         for side in sides:
             fault = fault or products_fault(side)
     if fault is not None:
@@ -190,13 +190,12 @@ def _run(
             transforms.append(LogitTransform(None, t.head.softcap, t.head.logit_scale, rounds))
             inputs += [None if x is None else x.detach() for x in _inputs(t.head, side, head)]
         given = plan, transforms, sizes, keep, x_TD, weight, bias, low, *inputs
-        return _apply_eagerly(ChunkedHead, *given) if head.bits != "fast" else ChunkedHead.apply(*given)
-    if weight.shape[0] == 0:  # one column that does not count is simpler than none
-        nowhere = VocabShard(head.vocab.size, head.vocab.size + 1, head.vocab.size)
-        plan.call = replace(head, vocab=nowhere, fuse_main_grad=False)
+        return _apply_eagerly(ChunkedHead, *given) if plan.fixed else ChunkedHead.apply(*given)
+    if weight.shape[0] == 0:
+        plan.take_a_column()
         weight, bias = F.pad(numbers(weight), (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
         low = None if low is None else F.pad(low, (0, 0, 0, 1))
-    if head.bits != "fast":
+    if plan.fixed:
         return _apply_eagerly(LinearHead, plan, sizes, keep, x_TD, weight, bias, low)
     return LinearHead.apply(plan, sizes, keep, x_TD, weight, bias, low)
 
@@ -228,7 +227,8 @@ def read_logits(head: ResolvedHead, given: Any, asked: Sequence[ReadOut], caller
     fault = callers or fault
     in_step = any(r.in_step for r in readouts) and ranks > 1
     flat = Flat(logits, as_given=in_step)  # the ranks exchange rows of the same tokens, chunk by chunk
-    plan = Plan(readouts, head, flat, flat.shape.numel(), logits.device)
+    tokens = flat.shape.numel()
+    plan = Plan(readouts, head, flat, tokens, logits, places=(flat.places(logits.device, ranks), tokens))
     if fault is not None:
         plan.raise_on_all_ranks(fault, accumulation_dtype(logits.dtype), logits.device)
     z = flat.rows(logits)
@@ -240,7 +240,6 @@ def read_logits(head: ResolvedHead, given: Any, asked: Sequence[ReadOut], caller
     transforms = [LogitTransform(softcap=each.softcap if plan.needs_logits else None) for each in both]
     into_logits = given.gradient_into_logits and own_memory and not plan.needs_logits
     others = [flat.rows(teacher.logits.detach()) for teacher in teachers]
-    plan.places_T = flat.places(z.device, ranks)
     found = StoredLogitsHead.apply(plan, transforms, into_logits, z, *others)
     return _as_asked(plan, [flat.up(x) for x in found])
 
@@ -305,6 +304,16 @@ def _tensors_fault(
         return found
     dtype = computed_dtype(hidden, given.weight)
     return checks.logit_dtype_fault(given.logit_dtype, dtype, f"{whose}hidden")
+
+
+def _main_grad_fault(weight: Tensor) -> ValueError | None:
+    if not weight.requires_grad or hasattr(weight, "get_main_grad"):
+        return None
+    try:
+        main_grad.buffer_of(weight)
+    except ValueError as fault:
+        return fault
+    return None
 
 
 def _gather_zeros(

@@ -114,6 +114,8 @@ def logits(x_TD: Tensor, w_VD: Operand, out_TV: Tensor | None = None, rounds: bo
         out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], torch.float32)
         return torch.mm(x_TD, w_VD.t(), out_dtype=torch.float32, out=out_TV)
     out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0]) if out_TV is None else out_TV
+    if x_TD.itemsize > 2:  # nothing has to be asked of the processor
+        return torch.mm(x_TD, w_VD.t(), out=out_TV)
     return cpu_products.mm(x_TD, w_VD.t(), out_TV)
 
 

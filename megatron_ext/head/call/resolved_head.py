@@ -91,17 +91,6 @@ class ResolvedHead:
         """Count the columns, from the first one on, of the logits that are made and count."""
         return self.vocab.counted if self.chosen is None else self.chosen.shape[0]
 
-    def sums(self, counted: int) -> dict[str, Any]:
-        """The options of `row_statistics`, of logits of which `counted` columns count."""
-        return {
-            "counted": counted,
-            "softcap": self.softcap,
-            "temperature": self.temperature,
-            "with_mean": self.mean,
-            "with_entropy": self.expected,
-            "with_hits": self.hits,
-        }
-
     def place(self, columns: Tensor) -> Tensor:
         """Return the places of `columns` of this rank's shard among the logits that are made."""
         return columns if self.chosen is None else torch.searchsorted(self.chosen, columns)

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.call.resolved_head import ResolvedHead, added
 from megatron_ext.numerics.matrices import accumulation_dtype, part_of
-from megatron_ext.numerics.readable_values import has_values, on_host, raise_unless
+from megatron_ext.numerics.readable_values import has_values, raise_unless
 from megatron_ext.numerics.tree_sums import in_tree
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # of Fibonacci hashing (Knuth, The Art of Computer Programming 3)
@@ -48,7 +49,7 @@ def in_words(options: dict[str, Any]) -> str:
 
 def options_checksum(words: str) -> int:
     """A number for options in words."""
-    return _odd(zlib.crc32((words + _more.get()).encode()))
+    return zlib.crc32((words + _more.get()).encode()) & _MASK | 1
 
 
 @contextmanager
@@ -75,7 +76,7 @@ def labels_checksum(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Te
     if not sums:
         return 0
     total = reduce(torch.add, sums)
-    return _odd(total.item() if on_host(total) else total)
+    return (total if total.is_cuda else int(total)) & _MASK | 1
 
 
 def scrambled(x: Tensor) -> Tensor:
@@ -98,10 +99,6 @@ def gathered_numbers(
     if has_values(own):
         own[:, -2], own[:, -1] = options_checksum(words), labels_checksum(ids)
     return collectives.all_gather(own, group)
-
-
-def _odd(checksum: Any) -> Any:
-    return (checksum & _MASK) | 1
 
 
 # Rows of the statistics tensor. The first three are always there; the others follow in this order where asked for.
@@ -152,53 +149,68 @@ def shared_rows(call: ResolvedHead) -> int:
 
 
 def new_statistics(
-    tokens: int, shared: int, call: ResolvedHead, dtype: torch.dtype, device: torch.device, more: int = 0
+    tokens: int, shared: int, ranks: int, dtype: torch.dtype, device: torch.device, more: int = 0
 ) -> Tensor:
     """`[K, T + 1]`: room for the `shared_rows` and `more`, and the column that says whose it is."""
     stats_KT = torch.empty(shared + more, tokens + 1, dtype=dtype, device=device)
-    if call.ranks == 1:  # nothing is sent, and nobody reads that column
+    if ranks == 1:  # nothing is sent, and nobody reads that column
         return stats_KT
     part_of(stats_KT, slice(0, shared)).zero_()  # not all of them are written
     if more:
         stats_KT[shared:, -1] = 0
-    _say(stats_KT, SIZE, call.vocab.size, call.vocab.counted, call.vocab.start)
     return stats_KT
 
 
-def sign(
-    stats_KT: Tensor,
-    call: ResolvedHead,
-    words: Callable[[], str],
-    ids: Sequence[Tensor],
-    places_T: Tensor | None = None,
-) -> None:
-    """Makes `stats_KT` say what options and labels it is of."""
-    if call.ranks > 1 and has_values(stats_KT):
-        _say(stats_KT, OPTIONS, options_checksum(words()), labels_checksum(ids, places_T))
+def sign(stats_KT: Tensor, vocab: VocabShard, *checksums: int | Tensor) -> None:
+    """Makes the last column of `stats_KT` say whose it is, and with `checksums` of what options and labels.
 
-
-def _say(stats_KT: Tensor, first: int, *numbers: int | Tensor) -> None:
-    """Writes numbers to the last column, from row `first` on."""
-    if on_host(stats_KT):
-        stats_KT[first : first + len(numbers), -1] = torch.tensor(numbers, dtype=stats_KT.dtype)
+    Tensors without values have no checksums.
+    """
+    numbers = vocab.size, vocab.counted, vocab.start, *checksums
+    if checksums and not stats_KT.is_cuda:
+        stats_KT[: len(numbers), -1] = torch.tensor(numbers, dtype=stats_KT.dtype)
         return
-    for row, number in enumerate(numbers, first):
+    for row, number in enumerate(numbers):
         if isinstance(number, Tensor):
             stats_KT[row, -1].copy_(number)
         else:
             stats_KT[row, -1].fill_(number)  # on CUDA an assignment of a number is a copy that waits
 
 
-def exchange(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None = None, tokens: int | None = None) -> Tensor:
-    """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
+def exchange(
+    stats_KT: Tensor,
+    call: ResolvedHead,
+    words: Callable[[], str],
+    ids: Sequence[Tensor],
+    labels_T: Tensor,
+    places_T: Tensor | None = None,
+    tokens: int | None = None,
+) -> Tensor:
+    """Every rank's statistics, signed, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
 
     Args:
+        words: this rank's options; asked for where ranks can read each other's.
+        ids, labels_T: what `labels_checksum` and `check_apart` take.
         places_T: where this rank's tokens are in the order that all ranks know, if they are in another one.
         tokens: how many there are in that order, if more than this rank has.
+
+    Raises:
+        ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
     """
     tokens = stats_KT.shape[1] - 1 if tokens is None else tokens
     if call.ranks == 1 or tokens == 0:
         return stats_KT.unsqueeze(0)
+    if not has_values(stats_KT):
+        sign(stats_KT, call.vocab)
+        return _gathered(stats_KT, call, places_T, tokens)
+    said = words()
+    sign(stats_KT, call.vocab, options_checksum(said), labels_checksum(ids, places_T))
+    stats_RKT = _gathered(stats_KT, call, places_T, tokens)
+    check_exchange(stats_RKT, labels_T, call, said)
+    return stats_RKT
+
+
+def _gathered(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None, tokens: int) -> Tensor:
     if call.softcap is not None:
         stats_KT = stats_KT[:SENT]  # its slope at the label is nobody else's
     if places_T is None:
@@ -212,7 +224,9 @@ def exchange(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None = Non
 
 def refuse(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.device, more: int = 0) -> None:
     """Take part in the exchange, telling the other ranks that this one refused its arguments."""
-    exchange(new_statistics(tokens, shared_rows(call), call, dtype, device, more).fill_(REFUSED), call)
+    if call.ranks > 1 and tokens:
+        stats_KT = new_statistics(tokens, shared_rows(call), call.ranks, dtype, device, more).fill_(REFUSED)
+        _gathered(stats_KT, call, None, tokens)
 
 
 def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead) -> Statistics:
@@ -380,11 +394,11 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> None:
     Then the sums of all ranks are equal, and no label is past the first rank's columns. Shards of one vocabulary do not
     look like that, unless all tokens are alike (a weight of zeros), or the shards hold the same rows in another order.
     """
-    if not has_values(sums_RKT) or sums_RKT.shape[2] == 0:
+    if sums_RKT.shape[2] == 0:
         return
     if not sums_RKT.is_cuda and call.largest is None and not torch.equal(sums_RKT[1:], sums_RKT[:-1]):
         return
-    differ = sums_RKT != sums_RKT[:1]
+    differ, columns = sums_RKT != sums_RKT[:1], call.vocab.columns
     if call.largest is None:
         alike = sums_RKT == sums_RKT[..., :1]
     else:  # where logits reach the softcap, those of different shards are alike
@@ -392,7 +406,7 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> None:
         first = tells.byte().argmax(2, keepdim=True).expand_as(sums_RKT[..., :1])
         differ, alike = differ & tells, (sums_RKT == sums_RKT.gather(2, first)) | ~tells
     raise_unless(
-        differ.any() | (labels_T >= call.vocab.columns).any() | alike.all(),
-        f"every rank of tp_group passed the same {call.vocab.columns} columns: each must pass its own shard of the "
+        differ.any() | (labels_T >= columns).any() | alike.all(),
+        f"every rank of tp_group passed the same {columns} columns: each must pass its own shard of the "
         f"vocabulary; scatter gathered logits (or the weight) over the group, or call without a group",
     )

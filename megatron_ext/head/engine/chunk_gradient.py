@@ -24,7 +24,6 @@ from megatron_ext.head.call.matmul import WeightSums
 from megatron_ext.head.engine.logit_sources import ComputedLogits
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces
-from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.numerics import cpu_products, matrices
@@ -35,9 +34,11 @@ from megatron_ext.numerics.readable_values import has_values
 def logits_of_chunk(made: Sequence[Any], rows: slice, keep_raw: bool) -> tuple[Tensor | None, list[Tensor]]:
     """The logits of each source as its transform leaves them; and with `keep_raw` the first ones before that."""
     raw_tV = made[0](rows)
-    first_tV = made[0].transform.applied(raw_tV)
+    found = [made[0].transform.applied(raw_tV)]
     raw_tV = raw_tV if keep_raw else None  # before the teachers' are made
-    return raw_tV, [first_tV, *(each.transform.applied(each(rows)) for each in made[1:])]
+    for teacher in made[1:]:
+        found.append(teacher.transform.applied(teacher(rows)))
+    return raw_tV, found
 
 
 def sides_of(plan: Plan, logits: list[Tensor], at: int) -> list[Tensor]:
@@ -117,7 +118,7 @@ class ChunkGradient:
     ) -> None:
         plan, call = self.plan, self.plan.call
         scale_t, slope_t, offset_t, value_t = parts_of(rows, *passed, self._value)
-        passes_of(z_tV).row_gradient(
+        plan.passes.row_gradient(
             z_tV,
             part_of(plan.target_T, rows),
             part_of(self.stats.shift, rows),
@@ -227,7 +228,7 @@ class KeptGradient:
 def of(plan: Plan, source: ComputedLogits) -> KeptGradient | None:
     """Return the memory for the gradients of a call whose logits `source` makes; None: nothing is kept."""
     call, (x_TD, w_VD) = plan.call, (source.x_TD, source.w_VD)
-    if len(plan.readouts) != 1 or not plan.readouts[0].by_factor or call.ranks != 1 or call.fixed:
+    if len(plan.readouts) != 1 or not plan.readouts[0].by_factor or plan.ranks != 1 or plan.fixed:
         return None
     if torch.compiler.is_compiling():  # which does not take an output of forward in whose memory its products lie
         return None

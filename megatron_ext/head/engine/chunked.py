@@ -21,9 +21,8 @@ from megatron_ext.head.call.statistics import MAX, SUM_EXP, Statistics
 from megatron_ext.head.engine import chunk_gradient, logit_sources
 from megatron_ext.head.engine.chunk_gradient import ChunkGradient, logits_of_chunk, sides_of
 from megatron_ext.head.engine.logit_sources import ComputedLogits, LogitTransform, in_runs, new_gradient, rows_of
-from megatron_ext.head.engine.plan import Leaves, Plan
-from megatron_ext.head.readouts.read_out import Chunk
-from megatron_ext.head.row_passes.dispatch import engine_combined, in_engine_order, passes_of, write_engine_sums
+from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.row_passes.dispatch import engine_combined, in_engine_order, write_engine_sums
 from megatron_ext.numerics import matrices
 from megatron_ext.numerics.matrices import accumulation_dtype, part_of
 from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
@@ -76,7 +75,7 @@ class ChunkedHead(torch.autograd.Function):
     with the sequence layout, where hidden states are this rank's slice, the number of each rank's tokens; else None.
     `keep`: a backward may follow.
 
-    With fixed bits logits, statistics and gradients are made leaf by leaf (`Leaves`), in the order of the tree.
+    With fixed bits logits, statistics and gradients are made leaf by leaf, in the order of the tree.
 
     Communicates, at several ranks: forward what the exchange does, backward `start_sum_of_ranks`. With the sequence
     layout each also gathers the hidden states, with the teachers' in the same collective.
@@ -139,7 +138,7 @@ def _gradients(
     if ctx.parameter is not None and need_dw:
         fused_VD = main_grad.buffer_of(ctx.parameter)
     x_TD, wide = source.x_TD, accumulation_dtype(source.x_TD.dtype)
-    arithmetic, fixed, width = plan.arithmetic, plan.call.fixed, source.w_VD.shape[0]
+    arithmetic, fixed, width = plan.arithmetic, plan.fixed, source.w_VD.shape[0]
     spans = [slice(at * width, (at + 1) * width) for at in range(len(made))]
 
     def room(wanted: bool, like: Any, begun: Tensor | None = None) -> Tensor | None:
@@ -199,9 +198,9 @@ def _chunk_gradients(
     if len(made) == 1:
         return [ChunkGradient(plan, made[0], stats, saved, grads)]
     found = []
-    for at, (part, each) in enumerate(zip(plan.leaves.plans, made, strict=True)):
+    for at, (part, each) in enumerate(zip(plan.leaves, made, strict=True)):
         own = None if stats is None else stats._replace(shift=shifts[at])
-        found.append(ChunkGradient(part, each, own, plan.leaves.saved_of(at, saved), grads))
+        found.append(ChunkGradient(part, each, own, plan.saved_of(at, saved), grads))
     return found
 
 
@@ -229,7 +228,7 @@ def _row_chunks(plan: Plan, columns: int, tokens: int | None = None) -> list[sli
     call, on_gpu, whole = plan.call, plan.target_T.is_cuda, slice(0, plan.tokens)
     if alike := plan.chunks():
         return alike
-    if call.fixed:
+    if plan.fixed:
         return chunk_sizes.fixed_chunks(call, plan.tokens, columns, on_gpu)
     if on_gpu and not plan.needs_logits and not call.chunk_tokens:
         return [whole]  # each pass is one launch, and nothing is made of a chunk
@@ -256,53 +255,51 @@ def _read(
     `made`: of each leaf."""
     call, dtype = plan.call, accumulation_dtype(like.dtype)
     plan.begin(chunks if plan.tokens else [], like.device)
-    leaves = plan.leaves = Leaves(plan) if len(made) > 1 else None
-    stats_KT = statistics.new_statistics(plan.tokens, plan.shared_rows, call, dtype, like.device, plan.rows)
+    whole = not plan.leaves
+    stats_KT = statistics.new_statistics(plan.tokens, plan.shared_rows, plan.ranks, dtype, like.device, plan.rows)
     own_KT = stats_KT.new_empty(plan.own_rows, plan.tokens) if plan.own_rows else None
-    whole = leaves is None
     shifts = [stats_KT.new_empty(plan.tokens)] if whole else stats_KT.new_empty(len(made), plan.tokens).unbind()
     for rows in chunks:
-        each = [logits_of_chunk(sides, rows, keep_raw=kept is not None) for sides in made]
-        logits, stats_Kt = [found for _, found in each], stats_KT[:, rows]
-        if plan.softmax and leaves is None:
+        logits, stats_Kt, raw_tV = [], stats_KT[:, rows], None
+        for sides in made:
+            raw_tV, found = logits_of_chunk(sides, rows, keep_raw=kept is not None)  # kept of one leaf alone
+            logits.append(found)
+        if plan.softmax and whole:
             _write_statistics(plan, logits[0][0], rows, stats_Kt, part_of(shifts[0], rows))
         elif plan.softmax:
             _write_joined(plan, [sides[0] for sides in logits], rows, stats_Kt, shifts)
         else:
-            counted = call.counted if leaves is None else leaves.plans[0].call.counted
+            counted = call.counted if whole else plan.leaves[0].call.counted
             stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0][0], counted)
         for at, part_Kt, own_Kt in plan.parts(stats_Kt, own_KT, rows):
-            if leaves is None:
-                plan.readouts[at].scan(Chunk(rows, sides_of(plan, logits[0], at), part_Kt, own_Kt))
-            else:
-                leaves.scan(at, rows, [sides_of(plan, sides, at) for sides in logits], part_Kt, own_Kt)
+            plan.scan(at, rows, [sides_of(plan, sides, at) for sides in logits], part_Kt, own_Kt)
             if kept is not None:
-                kept.write(rows, plan.readouts[at], each[0][0], logits[0], part_Kt)
-        del each, logits  # before the next ones are made
+                kept.write(rows, plan.readouts[at], raw_tV, logits[0], part_Kt)
+        del logits, found, raw_tV  # before the next ones are made
     stats_RKT = plan.exchange(stats_KT)
     stats = None
-    if plan.softmax and call.fixed:
+    if plan.softmax and plan.fixed:
         stats = engine_combined(stats_RKT, stats_KT, shifts[0], call, like)
     elif plan.softmax:
-        stats = passes_of(stats_RKT).combined(stats_RKT, stats_KT, shifts[0], call)
+        stats = plan.passes.combined(stats_RKT, stats_KT, shifts[0], call)
     results, saved = plan.results(stats, stats_RKT, stats_KT, own_KT)
-    return stats, results, saved, shifts if plan.softmax and leaves is not None else ()
+    return stats, results, saved, shifts if plan.softmax and not whole else ()
 
 
 def _write_statistics(plan: Plan, z_tV: Tensor, rows: slice, stats_Kt: Tensor, shift_t: Tensor) -> None:
     """The shared statistics of a chunk of logits."""
     call = plan.call
     target_t = part_of(plan.target_T, rows)
-    options = call.sums(call.counted)
-    passes_of(z_tV).row_statistics(z_tV, target_t, stats_Kt, shift_T=shift_t, labelled=plan.labelled, **options)
-    if in_engine_order(call, z_tV):
+    options = plan.sums | {"counted": call.counted}
+    plan.passes.row_statistics(z_tV, target_t, stats_Kt, shift_T=shift_t, labelled=plan.labelled, **options)
+    if plan.fixed and in_engine_order(call, z_tV):
         write_engine_sums(z_tV, stats_Kt, None, call.counted, call)
 
 
 def _write_joined(plan: Plan, logits: list[Tensor], rows: slice, stats_Kt: Tensor, shifts: Sequence[Tensor]) -> None:
     """Write the statistics of several leaves, joined."""
     each_LKt = stats_Kt.new_empty(len(logits), statistics.own_rows(plan.call), stats_Kt.shape[1])
-    for part, z_tV, own_Kt, shift_T in zip(plan.leaves.plans, logits, each_LKt, shifts, strict=True):
+    for part, z_tV, own_Kt, shift_T in zip(plan.leaves, logits, each_LKt, shifts, strict=True):
         _write_statistics(part, z_tV, rows, own_Kt, shift_T[rows])
     whole_Kt = statistics.joined(each_LKt, plan.call)
     stats_Kt[: len(whole_Kt)] = whole_Kt

@@ -29,15 +29,13 @@ from megatron_ext.head.call import statistics
 from megatron_ext.head.call.chunk_sizes import block_room, cached_columns, keeps_all, product_chunks, tiles
 from megatron_ext.head.call.logit_gradient import GradientParts
 from megatron_ext.head.call.matmul import Operand, SideBySide, in_one, operand, weighed_sum
-from megatron_ext.head.call.resolved_head import Leaf, ResolvedHead, leaves_of
+from megatron_ext.head.call.resolved_head import Leaf, leaves_of
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.weight_gradient import WeightGradient, weight_gradients
 from megatron_ext.head.row_passes.dispatch import (
-    RowPasses,
     engine_combined,
     in_engine_order,
-    passes_of,
     write_engine_sums,
 )
 from megatron_ext.numerics import fixed_order, matrices
@@ -83,17 +81,16 @@ class LinearHead(torch.autograd.Function):
         low_VR: Tensor | None,
     ) -> tuple[Tensor, ...]:
         with without_autocast(hidden_TD):
-            fixed, passes = plan.call.bits != "fast", passes_of(hidden_TD)
-            x_TD = fixed_order.aligned(hidden_TD) if fixed else hidden_TD
+            x_TD = fixed_order.aligned(hidden_TD) if plan.fixed else hidden_TD
             w_VD, leaves = leaf_weights(weight_VD, low_VR, bias_V, plan, x_TD)
-            first = statistics_pass(x_TD, w_VD, leaves, plan, passes, sizes, keep)
+            first = statistics_pass(x_TD, w_VD, leaves, plan, sizes, keep)
             del leaves  # copies of the weight's rows, where there are several
             own_KT = first[0].stats_KT if len(first) == 1 else _joined(first, plan)
             stats_RKT = plan.exchange(own_KT)
-            if fixed:
+            if plan.fixed:
                 stats = _of_all_shards(stats_RKT, first, plan, x_TD)
             else:
-                stats = passes.combined(stats_RKT, own_KT, first[0].shift_T, plan.call)
+                stats = plan.passes.combined(stats_RKT, own_KT, first[0].shift_T, plan.call)
             results, saved = plan.results(stats, stats_RKT, own_KT)
         ctx.plan, ctx.sizes, ctx.parameter = plan, sizes, weight_VD if plan.call.fuse_main_grad else None
         given_TD = hidden_TD if plan.held is None else hidden_TD.to(plan.held)  # widened from it
@@ -112,7 +109,7 @@ class LinearHead(torch.autograd.Function):
             hidden_TD = hidden_TD.to(torch.float32)
         with without_autocast(hidden_TD):
             basis = ctx.plan.basis(stats, saved, [*map((*grads, None).__getitem__, ctx.firsts)])
-            if ctx.plan.call.bits != "fast":
+            if ctx.plan.fixed:
                 hidden_TD = fixed_order.aligned(hidden_TD)
             of_head = hidden_TD, weight_VD, bias_V, low_VR
             return None, None, None, *_gradients(ctx, of_head, of_leaves[::2], of_leaves[1::2], stats, basis)
@@ -124,7 +121,7 @@ def leaf_weights(
     """The weight with the low rank beside it, and its leaves in order; `x_TD`: hidden states, whose dtype they take."""
     call, w_VD = plan.call, operand(weight_VD, low_VR)
     whole_VD, bias_V = w_VD.to(x_TD.dtype), None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
-    if call.bits == "fast":
+    if not plan.fixed:
         return w_VD, [Leaf(slice(0, w_VD.shape[0]), call.vocab, whole_VD, bias_V, plan.target_T)]
     found, whole_VD = [], in_one(whole_VD)
     for leaf in leaves_of(call):
@@ -144,7 +141,7 @@ def _of_all_shards(stats_RKT: Tensor, first: Sequence[FirstPass], plan: Plan, li
 def _joined(first: Sequence[FirstPass], plan: Plan) -> Tensor:
     """The statistics of several leaves, to be sent as those of one shard."""
     like = first[0].stats_KT
-    own_KT = statistics.new_statistics(plan.tokens, plan.shared_rows, plan.call, like.dtype, like.device)
+    own_KT = statistics.new_statistics(plan.tokens, plan.shared_rows, plan.ranks, like.dtype, like.device)
     joined_KT = statistics.joined(torch.stack([each.stats_KT[:, :-1] for each in first]), plan.call)
     own_KT[: len(joined_KT), :-1] = joined_KT
     return own_KT
@@ -158,11 +155,11 @@ def _gradients(
     need_dx, need_dw, need_db, need_dlow = ctx.needs_input_grad[3:]
     plan, sizes, head = ctx.plan, ctx.sizes, ctx.plan.call
     w_VD, leaves = leaf_weights(weight_VD, low_VR, bias_V, plan, hidden_TD)
-    tokens, passes, arithmetic = plan.tokens, passes_of(hidden_TD), plan.arithmetic
+    tokens, passes, arithmetic = plan.tokens, plan.passes, plan.arithmetic
     fused_VD = main_grad.buffer_of(ctx.parameter) if ctx.parameter is not None and need_dw else None
     in_slices, need_dweights = sizes is not None and tokens > 0, need_dw or need_dlow
-    several, fixed, columns = len(leaves) > 1, head.bits != "fast", leaves[0].w_VD.shape[0]
-    of_logits, gathered = fixed and keeps_logits(head, hidden_TD), None
+    several, fixed, columns = len(leaves) > 1, plan.fixed, leaves[0].w_VD.shape[0]
+    of_logits, gathered = fixed and keeps_logits(plan, hidden_TD), None
     wider = of_logits and widens(hidden_TD, head.rounds)  # than exponentials: of fewer columns they are kept
     if in_slices and (need_dweights or wider or not keeps_all(head, tokens, hidden_TD)):  # alike on all ranks
         gathered = collectives.start_all_gather(hidden_TD, head.group, sizes=sizes)
@@ -196,7 +193,7 @@ def _gradients(
                     if block.stop == columns:
                         for side in sides:
                             side.release()
-                        done_TD = finished_dx(rows, product_TD, grad, leaf, head, passes, in_slices)
+                        done_TD = finished_dx(rows, product_TD, grad, leaf, plan, in_slices)
                         product_TD = None
                         if tree is not None:
                             tree.add(done_TD)
@@ -248,7 +245,6 @@ def statistics_pass(
     w_VD: Operand,
     leaves: Sequence[Leaf],
     plan: Plan,
-    passes: RowPasses,
     sizes: list[int] | None,
     keep: bool,
 ) -> list[FirstPass]:
@@ -257,10 +253,10 @@ def statistics_pass(
     call, tokens, columns, dtype = plan.call, plan.tokens, leaves[0].w_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
     arithmetic, on_gpu = plan.arithmetic, hidden_TD.is_cuda
     later, cached = kept_columns(w_VD, hidden_TD, plan, keep)
-    fixed = call.bits != "fast"
+    fixed = plan.fixed
     if fixed:
         cached = _kept_of_leaf(cached / max(w_VD.shape[0], 1), columns, plan, hidden_TD)
-    as_logits = bool(cached) and (fixed or call.softcap is not None) and keeps_logits(call, hidden_TD)
+    as_logits = bool(cached) and (fixed or call.softcap is not None) and keeps_logits(plan, hidden_TD)
     kept = matrices.logit_dtype(hidden_TD, call.rounds) if fixed and as_logits else None  # else the hidden states'
     # Logits turn into what is kept of them.
     in_place = cached == columns and not (on_gpu and matrices.widens(hidden_TD, call.rounds))
@@ -268,7 +264,7 @@ def statistics_pass(
     apart = bool(cached) and not as_logits and on_gpu and fixed
     found = []
     for _ in leaves:
-        stats_KT = statistics.new_statistics(tokens, plan.shared_rows, call, dtype, hidden_TD.device)
+        stats_KT = statistics.new_statistics(tokens, plan.shared_rows, plan.ranks, dtype, hidden_TD.device)
         exp_TV = matrices.new_matrix(hidden_TD, tokens, cached, kept) if cached else hidden_TD.new_empty(tokens, 0)
         found.append(FirstPass(stats_KT, exp_TV, stats_KT.new_empty(tokens)))
 
@@ -284,7 +280,7 @@ def statistics_pass(
                 z_tV = arithmetic.logits(x_tD, leaf.w_VD, kept_tV if in_place else None, call.rounds)
                 if as_logits and not in_place:
                     kept_tV.copy_(z_tV[:, :cached])
-                passes.row_statistics(
+                plan.passes.row_statistics(
                     z_tV,
                     target_t,
                     stats_KT[:, rows],
@@ -292,10 +288,11 @@ def statistics_pass(
                     shift_T=shift_t,
                     bias_V=leaf.bias_V,
                     labelled=plan.labelled and len(leaves) == 1,
-                    **call.sums(leaf.vocab.counted),
+                    counted=leaf.vocab.counted,
+                    **plan.sums,
                 )
                 if apart:
-                    _keep_apart(z_tV[:, :cached], target_t, shift_t, kept_tV, leaf, call)
+                    _keep_apart(z_tV[:, :cached], target_t, shift_t, kept_tV, leaf, plan)
                 if fixed and in_engine_order(call, hidden_TD):
                     write_engine_sums(z_tV, stats_KT[:, rows], leaf.bias_V, leaf.vocab.counted, call)
                 del z_tV  # before the next one is made
@@ -313,24 +310,22 @@ def statistics_pass(
     return found
 
 
-def _keep_apart(
-    z_tV: Tensor, target_t: Tensor, shift_t: Tensor, out_tV: Tensor, leaf: Leaf, call: ResolvedHead
-) -> None:
+def _keep_apart(z_tV: Tensor, target_t: Tensor, shift_t: Tensor, out_tV: Tensor, leaf: Leaf, plan: Plan) -> None:
     """Write the exponentials of a leaf's first columns by a pass of their own."""
     width = out_tV.shape[1]
-    passes_of(z_tV).row_gradient(
+    plan.passes.row_gradient(
         z_tV,
         target_t,
         shift_t,
         out_tV,
         bias_V=None if leaf.bias_V is None else leaf.bias_V[:width],
         counted=min(leaf.vocab.counted, width),
-        softcap=call.softcap,
-        temperature=call.temperature,
+        softcap=plan.call.softcap,
+        temperature=plan.call.temperature,
     )
 
 
-def keeps_logits(call: ResolvedHead, x_TD: Tensor) -> bool:
+def keeps_logits(plan: Plan, x_TD: Tensor) -> bool:
     """Return whether forward keeps the logits instead of their exponentials.
 
     Backward needs the softcap's slope, `1 - tanh^2`, and where that is small it cannot be computed from rounded
@@ -338,14 +333,15 @@ def keeps_logits(call: ResolvedHead, x_TD: Tensor) -> bool:
     rounded to 16 bits, and such large logits lose more of the probabilities by that than the slope gains. With fixed
     bits logits are kept, unrounded, for an entropy too: those of exponentials are not the bits of logits made again.
     """
-    if call.bits != "fast":
+    call = plan.call
+    if plan.fixed:
         return call.softcap is not None or call.expected
     return call.softcap is not None and (not matrices.widens(x_TD, call.rounds) or call.softcap < 16)
 
 
 def _kept_of_leaf(share: float, columns: int, plan: Plan, x_TD: Tensor) -> int:
     """Return for how many of a leaf's columns something is kept, of the `share` of all that memory is for."""
-    if keeps_logits(plan.call, x_TD):
+    if keeps_logits(plan, x_TD):
         share *= x_TD.element_size() / matrices.logit_dtype(x_TD, plan.call.rounds).itemsize
     multiple = fixed_order.multiple(x_TD)
     return columns if share >= 1 else int(columns * share) // multiple * multiple
@@ -383,7 +379,7 @@ def gradient_tile(
         else:
             source_TV = plan.arithmetic.logits(x_TD[rows], leaf.w_VD[block], out_TV, call.rounds)
         scale_t, slope_t, offset_t = parts_of(rows, *inside)
-        passes_of(source_TV).row_gradient(
+        plan.passes.row_gradient(
             source_TV,
             part_of(target_T, rows),
             part_of(grad.shift, rows),
@@ -395,7 +391,7 @@ def gradient_tile(
             counted=min(max(leaf.vocab.counted - block.start, 0), width),
             softcap=call.softcap,
             temperature=call.temperature,
-            source_is_exp=kept and not keeps_logits(call, x_TD),
+            source_is_exp=kept and not keeps_logits(plan, x_TD),
         )
         del source_TV
     return g_TV
@@ -406,8 +402,7 @@ def finished_dx(
     product_TD: Tensor,
     grad: GradientParts,
     leaf: Leaf,
-    call: ResolvedHead,
-    passes: RowPasses,
+    plan: Plan,
     passing: bool,
 ) -> Tensor:
     """A leaf's part of dx of the tokens `rows`, from their product with W, in its memory if possible: in the weight's
@@ -421,11 +416,11 @@ def finished_dx(
             product_TD if product_TD.dtype == w_VD.dtype else product_TD.new_empty(product_TD.shape, dtype=w_VD.dtype)
         )
         for (part_TD, w_VP), (out_TD, _) in zip(w_VD.across(product_TD), w_VD.across(whole_TD), strict=True):
-            done_TD = finished_dx(rows, part_TD, grad, leaf._replace(w_VD=w_VP), call, passes, passing=False)
+            done_TD = finished_dx(rows, part_TD, grad, leaf._replace(w_VD=w_VP), plan, passing=False)
             if done_TD is not part_TD:
                 out_TD.copy_(done_TD)
         return whole_TD
-    if product_TD.dtype == w_VD.dtype or call.bits != "fast":
+    if product_TD.dtype == w_VD.dtype or plan.fixed:
         out_TD = product_TD
     elif passing:  # rows are converted in order: those not read yet lie behind those written
         out_TD = product_TD.view(w_VD.dtype).view(-1)[: product_TD.numel()].view(product_TD.shape)
@@ -433,17 +428,15 @@ def finished_dx(
         out_TD = w_VD.new_empty(product_TD.shape)
     common_D = None
     if grad.offset is not None:  # every row of W that counts, summed
-        common_D = weighed_sum(w_VD, leaf.counted_columns(call.softcap, grad.target))
+        common_D = weighed_sum(w_VD, leaf.counted_columns(plan.call.softcap, grad.target))
     scale_t, value_t, target_t, offset_t = grad.scale, grad.target, leaf.target_T, grad.offset
     if rows.stop - rows.start != target_t.shape[0]:
         scale_t, value_t, target_t = scale_t[rows], value_t[rows], target_t[rows]
         offset_t = None if offset_t is None else offset_t[rows]
-    if (
-        call.bits != "fast" and not out_TD.is_cuda
-    ):  # not by `addcmul_`, which rounds otherwise in a tensor's last elements
+    if plan.fixed and not out_TD.is_cuda:  # not by `addcmul_`, which rounds otherwise in a tensor's last elements
         out_TD.mul_(scale_t.unsqueeze(1)).add_(w_VD[target_t.clamp(min=0)] * value_t.unsqueeze(1))
         if offset_t is not None and common_D is not None:
             out_TD += offset_t.unsqueeze(1) * common_D
         return out_TD
-    passes.finish_dx(out_TD, product_TD, scale_t, target_t, value_t, w_VD, offset_t, common_D)
+    plan.passes.finish_dx(out_TD, product_TD, scale_t, target_t, value_t, w_VD, offset_t, common_D)
     return out_TD

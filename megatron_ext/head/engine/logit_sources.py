@@ -168,16 +168,13 @@ class ComputedLogits:
         self._arithmetic = arithmetic
 
     def __call__(self, rows: slice) -> Tensor:
+        kept_TV, first = self.memory_TV, rows.start // self.repeats
+        made = rows if self.repeats == 1 else slice(first, -(-rows.stop // self.repeats))
+        out_tV = kept_TV[made] if kept_TV is not None and made.stop <= kept_TV.shape[0] else None
+        z_tV = self._arithmetic.logits(self.x_TD[made], self.w_VD, out_tV, self.transform.rounds)
         if self.repeats == 1:
-            return self._made(rows)
-        first = rows.start // self.repeats
-        z_tV = self._made(slice(first, -(-rows.stop // self.repeats))).repeat_interleave(self.repeats, 0)
-        return z_tV[rows.start - first * self.repeats :][: rows.stop - rows.start]
-
-    def _made(self, rows: slice) -> Tensor:
-        kept_TV = self.memory_TV
-        out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
-        return self._arithmetic.logits(self.x_TD[rows], self.w_VD, out_tV, self.transform.rounds)
+            return z_tV
+        return z_tV.repeat_interleave(self.repeats, 0)[rows.start - first * self.repeats :][: rows.stop - rows.start]
 
 
 def of_logits(logits: Sequence[Tensor], transforms: Sequence[LogitTransform]) -> list[StoredLogits]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_ext.head.call.logit_gradient import GradientParts
 from megatron_ext.head.call.resolved_head import Leaf
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
+from megatron_ext.head.row_passes.dispatch import PYTORCH
 from megatron_ext.numerics.matrices import pieces
 
 # Elements of a piece of the scaled hidden states on CPU. On CUDA they are one: their product with G has as many tiles
@@ -30,7 +30,7 @@ class WeightGradient:
 
     def __init__(self, out_VD: Tensor, x_TD: Tensor, leaf: Leaf, grad: GradientParts, plan: Plan, accumulate: bool):
         self._out_VD, self._x_TD, self._grad, self._target_T = out_VD, x_TD, grad, leaf.target_T
-        self._fixed, self._arithmetic = plan.call.bits != "fast", plan.arithmetic
+        self._fixed, self._arithmetic = plan.fixed, plan.arithmetic
         self._labelled = plan.labelled and not self._fixed
         self._counted_V = None
         if grad.offset is not None:
@@ -39,7 +39,7 @@ class WeightGradient:
         self._accumulate = accumulate
         summed = not x_TD.is_cuda and (self._fixed or x_TD.element_size() == 2)
         self._rows = plan.arithmetic.CPU_ROWS if summed else None
-        self._passes = passes_of(x_TD)
+        self._passes = plan.passes
         width = x_TD.shape[1]
         step = width if x_TD.is_cuda or self._fixed else max(64, _SCALED // max(x_TD.shape[0], 1))
         self._parts = [slice(at, min(at + step, width)) for at in range(0, width, max(step, 1))]

@@ -105,6 +105,7 @@ class Kept(Filtered):
         self.offsets_T = self.offsets.to(device).long().clamp(0, self.ids_N.shape[0])
         self.place_T = flat(torch.arange(self.labels.numel(), device=device).view(self.labels.shape))
         self._entries: list[_Entries] = []
+        self._logits: list[Tensor] = []
         if self.call.ranks > 1:
             self.numbers_T = self._sums(statistics.scrambled(self.ids_N + 1))
 
@@ -135,10 +136,6 @@ class Kept(Filtered):
         lengths_t = starts[rows.start : rows.stop + 1].diff().to(token_N.device)
         is_label_n = column_N[at] + self.call.vocab.start == self.labels_T[token_N[at]]
         return _Part(at, lengths_t, token_N[at] - rows.start, column_N[at], is_label_n)
-
-    def begin(self, chunks: list[slice], device: torch.device, words: str, ids: Any) -> None:
-        super().begin(chunks, device, words, ids)
-        self._logits: list[Tensor] = []
 
     def of_leaf(self, call: ResolvedHead) -> Self:
         part = super().of_leaf(call)

@@ -151,14 +151,17 @@ class ReadOut:
     def options(self) -> dict[str, Any]:
         """The read-out's numbers and names, which must be the same on all ranks."""
         plain = int | float | str | bool | None
-        own = sorted(vars(self).items())
-        return {name: x for name, x in own if name not in _OF_THE_CALL and isinstance(x, plain)}
+        found = {}
+        for name, x in sorted(vars(self).items()):
+            if name not in _OF_THE_CALL and isinstance(x, plain):
+                found[name] = x
+        return found
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
         """Raises what every rank sees wrong with its arguments, returns what this rank alone may see. Of a copy.
 
         Args:
-            size: of the vocabulary; a guess where `vocab` is None, see `checks.size_fault`.
+            size: of the vocabulary; where `vocab` is None a guess from this rank's columns, as if shards were equal.
             group: the ranks that share it.
         """
         return None
@@ -168,17 +171,14 @@ class ReadOut:
         device."""
         return None
 
-    def begin(self, chunks: list[slice], device: torch.device, words: str, ids: Sequence[Tensor]) -> None:
-        """Take the cut of the tokens, and agree over the ranks before the first chunk, where the read-out `begins`.
+    def begin(self, device: torch.device, words: str, ids: Sequence[Tensor]) -> None:
+        """Agree over several ranks before the first chunk, where the read-out `begins`.
 
         `words`, `ids`: the options of the call, and the token ids that it asks for.
 
-        Communicates, at several ranks: 1 all-gather of a few numbers.
+        Communicates: 1 all-gather of a few numbers.
         """
-        self.parts = chunks
-        if not self.begins or self.call.ranks == 1 or not chunks:
-            return
-        words = f"{words}, chunks {len(chunks)}" if self.in_step else words
+        words = f"{words}, chunks {len(self.parts)}" if self.in_step else words
         numbers = [self.call.vocab.size, *self.agreed()]
         found_RN = statistics.gathered_numbers(numbers, words, ids, self.call.group, device)
         if has_values(found_RN):
