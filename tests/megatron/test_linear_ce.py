@@ -279,7 +279,7 @@ def test_megatron_drains_what_was_deferred_and_nothing_else():
 
 
 @ranks(1)
-def test_functions_of_megatron_come_back_with_the_last_patched_model():
+def test_wrapped_functions_go_with_the_last_patched_model():
     with model_parallel():
         from megatron.core.pipeline_parallel import schedules
 
