@@ -24,7 +24,7 @@ LINES = {
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4966,
     "megatron_ext/experimental": 2380,
-    "megatron_ext/head": 10244,
+    "megatron_ext/head": 10237,
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1329,
     "megatron_ext/megatron": 4481,

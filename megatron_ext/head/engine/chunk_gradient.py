@@ -41,12 +41,6 @@ def logits_of_chunk(made: Sequence[Any], rows: slice, keep_raw: bool) -> tuple[T
     return raw_tV, found
 
 
-def sides_of(plan: Plan, logits: list[Tensor], at: int) -> list[Tensor]:
-    """The first logits, and those of the teacher of read-out `at`, where it has one."""
-    teacher = plan.teachers[at]
-    return logits[:1] if teacher is None else [logits[0], logits[teacher]]
-
-
 class ChunkGradient:
     """The gradient of logits, chunk by chunk: all read-outs' added in it.
 
@@ -103,7 +97,7 @@ class ChunkGradient:
         if columns:
             self._add_at_columns(columns, None if logits is None else logits[0], rows, out_tV)
         for at, readout, saved, grad in pulling:
-            readout.pull(saved, rows, sides_of(plan, logits, at), grad, out_tV, first)
+            readout.pull(saved, rows, plan.sides_of(at, logits), grad, out_tV, first)
             if first:
                 out_tV[:, call.counted :] = 0
             first = False

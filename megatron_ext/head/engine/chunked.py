@@ -19,7 +19,7 @@ from megatron_ext.head.call.matmul import WeightSums, column_spans
 from megatron_ext.head.call.resolved_head import of_shard
 from megatron_ext.head.call.statistics import MAX, SUM_EXP, Statistics
 from megatron_ext.head.engine import chunk_gradient, logit_sources
-from megatron_ext.head.engine.chunk_gradient import ChunkGradient, logits_of_chunk, sides_of
+from megatron_ext.head.engine.chunk_gradient import ChunkGradient, logits_of_chunk
 from megatron_ext.head.engine.logit_sources import ComputedLogits, LogitTransform, in_runs, new_gradient, rows_of
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.dispatch import engine_combined, in_engine_order, write_engine_sums
@@ -272,7 +272,7 @@ def _read(
             counted = call.counted if whole else plan.leaves[0].call.counted
             stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0][0], counted)
         for at, part_Kt, own_Kt in plan.parts(stats_Kt, own_KT, rows):
-            plan.scan(at, rows, [sides_of(plan, sides, at) for sides in logits], part_Kt, own_Kt)
+            plan.scan(at, rows, logits, part_Kt, own_Kt)
             if kept is not None:
                 kept.write(rows, plan.readouts[at], raw_tV, logits[0], part_Kt)
         del logits, found, raw_tV  # before the next ones are made

@@ -295,17 +295,23 @@ class Plan:
             part.readouts = [r.of_leaf(part.call) for r in self.readouts]
         return plans
 
-    def scan(self, at: int, rows: slice, logits: Sequence[Sequence[Tensor]], stats_Kt: Tensor, own_Kt: Any) -> None:
-        """Has read-out `at` write its rows, one leaf's after the other's. `logits`: of each leaf, those that it
-        reads."""
+    def sides_of(self, at: int, logits: list[Tensor]) -> list[Tensor]:
+        """The first logits, and those of the teacher of read-out `at`, where it has one."""
+        teacher = self.teachers[at]
+        return logits[:1] if teacher is None else [logits[0], logits[teacher]]
+
+    def scan(self, at: int, rows: slice, logits: Sequence[list[Tensor]], stats_Kt: Tensor, own_Kt: Any) -> None:
+        """Has read-out `at` write its rows, one leaf's after the other's. `logits`: of each leaf."""
         r, count = self.readouts[at], self.leaf_count
         if not self.leaves:
-            r.scan(Chunk(rows, logits[0], stats_Kt, own_Kt))
-        elif not r.by_leaf:
-            r.scan(Chunk(rows, [torch.cat(each, 1) for each in zip(*logits, strict=True)], stats_Kt, own_Kt))
+            r.scan(Chunk(rows, self.sides_of(at, logits[0]), stats_Kt, own_Kt))
+            return
+        sides = [self.sides_of(at, each) for each in logits]
+        if not r.by_leaf:
+            r.scan(Chunk(rows, [torch.cat(each, 1) for each in zip(*sides, strict=True)], stats_Kt, own_Kt))
         else:
             own = [None] * count if own_Kt is None else own_Kt.chunk(count)
-            chunks = [Chunk(rows, *each) for each in zip(logits, stats_Kt.chunk(count), own, strict=True)]
+            chunks = [Chunk(rows, *each) for each in zip(sides, stats_Kt.chunk(count), own, strict=True)]
             r.scan_leaves([part.readouts[at] for part in self.leaves], chunks)
 
     def _results_of_leaves(self, at: int, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:

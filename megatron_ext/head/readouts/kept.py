@@ -34,14 +34,6 @@ from megatron_ext.numerics.readable_values import check_plain, check_within, has
 _MAX, _SUM, _OWN = 0, 1, 2  # rows: the largest logit, the sum of exponentials below it, and the read-out's own number
 
 
-class _Entries(NamedTuple):
-    """This rank's kept ids, token by token."""
-
-    token_N: Tensor
-    column_N: Tensor  # of this rank's shard
-    starts: Tensor  # on the CPU, `[T + 1]`: where each token's begin
-
-
 class _Part(NamedTuple):
     """Kept ids of a chunk: their places among all, their number for each token, and the token of each in the chunk."""
 
@@ -104,7 +96,7 @@ class Kept(Filtered):
         # A rank that is about to refuse offsets past the end gets as far as here.
         self.offsets_T = self.offsets.to(device).long().clamp(0, self.ids_N.shape[0])
         self.place_T = flat(torch.arange(self.labels.numel(), device=device).view(self.labels.shape))
-        self._entries: list[_Entries] = []
+        self._entries: list[tuple[Tensor, Tensor, Tensor]] = []
         self._logits: list[Tensor] = []
         if self.call.ranks > 1:
             self.numbers_T = self._sums(statistics.scrambled(self.ids_N + 1))
@@ -113,8 +105,9 @@ class Kept(Filtered):
         """`[T]`: the sums of each token's, of integers."""
         return F.pad(x_N.cumsum(0), (1, 0))[self.offsets_T].diff()[self.place_T]
 
-    def entries(self) -> _Entries:
-        """This rank's kept ids. Waits for the device, once a call."""
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's kept ids, token by token: the token of each, its column of the shard, and on the CPU, `[T + 1]`,
+        where each token's begin. Waits for the device, once a call."""
         if not self._entries:
             own_N = self.call.vocab.owns(self.ids_N)
             first_T = F.pad(own_N.cumsum(0), (1, 0))[self.offsets_T[:-1]][self.place_T]
@@ -124,11 +117,11 @@ class Kept(Filtered):
             token_N = torch.repeat_interleave(lengths_T, output_size=int(starts[-1]))
             within_N = torch.arange(token_N.shape[0], device=token_N.device) - starts_T[token_N]
             column_N = self.ids_N[own_N][first_T[token_N] + within_N] - self.call.vocab.start
-            self._entries.append(_Entries(token_N, column_N, starts))
+            self._entries.append((token_N, column_N, starts))
         return self._entries[0]
 
     def columns(self) -> Tensor:
-        return self.entries().column_N
+        return self.entries()[1]
 
     def _part(self, rows: slice) -> _Part:
         token_N, column_N, starts = self.entries()
