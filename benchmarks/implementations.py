@@ -20,7 +20,7 @@ from megatron_ext import VocabShard, linear_cross_entropy
 from megatron_ext.distributed.groups import Group
 from megatron_ext.head.call.chunk_sizes import cached_columns
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.validation.option_checks import Bits
+from megatron_ext.head.checks import Bits
 from megatron_ext.memory.heads import Head, megatron
 
 

@@ -158,8 +158,8 @@ THEIRS = [
     *("dtensor/attention.py", "dtensor/parallelize.py _parallelize_model"),
 ]
 BY_KEYWORDS = [
-    "head/cross_entropy_of_hidden_states.py linear_*",
-    "head/distributions_of_hidden_states.py linear_sampled_log_probs",
+    "head/cross_entropy.py linear_*",
+    "head/distributions.py linear_sampled_log_probs",
     "head/*.py *log_probs",
     "head/*.py vocab_parallel_cross_entropy",
     "dtensor/causal_lm.py causal_lm_*",

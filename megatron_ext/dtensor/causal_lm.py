@@ -36,9 +36,9 @@ from megatron_ext.head import (
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
+from megatron_ext.head.checks import Bits, Cache, token_bound
+from megatron_ext.head.cross_entropy import side_by_side
 from megatron_ext.head.layer_facts import local_shard
-from megatron_ext.head.reduction import side_by_side
-from megatron_ext.head.validation.option_checks import Bits, Cache, token_bound
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
 

@@ -1,19 +1,22 @@
 """Hidden states or logits in, per-token numbers out: one row-statistics engine, many read-outs."""
 
-from megatron_ext.head.cross_entropy_of_hidden_states import linear_cross_entropy, linear_log_probs
-from megatron_ext.head.cross_entropy_of_logits import token_entropy, token_log_probs, vocab_parallel_cross_entropy
-from megatron_ext.head.distributions_of_hidden_states import (
+from megatron_ext.head.cross_entropy import (
+    linear_cross_entropy,
+    linear_log_probs,
+    token_entropy,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
+from megatron_ext.head.distributions import (
+    gather_log_probs,
+    gather_logits,
+    js_divergence,
+    kl_divergence,
     linear_gather_log_probs,
     linear_js_divergence,
     linear_kl_divergence,
     linear_sampled_log_probs,
     linear_topk_log_probs,
-)
-from megatron_ext.head.distributions_of_logits import (
-    gather_log_probs,
-    gather_logits,
-    js_divergence,
-    kl_divergence,
     sampled_log_probs,
     soft_cross_entropy,
     vocab_parallel_log_softmax,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.validation.argument_checks import check_labels
+from megatron_ext.head.checks import check_labels
 
 
 class DraftLabels(NamedTuple):

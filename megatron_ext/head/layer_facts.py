@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.checks import Bits, Cache, rounds
 from megatron_ext.head.lora import LoRA
-from megatron_ext.head.validation.option_checks import Bits, Cache, rounds
 
 
 class FactsBesideTemperature(TypedDict, total=False):

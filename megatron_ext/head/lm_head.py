@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head import checks
 from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.checks import Bits, Cache, HiddenLayout, bits_or_mode
 from megatron_ext.head.layer_facts import HeadFacts, head_facts
 from megatron_ext.head.lora import LoRA, adapters_of, check_adapters, check_dropout
 from megatron_ext.head.read import read_hidden, read_logits
 from megatron_ext.head.readouts.read_out import ReadOut
-from megatron_ext.head.validation import argument_checks, option_checks
-from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, bits_or_mode
 
 _NUMBERS = {"softcap": None, "temperature": 1.0, "logit_scale": 1.0, "cache": "bounded"}
 _NUMBERS_OF_LOGITS = {"softcap": None, "temperature": 1.0}
@@ -86,17 +86,17 @@ class LmHead:
     lora: LoRA | Sequence[LoRA] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        option_checks.check_options(self, _NUMBERS)
+        checks.check_options(self, _NUMBERS)
         if self.hidden_layout != "replicated":
-            option_checks.one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
+            checks.one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
         if self.chunk_tokens is not None:
-            option_checks.check_chunk_tokens(self.chunk_tokens)
+            checks.check_chunk_tokens(self.chunk_tokens)
         if self.bits is not None:  # else as the mode is when it is read
-            option_checks.one_of("bits", self.bits, get_args(Bits))
+            checks.one_of("bits", self.bits, get_args(Bits))
         if self.logit_dtype is not None:
-            option_checks.check_logit_dtype(self.logit_dtype)
+            checks.check_logit_dtype(self.logit_dtype)
         if self.vocab is not None:
-            argument_checks.check_vocab(self.vocab)
+            checks.check_vocab(self.vocab)
         if self.lora is not None:
             check_adapters(adapters_of(self.lora), self.weight)
 
@@ -169,7 +169,7 @@ class LmHead:
         """
         group = tensor_parallel_group(self.tp_group)
         guessed, in_slices = self.vocab is None, self.hidden_layout == "sequence"
-        argument_checks.check_marks(self.weight, alone=group is None and self.tp_group is None and guessed)
+        checks.check_marks(self.weight, alone=group is None and self.tp_group is None and guessed)
         ranks, vocab = 1 if group is None else group.size(), self.vocab
         if self.lora is not None:
             check_dropout(adapters_of(self.lora), ranks, in_slices)
@@ -216,12 +216,12 @@ class Logits:
     name: str = field(default="logits", kw_only=True)
 
     def __post_init__(self) -> None:
-        argument_checks.check_floating(self.name, self.logits)
-        option_checks.check_options(self, _NUMBERS_OF_LOGITS)
+        checks.check_floating(self.name, self.logits)
+        checks.check_options(self, _NUMBERS_OF_LOGITS)
         if self.chunk_tokens is not None:
-            option_checks.check_chunk_tokens(self.chunk_tokens)
+            checks.check_chunk_tokens(self.chunk_tokens)
         if self.vocab is not None:
-            argument_checks.check_vocab(self.vocab)
+            checks.check_vocab(self.vocab)
 
     def read(self, *readouts: ReadOut, fault: ValueError | None = None) -> Any:
         """Return what `readouts` read out; see `LmHead.read`. Nothing of vocabulary size is saved beside the logits,

@@ -20,8 +20,7 @@ from megatron_ext.autograd import differentiable_once
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.head.call import matmul
-from megatron_ext.head.validation.argument_checks import check_floating
-from megatron_ext.head.validation.option_checks import check_number
+from megatron_ext.head.checks import check_floating, check_number
 from megatron_ext.numerics import cpu_products, fixed_order
 from megatron_ext.numerics.matrices import accumulation_dtype
 

@@ -5,8 +5,7 @@ the one that was found last counts, and before all of them the caller's. `Plan.r
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,22 +15,84 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports tor
 from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.call.leaves import bits_fault
+from megatron_ext.head import checks
 from megatron_ext.head.call.matmul import numbers
-from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.engine.chunked.autograd_functions import ChunkedHead, StoredLogitsHead
-from megatron_ext.head.engine.chunked.sources import LogitTransform, gather_tokens, of_each
-from megatron_ext.head.engine.flatten import Flat
+from megatron_ext.head.call.resolved_head import ResolvedHead, bits_fault
+from megatron_ext.head.checks import check_at_most, computed_dtype
+from megatron_ext.head.engine.chunked import ChunkedHead, StoredLogitsHead
 from megatron_ext.head.engine.linear import LinearHead
+from megatron_ext.head.engine.logit_sources import Flat, LogitTransform, gather_tokens, of_each
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.lora import adapters_of, low_rank, options_of, rows_fault, widened
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.teacher import Teacher, teacher_fault, teacher_logits_fault
-from megatron_ext.head.tokens_that_count import CountedTokens, left_in
-from megatron_ext.head.validation import argument_checks, option_checks
-from megatron_ext.head.validation.argument_checks import computed_dtype
 from megatron_ext.numerics.fixed_order import products_fault
 from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.readable_values import has_values, raise_if
+
+
+class CountedTokens(NamedTuple):
+    """The tokens that are left.
+
+    Attributes:
+        kept_T: their places among all tokens, part after part; past the end what fills up.
+        mine_T: of this rank's part, the places in it; past its end what fills up.
+        sizes: how many each part has; None where there is one part and its size was not read for it.
+        fills: whether something may fill up.
+        fault: that more tokens count than a bound says, for the caller to raise where other ranks learn of it.
+    """
+
+    kept_T: Tensor
+    mine_T: Tensor
+    sizes: list[int] | None
+    fills: bool
+    fault: ValueError | None = None
+
+    def of_all(self, x_T: Tensor) -> Tensor:
+        """Select the tokens that are left from a tensor of all tokens; what fills up has the last token's values."""
+        return x_T[self.kept_T.clamp(max=x_T.shape[0] - 1) if self.fills else self.kept_T]
+
+    def of_mine(self, x_TD: Tensor) -> Tensor:
+        """Select the hidden states of this rank that are left, and 0 for what fills up."""
+        if not self.fills:
+            return x_TD.index_select(0, self.mine_T)
+        there_T1 = (self.mine_T < x_TD.shape[0]).unsqueeze(1)
+        return x_TD.index_select(0, self.mine_T.clamp(max=x_TD.shape[0] - 1)).where(there_T1, 0.0)
+
+    def spread(self, x_T: Tensor, tokens: int) -> Tensor:
+        """Results of all tokens, 0 where one was left out."""
+        room_T = x_T.new_zeros(tokens + self.fills, *x_T.shape[1:])
+        return room_T.index_copy(0, self.kept_T, x_T)[:tokens]
+
+
+def left_in(counts_RP: Tensor, part: int, at_most: int | None) -> CountedTokens:
+    """Choose the tokens of each part that count, `part` being this rank's. `at_most`: no more than so many of each;
+    None: as many as there are, which waits for the device.
+
+    Raises:
+        ValueError: `at_most` is no positive int.
+
+    More tokens that count than `at_most` are the result's `fault`; on CUDA they stop the device.
+    """
+    check_at_most(at_most)
+    parts, width = counts_RP.shape
+    if at_most is None or not width:
+        sizes = counts_RP.sum(1).tolist() if parts > 1 else None
+        of_all_T, own_T = (counts.nonzero().squeeze(1) for counts in (counts_RP.reshape(-1), counts_RP[part]))
+        return CountedTokens(of_all_T, own_T, sizes, False)
+    size, fault = min(at_most, width), None
+    if has_values(counts_RP):
+        try:
+            raise_if(
+                (counts_RP.sum(1) > at_most).any(),
+                f"at_most, or skip_ignored, is {at_most}, and more tokens count: it must bound them, with the sequence "
+                f"layout in each rank's slice; pass a larger one, or none",
+            )
+        except ValueError as found:
+            fault = found
+    places_T = [counts_P.nonzero_static(size=size, fill_value=width).squeeze(1) for counts_P in counts_RP]
+    whole_T = [(x + i * width).masked_fill(x == width, parts * width) for i, x in enumerate(places_T)]
+    return CountedTokens(torch.cat(whole_T), places_T[part], [size] * parts, True, fault)
 
 
 def read_hidden(
@@ -44,7 +105,7 @@ def read_hidden(
     given: ValueError | None,
 ) -> Any:
     """See `LmHead.read`. `own`: the `LmHead`; `given`: the caller's fault."""
-    argument_checks.check_floating("hidden", hidden)
+    checks.check_floating("hidden", hidden)
     ranks = 1 if head.group is None else head.group.size()
     readouts, teachers, fault = checked(asked, head)
     leading, found = _leading(hidden, readouts, ranks, head.in_slices)
@@ -52,7 +113,7 @@ def read_hidden(
     if head.bits != "fast":
         fault = bits_fault(head, ranks, hidden, readouts) or fault
     if head.fuse_main_grad and torch.is_grad_enabled():
-        fault = fault or argument_checks.main_grad_fault(own.weight)
+        fault = fault or _main_grad_fault(own.weight)
     for teacher in teachers:
         found = teacher_fault(teacher, hidden, head)
         found = found or _tensors_fault(teacher.head, teacher.hidden, head.vocab, ranks, "teacher_")
@@ -62,13 +123,13 @@ def read_hidden(
 
     left: CountedTokens | None = None
     if counts is not None:
-        argument_checks.check_counts(counts, leading)
+        checks.check_counts(counts, leading)
         part = group_rank(head.group) if sizes else 0
         left = left_in(counts.reshape(ranks if sizes else 1, -1), part, at_most)
         fault = fault or left.fault
         tokens, sizes = left.kept_T.shape[0], left.sizes if sizes else None
     elif at_most is not None:
-        option_checks.check_no_bound(at_most)
+        checks.check_no_bound(at_most)
 
     def flat(x: Tensor) -> Tensor:
         x_T = x if len(leading) == 1 else x.reshape((leading.numel(), *x.shape[len(leading) :]))
@@ -77,15 +138,16 @@ def read_hidden(
     adapters = adapters_of(own.lora) if own.lora else ()
     for teacher in teachers:
         adapters = (*adapters, *adapters_of(teacher.head.lora))
-    plan = Plan(readouts, head, flat, tokens, hidden.device, options_of(adapters) if adapters else None)
+    options, places, held = options_of(adapters) if adapters else None, None, None
     if left is not None and sizes is None:  # ranks that leave out others learn it then
-        plan.places_T, plan.all_tokens = left.kept_T, leading.numel() + left.fills
+        places = left.kept_T, leading.numel() + left.fills
     sides = [_computed(hidden, own.weight)]
     for t in teachers:
         sides.append(_computed(t.hidden.detach(), t.head.weight))
     if sides[0].dtype != hidden.dtype and not own.lora and not torch.is_autocast_enabled(hidden.device.type):
-        plan.held = hidden.dtype
-    if head.bits != "fast":
+        held = hidden.dtype
+    plan = Plan(readouts, head, flat, tokens, hidden, options, places, held)
+    if plan.fixed:
         for side in sides:
             fault = fault or products_fault(side)
     if fault is not None:
@@ -124,17 +186,16 @@ def _run(
         inputs: list[Tensor | None] = []
         transforms = [LogitTransform(None, own.softcap, own.logit_scale, head.rounds)]
         for side, t in zip(sides[1:], teachers, strict=True):
-            rounds = option_checks.rounds(t.head.logit_dtype)
+            rounds = checks.rounds(t.head.logit_dtype)
             transforms.append(LogitTransform(None, t.head.softcap, t.head.logit_scale, rounds))
             inputs += [None if x is None else x.detach() for x in _inputs(t.head, side, head)]
         given = plan, transforms, sizes, keep, x_TD, weight, bias, low, *inputs
-        return _apply_eagerly(ChunkedHead, *given) if head.bits != "fast" else ChunkedHead.apply(*given)
-    if weight.shape[0] == 0:  # one column that does not count is simpler than none
-        nowhere = VocabShard(head.vocab.size, head.vocab.size + 1, head.vocab.size)
-        plan.call = replace(head, vocab=nowhere, fuse_main_grad=False)
+        return _apply_eagerly(ChunkedHead, *given) if plan.fixed else ChunkedHead.apply(*given)
+    if weight.shape[0] == 0:
+        plan.take_a_column()
         weight, bias = F.pad(numbers(weight), (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
         low = None if low is None else F.pad(low, (0, 0, 0, 1))
-    if head.bits != "fast":
+    if plan.fixed:
         return _apply_eagerly(LinearHead, plan, sizes, keep, x_TD, weight, bias, low)
     return LinearHead.apply(plan, sizes, keep, x_TD, weight, bias, low)
 
@@ -159,14 +220,15 @@ def read_logits(head: ResolvedHead, given: Any, asked: Sequence[ReadOut], caller
     for r in readouts:
         each = r.per_token()
         if each is not None:
-            argument_checks.check_tokens_of(each[0], each[1], given.name, logits)
-    fault = argument_checks.shard_fault(head.vocab, logits.shape[-1], given.name, ranks) or fault
+            checks.check_tokens_of(each[0], each[1], given.name, logits)
+    fault = checks.shard_fault(head.vocab, logits.shape[-1], given.name, ranks) or fault
     for teacher in teachers:
         fault = teacher_logits_fault(teacher, given, head.vocab, ranks) or fault
     fault = callers or fault
     in_step = any(r.in_step for r in readouts) and ranks > 1
     flat = Flat(logits, as_given=in_step)  # the ranks exchange rows of the same tokens, chunk by chunk
-    plan = Plan(readouts, head, flat, flat.shape.numel(), logits.device)
+    tokens = flat.shape.numel()
+    plan = Plan(readouts, head, flat, tokens, logits, places=(flat.places(logits.device, ranks), tokens))
     if fault is not None:
         plan.raise_on_all_ranks(fault, accumulation_dtype(logits.dtype), logits.device)
     z = flat.rows(logits)
@@ -178,7 +240,6 @@ def read_logits(head: ResolvedHead, given: Any, asked: Sequence[ReadOut], caller
     transforms = [LogitTransform(softcap=each.softcap if plan.needs_logits else None) for each in both]
     into_logits = given.gradient_into_logits and own_memory and not plan.needs_logits
     others = [flat.rows(teacher.logits.detach()) for teacher in teachers]
-    plan.places_T = flat.places(z.device, ranks)
     found = StoredLogitsHead.apply(plan, transforms, into_logits, z, *others)
     return _as_asked(plan, [flat.up(x) for x in found])
 
@@ -223,9 +284,9 @@ def _leading(
             continue
         if first is None:
             first = given[1]
-            fault = argument_checks.layout_fault(hidden, first, in_slices, ranks, given[0])
+            fault = checks.layout_fault(hidden, first, in_slices, ranks, given[0])
         elif given[1] is not first:
-            argument_checks.check_same_shape(*given, first)
+            checks.check_same_shape(*given, first)
     if first is not None:
         return first.shape, fault
     lead = hidden.shape[:-1]
@@ -236,13 +297,23 @@ def _tensors_fault(
     given: Any, hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = ""
 ) -> ValueError | None:
     """Return the fault of this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
-    found = argument_checks.linear_fault(hidden, given.weight, given.bias, vocab, ranks, whose)
+    found = checks.linear_fault(hidden, given.weight, given.bias, vocab, ranks, whose)
     if found is None and given.lora:
         found = rows_fault(adapters_of(given.lora), given.weight)
     if found is not None or given.logit_dtype is None:
         return found
     dtype = computed_dtype(hidden, given.weight)
-    return option_checks.logit_dtype_fault(given.logit_dtype, dtype, f"{whose}hidden")
+    return checks.logit_dtype_fault(given.logit_dtype, dtype, f"{whose}hidden")
+
+
+def _main_grad_fault(weight: Tensor) -> ValueError | None:
+    if not weight.requires_grad or hasattr(weight, "get_main_grad"):
+        return None
+    try:
+        main_grad.buffer_of(weight)
+    except ValueError as fault:
+        return fault
+    return None
 
 
 def _gather_zeros(

@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron_ext.head.checks import token_bound
 from megatron_ext.head.lm_head import LmHead, Logits
 from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.row_sums import Entropy
-from megatron_ext.head.validation.option_checks import token_bound
 
 
 class TrainingLoss(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_size
-from megatron_ext.head.validation.option_checks import one_of
+from megatron_ext.head.checks import one_of
 from megatron_ext.integrations.substitution import FrameworkSubstitution, ReplacedName
 
 

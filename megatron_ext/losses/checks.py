@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.head.validation.option_checks import as_number
+from megatron_ext.head.checks import as_number
 from megatron_ext.losses.reductions import below_0
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head import KL, Entropy, Gather, JensenShannon, LmHead, Logits, ReadOut, Teacher, TopK
+from megatron_ext.head.checks import Cache, check_teachers_temperature, one_of
 from megatron_ext.head.layer_facts import with_options
 from megatron_ext.head.readouts.normalised_divergences import check_beta
-from megatron_ext.head.validation.option_checks import Cache, check_teachers_temperature, one_of
 from megatron_ext.losses.checks import (
     check_number,
     check_per_token,

@@ -16,9 +16,8 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, group_size, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import LmHead, LogProbs
+from megatron_ext.head.checks import Bits, Cache, HiddenLayout, check_floating, token_bound
 from megatron_ext.head.layer_facts import with_options
-from megatron_ext.head.validation.argument_checks import check_floating
-from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, token_bound
 from megatron_ext.losses.checks import (
     check_rows,
     check_tensor,

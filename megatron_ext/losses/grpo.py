@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_ext.head.validation.option_checks import one_of
+from megatron_ext.head.checks import one_of
 from megatron_ext.losses import policy_gradient as pg
 from megatron_ext.losses.checks import above_0, at_least_0, check_number, first_fault, shape_fault
 from megatron_ext.losses.from_hidden import LogProbLoss, Metrics

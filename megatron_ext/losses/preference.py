@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.head.validation.option_checks import one_of
+from megatron_ext.head.checks import one_of
 from megatron_ext.losses.checks import (
     above_0,
     at_least_0,

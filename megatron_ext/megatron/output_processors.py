@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from megatron_ext.head import LmHead, ReadOut
-from megatron_ext.head.reduction import log_prob_readouts
-from megatron_ext.head.validation.argument_checks import or_refuse
-from megatron_ext.head.validation.option_checks import Bits, Cache
+from megatron_ext.head.checks import Bits, Cache, or_refuse
+from megatron_ext.head.cross_entropy import log_prob_readouts
 from megatron_ext.megatron.fused_loss import fusion_decision, known_code, log_probs, patch_points
 from megatron_ext.megatron.fused_loss.fused_region import Region, call_of
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_ext.head.call import statistics
 from megatron_ext.head.row_passes import dispatch
-from megatron_ext.head.validation import exchange_checks
 from megatron_ext.memory.byte_counter import one_rank_of
 from megatron_ext.numerics import readable_values
 
@@ -42,7 +41,6 @@ def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup |
         mock.patch.object(dispatch, "_interpreted", return_value=False),
         mock.patch.object(dispatch, "triton_passes", kernels),
         mock.patch.object(readable_values, "has_values", return_value=True),  # checks are launched, as on a GPU
-        mock.patch.object(exchange_checks, "has_values", return_value=True),
         mock.patch.object(statistics, "has_values", return_value=True),
     ):
         yield group

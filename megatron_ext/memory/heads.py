@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.head import linear_cross_entropy
-from megatron_ext.head.validation.option_checks import Cache
+from megatron_ext.head.checks import Cache
 from megatron_ext.memory.byte_counter import ByteCounter, Bytes, fake_world, one_rank_of
 from megatron_ext.memory.fake_cuda import cuda_rank_of
 from megatron_ext.memory.sizes import Sizes

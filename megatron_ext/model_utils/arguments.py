@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.validation.argument_checks import NO_SIZE, or_refuse
-from megatron_ext.head.validation.option_checks import filters
+from megatron_ext.head.checks import NO_SIZE, filters, or_refuse
 from megatron_ext.sequence.targets import IGNORE_INDEX, Targets
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, group_size
-from megatron_ext.head.validation.argument_checks import or_refuse
+from megatron_ext.head.checks import or_refuse
 from megatron_ext.model_utils.arguments import (
     check_dims,
     check_logits,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import Group, check_group, group_size
-from megatron_ext.head.validation.option_checks import check_option
+from megatron_ext.head.checks import check_option
 from megatron_ext.model_utils.arguments import check_dims, columns_of, local, number, whole_if_none
 from megatron_ext.model_utils.top_k import gather_logits_at_global_indices
 from megatron_ext.numerics.matrices import accumulation_dtype

@@ -59,7 +59,9 @@ def switched_on() -> bool:
 
 def is_on(config: Any = None) -> bool:
     """Return whether the mode is on: ours, by Megatron's global switch, or by a config's `batch_invariant_mode`."""
-    return bool(_entered) or switched_on() or bool(getattr(config, "batch_invariant_mode", False))
+    if _entered or (KERNELS in sys.modules and switched_on()):
+        return True
+    return config is not None and bool(getattr(config, "batch_invariant_mode", False))
 
 
 def product(x_MK: Tensor, w_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
+from megatron_ext.distributed.collectives import Pending
 from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.numerics.matrices import accumulation_dtype
 
@@ -63,3 +64,17 @@ def sum_of_ranks(x_TD: Tensor, like: Tensor, group: Group, sizes: list[int] | No
     parts_RTD = parts_RTD.to(accumulation_dtype(x_TD.dtype))
     found_TD = in_tree(parts_RTD.unbind(0), torch.add).to(like.dtype)
     return found_TD if sizes else collectives.all_gather(found_TD, group, sizes=each)
+
+
+def start_sum_of_ranks(x_TD: Tensor, like: Tensor, group: Group, sizes: list[int] | None, fixed: bool) -> Pending:
+    """Begin to add up every rank's `x`, in its memory where it can be; if `fixed` in the tree's order, see above.
+
+    Communicates: 1 all-reduce, with `sizes`, of which each rank keeps its own tokens, 1 reduce-scatter; if `fixed`
+    `sum_of_ranks`.
+    """
+    tokens = x_TD.shape[0]
+    if fixed:
+        return Pending(sum_of_ranks(x_TD, like, group, sizes))
+    if sizes is not None and tokens:
+        return collectives.start_reduce_scatter(x_TD, group, sizes=sizes)
+    return collectives.start_all_reduce(x_TD, group if tokens else None, in_place=True)

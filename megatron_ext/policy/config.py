@@ -8,7 +8,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from megatron_ext.head.validation.option_checks import Bits, as_number, check_number, filters, one_of
+from megatron_ext.head.checks import Bits, as_number, check_number, filters, one_of
 from megatron_ext.policy.config_keys import check_keys
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from benchmarks.meter import one_rank_of
 from megatron_ext import linear_cross_entropy, linear_log_probs, token_entropy, vocab_parallel_cross_entropy
-from megatron_ext.head import LoRA, distributions_of_hidden_states, distributions_of_logits
+from megatron_ext.head import LoRA, distributions
 from megatron_ext.head.engine.linear import LinearHead
 from tests.devices import GPU
 from tests.head.as_on_cuda import rehearsal
@@ -104,14 +104,14 @@ CALLS = {
     "loss of logits": on_logits(vocab_parallel_cross_entropy, labels, **EVERYTHING),
     "loss into logits": on_logits(vocab_parallel_cross_entropy, labels, gradient_into_logits=True, reduction="mean"),
     "entropy": on_logits(token_entropy, **BENDS),
-    "gathered": on_logits(distributions_of_logits.gather_log_probs, ids, return_entropy=True, chunk_tokens=7),
-    "largest": on_logits(distributions_of_logits.vocab_topk, k=3),
-    "top-k": on_logits(distributions_of_logits.sampled_log_probs, labels, top_k=3, top_p=0.9),
-    "top-p": on_logits(distributions_of_logits.sampled_log_probs, labels, top_p=0.9, chunk_tokens=7),
-    "softmax": on_logits(distributions_of_logits.vocab_parallel_log_softmax),
-    "divergence": on_logits(distributions_of_logits.kl_divergence, logits, direction="reverse"),
-    "hidden, gathered": on_hidden(distributions_of_hidden_states.linear_gather_log_probs, ids, chunk_tokens=7),
-    "hidden, top-p": on_hidden(distributions_of_hidden_states.linear_sampled_log_probs, labels, top_k=3, top_p=0.9),
+    "gathered": on_logits(distributions.gather_log_probs, ids, return_entropy=True, chunk_tokens=7),
+    "largest": on_logits(distributions.vocab_topk, k=3),
+    "top-k": on_logits(distributions.sampled_log_probs, labels, top_k=3, top_p=0.9),
+    "top-p": on_logits(distributions.sampled_log_probs, labels, top_p=0.9, chunk_tokens=7),
+    "softmax": on_logits(distributions.vocab_parallel_log_softmax),
+    "divergence": on_logits(distributions.kl_divergence, logits, direction="reverse"),
+    "hidden, gathered": on_hidden(distributions.linear_gather_log_probs, ids, chunk_tokens=7),
+    "hidden, top-p": on_hidden(distributions.linear_sampled_log_probs, labels, top_k=3, top_p=0.9),
 }
 
 

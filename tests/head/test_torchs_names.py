@@ -20,8 +20,8 @@ from megatron_ext import (
 from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss, parallelize, use_fused_loss
 from megatron_ext.dtensor.pretrained.loading import ParallelizeOptions
 from megatron_ext.head import LmHead, linear_topk_log_probs
+from megatron_ext.head.checks import Cache
 from megatron_ext.head.layer_facts import HeadFacts
-from megatron_ext.head.validation.option_checks import Cache
 from megatron_ext.losses.from_hidden import LogProbLossInputs
 from megatron_ext.megatron.fused_loss.head_settings import HeadOptions, HeadSettings
 

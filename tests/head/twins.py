@@ -257,7 +257,7 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
         start = rank * columns
         target = (labels - start).where((labels >= start) & (labels < start + columns), -1)
         shared = statistics.shared_rows(settings)
-        stats = statistics.new_statistics(tokens, shared, settings, z.dtype, z.device)
+        stats = statistics.new_statistics(tokens, shared, settings.ranks, z.dtype, z.device)
         shift = z.new_empty(tokens)
         stats[statistics.START, -1] = start
         counted = 0 if ranks == 3 and rank == 1 else columns
@@ -266,7 +266,12 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
             target.where(target < counted, -1),
             stats[:, :-1],
             shift_T=shift,
-            **settings.sums(counted),
+            counted=counted,
+            softcap=settings.softcap,
+            temperature=settings.temperature,
+            with_mean=settings.mean,
+            with_entropy=settings.expected,
+            with_hits=settings.hits,
         )
         made.append(stats)
         targets.append(target)

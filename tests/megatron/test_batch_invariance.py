@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron_ext import batch_invariant_mode, linear_cross_entropy, linear_log_probs, model_utils
-from megatron_ext.head import LmHead
-from megatron_ext.head.validation import option_checks
+from megatron_ext.head import LmHead, checks
 from megatron_ext.integrations import trl, verl
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.layer_specs import gpt_layer_spec
@@ -94,7 +93,7 @@ def test_bits_are_refused_where_megatron_makes_the_logits():
 @contextmanager
 def vllm_asked():
     """What verl sets in every process where `rollout.full_determinism` is True, and who runs TRL's vLLM by hand."""
-    with mock.patch.dict(os.environ, {option_checks.VLLMS: "1"}), warnings.catch_warnings():
+    with mock.patch.dict(os.environ, {checks.VLLMS: "1"}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "VLLM_BATCH_INVARIANT is set")
         yield
 

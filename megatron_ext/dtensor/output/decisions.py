@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.output.reads import Read, read_hidden
-from megatron_ext.head.call import agreement
+from megatron_ext.head.call import statistics
+from megatron_ext.head.call.statistics import OptionsDiffer
 from megatron_ext.head.layer_facts import unwrapped
-from megatron_ext.head.validation.exchange_checks import OptionsDiffer
 from megatron_ext.proof import Proof, ProofBasis, ProofMode, Proofs, words_of_change
 
 _CHANGED = (
@@ -90,7 +90,7 @@ def tell_of_unread_head(model: Any, head: Any, read: Read, given: Sequence[Tenso
     rows, positions = given[0].shape[:2]
     slices = 1 if hook is None else hook.slices
     hidden = torch.zeros(rows, positions // slices, weight.shape[1], dtype=weight.dtype, device=given[0].device)
-    with agreement.also("the lm head was not called"):
+    with statistics.agreeing_on("the lm head was not called"):
         _tell(model, head, read, hidden, given)
 
 
@@ -103,7 +103,7 @@ def _tell(model: Any, head: Any, read: Read, hidden: Tensor, given: Sequence[Ten
 
 def telling_of_change() -> AbstractContextManager[None]:
     """A call of the head within tells the other ranks that this one sees another model."""
-    return agreement.also(words_of_change(dist.get_rank()))
+    return statistics.agreeing_on(words_of_change(dist.get_rank()))
 
 
 def told(model: Any, fault: ValueError) -> ValueError:

@@ -31,7 +31,7 @@ from megatron_ext.dtensor.output.stand_ins import (
     standing_in,
 )
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
-from megatron_ext.head.validation.option_checks import Bits, Cache, rounds
+from megatron_ext.head.checks import Bits, Cache, rounds
 from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, fusion_is_on, proof_mode
 from megatron_ext.sequence.next_token import next_tokens
 

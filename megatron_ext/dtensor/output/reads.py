@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron_ext.head.checks import Bits, bits_or_mode, or_refuse, rounds
 from megatron_ext.head.layer_facts import head_facts, local_shard, unwrapped
-from megatron_ext.head.validation.argument_checks import or_refuse
-from megatron_ext.head.validation.option_checks import Bits, bits_or_mode, rounds
 
 
 class Read(NamedTuple):

@@ -17,7 +17,7 @@ from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers impo
     SharedOutputLayer,
     Sharing,
 )
-from megatron_ext.head.validation.option_checks import rounds
+from megatron_ext.head.checks import rounds
 from megatron_ext.megatron.fused_loss import function_wrapping, known_code, patch_points
 from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.fusion_report import counters_of

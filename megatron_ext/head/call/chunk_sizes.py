@@ -143,6 +143,8 @@ def blocks(z_TV: Tensor, more: float = 1) -> list[slice]:
     """Rows to work on at a time with a few temporaries of their size, or of a `more`th of it: a small part of them."""
     tokens, columns = z_TV.shape
     step = max(1, int(more * (1 << (24 if z_TV.is_cuda else 16))) // max(columns, 1))
+    if 0 < tokens <= step:
+        return [slice(0, tokens)]
     return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
 
 
@@ -252,6 +254,8 @@ def _free_bytes(device: torch.device, on_gpu: bool) -> int:
 
 
 def _stepped(span: slice, step: int) -> list[slice]:
+    if 0 < span.stop - span.start <= step:
+        return [span]
     return [slice(at, min(at + step, span.stop)) for at in range(span.start, span.stop, max(step, 1))]
 
 

@@ -2,7 +2,7 @@
 
 On CUDA cuBLAS returns its fp32 accumulator (`out_dtype`). On CPU that does not exist and an fp32 matmul of 16-bit
 operands takes four times as long where the processor has 16-bit products: there such a product is rounded once
-(`megatron_ext.numerics.cpu_products`), and sums of several run in fp32.
+(`megatron_ext.numerics.matrices`), and sums of several run in fp32.
 
 A head's own weight `[V, D]` and the low rank `[V, r]` of LoRA are one operand `[V, D + r]`. It is never made: each part
 is multiplied with its columns of hidden states, and gradients have their own tensor for each part.
@@ -114,6 +114,8 @@ def logits(x_TD: Tensor, w_VD: Operand, out_TV: Tensor | None = None, rounds: bo
         out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], torch.float32)
         return torch.mm(x_TD, w_VD.t(), out_dtype=torch.float32, out=out_TV)
     out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0]) if out_TV is None else out_TV
+    if x_TD.itemsize > 2:  # nothing has to be asked of the processor
+        return torch.mm(x_TD, w_VD.t(), out=out_TV)
     return cpu_products.mm(x_TD, w_VD.t(), out_TV)
 
 

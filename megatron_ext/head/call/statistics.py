@@ -1,28 +1,105 @@
-"""Row statistics of all ranks combined into those of the whole vocabulary.
+"""Row statistics: of one rank, signed with its options and labels, exchanged, checked, and combined into those of the
+whole vocabulary.
 
-Legend: T tokens, K statistics of a shard (see `logit_passes.py`), R ranks. Everything here is `[T]` or
-`[K, T]`: nothing of vocabulary size.
+Legend: T tokens, K statistics of a shard (see `logit_passes.py`), R ranks, N ids of tokens, or parts of the vocabulary.
+Everything here is `[T]` or `[K, T]`: nothing of vocabulary size.
 
 Shards' statistics are fp32 (fp64 for fp64 input). What is made of them is fp64, a few numbers per token, and is rounded
-once, where it leaves this module or `gradient.py`: in fp32 `(z_y - M) - log S` would round three times, as PyTorch's
-log_softmax does, and the gradient of the label's logit as often. M and log S stay apart and sums are taken of z - m: at
-logits near 1000 the lse in fp32 is off by 6e-5.
+once, where it leaves this module or `logit_gradient.py`: in fp32 `(z_y - M) - log S` would round three times, as
+PyTorch's log_softmax does, and the gradient of the label's logit as often. M and log S stay apart and sums are taken of
+z - m: at logits near 1000 the lse in fp32 is off by 6e-5.
+
+Statistics of ranks that disagree would be combined into wrong numbers without a word: two numbers that travel with them
+tell of options and labels. They are checksums below 2^23, exact in fp32, odd, and alike in every process; 0 stands for
+one that is not known. What the statistics of all ranks show to be wrong is raised on every rank alike.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
-from megatron_ext.head.call import agreement
-from megatron_ext.head.call.leaves import added
-from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.call.resolved_head import ResolvedHead, added
 from megatron_ext.numerics.matrices import accumulation_dtype, part_of
-from megatron_ext.numerics.readable_values import has_values, on_host
+from megatron_ext.numerics.readable_values import has_values, raise_unless
 from megatron_ext.numerics.tree_sums import in_tree
+
+_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # of Fibonacci hashing (Knuth, The Art of Computer Programming 3)
+_MASK = (1 << 23) - 1
+_more: ContextVar[str] = ContextVar("_more", default="")
+
+
+def in_words(options: dict[str, Any]) -> str:
+    """Names and values; of equal numbers the same words."""
+    words = []
+    for name, value in options.items():
+        plain = float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        words.append(f"{name} {plain}")
+    return ", ".join(words)
+
+
+def options_checksum(words: str) -> int:
+    """A number for options in words."""
+    return zlib.crc32((words + _more.get()).encode()) & _MASK | 1
+
+
+@contextmanager
+def agreeing_on(words: str) -> Iterator[None]:
+    """Calls within must agree on these words, too: a rank that alone has them is told as one of other options is."""
+    token = _more.set(_more.get() + words)
+    try:
+        yield
+    finally:
+        _more.reset(token)
+
+
+def labels_checksum(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Tensor | int:
+    """A number for ids `[T]` or `[T, N]`, whatever their order in memory; 0 of none. On CUDA it is int64 without dims.
+
+    `places_T`: where the tokens are in the order that all ranks know, if they are in another one.
+    """
+    sums: list[Tensor] = []
+    for x in ids:
+        places = torch.arange(x.shape[0], device=x.device) if places_T is None or not len(x) else places_T
+        if x.dim() == 2:
+            places = places.unsqueeze(1) * x.shape[1] + torch.arange(x.shape[1], device=x.device)
+        sums.append(scrambled(torch.add(x, places, alpha=_MULTIPLIER)).sum())
+    if not sums:
+        return 0
+    total = reduce(torch.add, sums)
+    return (total if total.is_cuda else int(total)) & _MASK | 1
+
+
+def scrambled(x: Tensor) -> Tensor:
+    """int64 numbers as others; only the upper half, which depends on all bits below it."""
+    mixed = x * _MULTIPLIER
+    mixed = (mixed ^ (mixed >> 29)) * _MULTIPLIER
+    return mixed >> 32
+
+
+def gathered_numbers(
+    numbers: Sequence[int], words: str, ids: Sequence[Tensor], group: Group, device: torch.device
+) -> Tensor:
+    """Every rank's `numbers`, and behind them those of its options and its labels, int64 `[R, N + 2]`.
+
+    Communicates: 1 all-gather.
+    """
+    own = torch.zeros(1, len(numbers) + 2, dtype=torch.int64, device=device)
+    for i, number in enumerate(numbers):
+        own[:, i] = number
+    if has_values(own):
+        own[:, -2], own[:, -1] = options_checksum(words), labels_checksum(ids)
+    return collectives.all_gather(own, group)
+
 
 # Rows of the statistics tensor. The first three are always there; the others follow in this order where asked for.
 MAX, SUM_EXP, TARGET = 0, 1, 2
@@ -72,53 +149,68 @@ def shared_rows(call: ResolvedHead) -> int:
 
 
 def new_statistics(
-    tokens: int, shared: int, call: ResolvedHead, dtype: torch.dtype, device: torch.device, more: int = 0
+    tokens: int, shared: int, ranks: int, dtype: torch.dtype, device: torch.device, more: int = 0
 ) -> Tensor:
     """`[K, T + 1]`: room for the `shared_rows` and `more`, and the column that says whose it is."""
     stats_KT = torch.empty(shared + more, tokens + 1, dtype=dtype, device=device)
-    if call.ranks == 1:  # nothing is sent, and nobody reads that column
+    if ranks == 1:  # nothing is sent, and nobody reads that column
         return stats_KT
     part_of(stats_KT, slice(0, shared)).zero_()  # not all of them are written
     if more:
         stats_KT[shared:, -1] = 0
-    _say(stats_KT, SIZE, call.vocab.size, call.vocab.counted, call.vocab.start)
     return stats_KT
 
 
-def sign(
-    stats_KT: Tensor,
-    call: ResolvedHead,
-    words: Callable[[], str],
-    ids: Sequence[Tensor],
-    places_T: Tensor | None = None,
-) -> None:
-    """Makes `stats_KT` say what options and labels it is of."""
-    if call.ranks > 1 and has_values(stats_KT):
-        _say(stats_KT, OPTIONS, agreement.of_options(words()), agreement.of_labels(ids, places_T))
+def sign(stats_KT: Tensor, vocab: VocabShard, *checksums: int | Tensor) -> None:
+    """Makes the last column of `stats_KT` say whose it is, and with `checksums` of what options and labels.
 
-
-def _say(stats_KT: Tensor, first: int, *numbers: int | Tensor) -> None:
-    """Writes numbers to the last column, from row `first` on."""
-    if on_host(stats_KT):
-        stats_KT[first : first + len(numbers), -1] = torch.tensor(numbers, dtype=stats_KT.dtype)
+    Tensors without values have no checksums.
+    """
+    numbers = vocab.size, vocab.counted, vocab.start, *checksums
+    if checksums and not stats_KT.is_cuda:
+        stats_KT[: len(numbers), -1] = torch.tensor(numbers, dtype=stats_KT.dtype)
         return
-    for row, number in enumerate(numbers, first):
+    for row, number in enumerate(numbers):
         if isinstance(number, Tensor):
             stats_KT[row, -1].copy_(number)
         else:
             stats_KT[row, -1].fill_(number)  # on CUDA an assignment of a number is a copy that waits
 
 
-def exchange(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None = None, tokens: int | None = None) -> Tensor:
-    """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
+def exchange(
+    stats_KT: Tensor,
+    call: ResolvedHead,
+    words: Callable[[], str],
+    ids: Sequence[Tensor],
+    labels_T: Tensor,
+    places_T: Tensor | None = None,
+    tokens: int | None = None,
+) -> Tensor:
+    """Every rank's statistics, signed, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
 
     Args:
+        words: this rank's options; asked for where ranks can read each other's.
+        ids, labels_T: what `labels_checksum` and `check_apart` take.
         places_T: where this rank's tokens are in the order that all ranks know, if they are in another one.
         tokens: how many there are in that order, if more than this rank has.
+
+    Raises:
+        ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
     """
     tokens = stats_KT.shape[1] - 1 if tokens is None else tokens
     if call.ranks == 1 or tokens == 0:
         return stats_KT.unsqueeze(0)
+    if not has_values(stats_KT):
+        sign(stats_KT, call.vocab)
+        return _gathered(stats_KT, call, places_T, tokens)
+    said = words()
+    sign(stats_KT, call.vocab, options_checksum(said), labels_checksum(ids, places_T))
+    stats_RKT = _gathered(stats_KT, call, places_T, tokens)
+    check_exchange(stats_RKT, labels_T, call, said)
+    return stats_RKT
+
+
+def _gathered(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None, tokens: int) -> Tensor:
     if call.softcap is not None:
         stats_KT = stats_KT[:SENT]  # its slope at the label is nobody else's
     if places_T is None:
@@ -132,7 +224,9 @@ def exchange(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None = Non
 
 def refuse(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.device, more: int = 0) -> None:
     """Take part in the exchange, telling the other ranks that this one refused its arguments."""
-    exchange(new_statistics(tokens, shared_rows(call), call, dtype, device, more).fill_(REFUSED), call)
+    if call.ranks > 1 and tokens:
+        stats_KT = new_statistics(tokens, shared_rows(call), call.ranks, dtype, device, more).fill_(REFUSED)
+        _gathered(stats_KT, call, None, tokens)
 
 
 def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead) -> Statistics:
@@ -222,3 +316,97 @@ def lse(stats: Statistics) -> Tensor:
 def _finite(peak_T: Tensor) -> Tensor:
     """0 where a row has no finite logit: a reference point that can be subtracted."""
     return peak_T.nan_to_num(0.0, torch.inf, 0.0)
+
+
+REFUSAL = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
+_SATURATED = 0.99  # of the softcap: a shard's largest logit that is above tells nothing about the shard
+
+
+def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, words: str = "") -> None:
+    """Raises on every rank alike what only the statistics of all ranks together show.
+
+    Without a host sync, as `raise_unless`; not looked at while compiling or on fake tensors. `words`: this rank's
+    options.
+    """
+    if stats_RKT.shape[0] == 1 or not has_values(stats_RKT):
+        return
+    said_RN = stats_RKT[:, : LABELS + 1, -1]
+    if not said_RN.is_cuda:
+        said = [*map(tuple, said_RN.tolist())]
+        if len(said[0]) > LABELS and len({each[LABELS] for each in said}) == 1:
+            said = [(*each[:LABELS], 0.0) for each in said]  # alike: which labels they are is no matter
+        _check_said_on_host(tuple(said), words)
+    else:
+        _check_said(said_RN, words)
+    check_apart(stats_RKT[:, MAX : SUM_EXP + 1, :-1], labels_T, call)
+
+
+@lru_cache(maxsize=256)
+def _check_said_on_host(said: tuple[tuple[float, ...], ...], words: str) -> None:
+    """Check once what ranks say call after call."""
+    _check_said(torch.tensor(said, dtype=torch.float64), words)
+
+
+def _check_said(said_RN: Tensor, words: str) -> None:
+    """Check what the last column of statistics, from its first row on, shows for `check_exchange`."""
+    size_R, counted_R, start_R = (said_RN[:, row] for row in (SIZE, COUNTED, START))
+    raise_unless((size_R != REFUSED).all(), REFUSAL)
+    if said_RN.shape[1] > LABELS:
+        check_agreement(said_RN[:, OPTIONS : LABELS + 1], words)
+    stop_R, size = start_R + counted_R, size_R[0]
+    begin_RR, end_RR = torch.maximum(start_R, start_R.unsqueeze(1)), torch.minimum(stop_R, stop_R.unsqueeze(1))
+    common_RR = (end_RR - begin_RR).clamp_(min=0)  # columns of each two shards: of one with itself, all of them
+    raise_unless(
+        (size_R == size).all() & (counted_R.sum() == size) & (common_RR.sum() == size),
+        "vocab: the shards of the ranks of tp_group must cover one vocabulary once, and agree on its size; pass "
+        "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it",
+    )
+
+
+class OptionsDiffer(ValueError):
+    """The options of a call, or the words that go with them, are not the same on every rank."""
+
+
+def check_agreement(numbers_R2: Tensor, words: str) -> None:
+    """Raises on every rank, as `check_exchange` does, where ranks passed different options or labels.
+
+    `numbers_R2`: what `agreement` makes of these on each rank; 0 where it does not say. `words`: this rank's options.
+    """
+    same_options, same_labels = ((numbers_R2 == numbers_R2.amax(0)) | (numbers_R2 == 0)).all(0)
+    raise_unless(
+        same_options,
+        f"the options are not the same on every rank of tp_group; this rank's: {words}. Pass the same on each; also "
+        f"return_entropy and return_hits, where one rank alone logs them: they change what is computed and sent",
+        OptionsDiffer,
+    )
+    raise_unless(
+        same_labels,
+        "labels are not the same on every rank of tp_group (or the token ids asked for, or which of them loss_mask and "
+        "ignore_index leave): the ranks share the vocabulary, and each must pass the labels of all tokens. If sequence "
+        'parallelism cut the hidden states, pass hidden_layout="sequence" and whole labels; else give all of them the '
+        "same batch",
+    )
+
+
+def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> None:
+    """Raises on every rank, as `check_exchange` does, where each holds the whole vocabulary and not a shard of it.
+
+    Then the sums of all ranks are equal, and no label is past the first rank's columns. Shards of one vocabulary do not
+    look like that, unless all tokens are alike (a weight of zeros), or the shards hold the same rows in another order.
+    """
+    if sums_RKT.shape[2] == 0:
+        return
+    if not sums_RKT.is_cuda and call.largest is None and not torch.equal(sums_RKT[1:], sums_RKT[:-1]):
+        return
+    differ, columns = sums_RKT != sums_RKT[:1], call.vocab.columns
+    if call.largest is None:
+        alike = sums_RKT == sums_RKT[..., :1]
+    else:  # where logits reach the softcap, those of different shards are alike
+        tells = (sums_RKT[:, :1].abs() < _SATURATED * call.largest).any(0, keepdim=True)
+        first = tells.byte().argmax(2, keepdim=True).expand_as(sums_RKT[..., :1])
+        differ, alike = differ & tells, (sums_RKT == sums_RKT.gather(2, first)) | ~tells
+    raise_unless(
+        differ.any() | (labels_T >= columns).any() | alike.all(),
+        f"every rank of tp_group passed the same {columns} columns: each must pass its own shard of the "
+        f"vocabulary; scatter gathered logits (or the weight) over the group, or call without a group",
+    )

@@ -7,15 +7,15 @@ Row scaling commutes with matmuls, so E = exp(z - m), kept from forward or recom
 with alpha = exp(m - lse). E is 0 at each token's label, and the target terms (the label's row of W for dx, x in the
 label's row for dW) are added exactly, from the statistics. docs/head.md derives it.
 
-With fixed bits m is the maximum of a leaf of the vocabulary (`call/leaves.py`), which no rank's shard changes, and
-statistics and dx are taken leaf by leaf and added in the order of a tree. `call/arithmetic.py` has the products.
+With fixed bits m is the maximum of a leaf of the vocabulary (`leaves_of`), which no rank's shard changes, and
+statistics and dx are taken leaf by leaf and added in the order of a tree. `Arithmetic` has the products.
 
 Legend: T tokens (after any gather), D hidden size, V columns of this rank's vocabulary shard or of a leaf. m: the
 shard's row maximum. G_TV: the gradient matrix, E itself unless entropy or softcap bend it.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,20 +24,37 @@ from megatron_ext import main_grad
 from megatron_ext.autograd import differentiable_once, save_groups, saved_groups, without_autocast
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
+from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head.call import statistics
-from megatron_ext.head.call.chunk_sizes import keeps_all, tiles
-from megatron_ext.head.call.leaves import leaves_of
-from megatron_ext.head.call.matmul import Operand, SideBySide, in_one, operand
+from megatron_ext.head.call.chunk_sizes import block_room, cached_columns, keeps_all, product_chunks, tiles
+from megatron_ext.head.call.logit_gradient import GradientParts
+from megatron_ext.head.call.matmul import Operand, SideBySide, in_one, operand, weighed_sum
+from megatron_ext.head.call.resolved_head import Leaf, leaves_of
 from megatron_ext.head.call.statistics import Statistics
-from megatron_ext.head.engine import linear_passes
-from megatron_ext.head.engine.linear_passes import FirstPass, LeafWeight
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.weight_gradient import WeightGradient, weight_gradients
-from megatron_ext.head.row_passes import engine_order
-from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.numerics import fixed_order
-from megatron_ext.numerics.matrices import accumulation_dtype, widens
-from megatron_ext.numerics.tree_sums import TreeSum
+from megatron_ext.head.row_passes.dispatch import (
+    engine_combined,
+    in_engine_order,
+    write_engine_sums,
+)
+from megatron_ext.numerics import fixed_order, matrices
+from megatron_ext.numerics.matrices import accumulation_dtype, part_of, parts_of, widens
+from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
+
+
+class FirstPass(NamedTuple):
+    """First pass over a batch of tokens: what a rank has from the logits of a leaf alone.
+
+    Attributes:
+        stats_KT: the leaf's statistics, with a place more in each row for the exchange.
+        exp_TV: exponentials (or logits) that are kept, `[T, 0]` if no gradient is wanted.
+        shift_T: what they are relative to.
+    """
+
+    stats_KT: Tensor
+    exp_TV: Tensor
+    shift_T: Tensor
 
 
 class LinearHead(torch.autograd.Function):
@@ -64,17 +81,16 @@ class LinearHead(torch.autograd.Function):
         low_VR: Tensor | None,
     ) -> tuple[Tensor, ...]:
         with without_autocast(hidden_TD):
-            fixed, passes = plan.call.bits != "fast", passes_of(hidden_TD)
-            x_TD = fixed_order.aligned(hidden_TD) if fixed else hidden_TD
+            x_TD = fixed_order.aligned(hidden_TD) if plan.fixed else hidden_TD
             w_VD, leaves = leaf_weights(weight_VD, low_VR, bias_V, plan, x_TD)
-            first = linear_passes.statistics_pass(x_TD, w_VD, leaves, plan, passes, sizes, keep)
+            first = statistics_pass(x_TD, w_VD, leaves, plan, sizes, keep)
             del leaves  # copies of the weight's rows, where there are several
             own_KT = first[0].stats_KT if len(first) == 1 else _joined(first, plan)
             stats_RKT = plan.exchange(own_KT)
-            if fixed:
+            if plan.fixed:
                 stats = _of_all_shards(stats_RKT, first, plan, x_TD)
             else:
-                stats = passes.combined(stats_RKT, own_KT, first[0].shift_T, plan.call)
+                stats = plan.passes.combined(stats_RKT, own_KT, first[0].shift_T, plan.call)
             results, saved = plan.results(stats, stats_RKT, own_KT)
         ctx.plan, ctx.sizes, ctx.parameter = plan, sizes, weight_VD if plan.call.fuse_main_grad else None
         given_TD = hidden_TD if plan.held is None else hidden_TD.to(plan.held)  # widened from it
@@ -93,7 +109,7 @@ class LinearHead(torch.autograd.Function):
             hidden_TD = hidden_TD.to(torch.float32)
         with without_autocast(hidden_TD):
             basis = ctx.plan.basis(stats, saved, [*map((*grads, None).__getitem__, ctx.firsts)])
-            if ctx.plan.call.bits != "fast":
+            if ctx.plan.fixed:
                 hidden_TD = fixed_order.aligned(hidden_TD)
             of_head = hidden_TD, weight_VD, bias_V, low_VR
             return None, None, None, *_gradients(ctx, of_head, of_leaves[::2], of_leaves[1::2], stats, basis)
@@ -101,16 +117,16 @@ class LinearHead(torch.autograd.Function):
 
 def leaf_weights(
     weight_VD: Tensor, low_VR: Tensor | None, bias_V: Tensor | None, plan: Plan, x_TD: Tensor
-) -> tuple[Operand, list[LeafWeight]]:
+) -> tuple[Operand, list[Leaf]]:
     """The weight with the low rank beside it, and its leaves in order; `x_TD`: hidden states, whose dtype they take."""
     call, w_VD = plan.call, operand(weight_VD, low_VR)
     whole_VD, bias_V = w_VD.to(x_TD.dtype), None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
-    if call.bits == "fast":
-        return w_VD, [LeafWeight(slice(0, w_VD.shape[0]), whole_VD, bias_V, plan.target_T, call.vocab)]
+    if not plan.fixed:
+        return w_VD, [Leaf(slice(0, w_VD.shape[0]), call.vocab, whole_VD, bias_V, plan.target_T)]
     found, whole_VD = [], in_one(whole_VD)
     for leaf in leaves_of(call):
         of_bias, target_T = None if bias_V is None else leaf.cut(bias_V), leaf.columns(plan.target_T)
-        found.append(LeafWeight(leaf.rows, leaf.cut(whole_VD), of_bias, target_T, leaf.vocab))
+        found.append(Leaf(leaf.rows, leaf.vocab, leaf.cut(whole_VD), of_bias, target_T))
     return w_VD, found
 
 
@@ -119,13 +135,13 @@ def _of_all_shards(stats_RKT: Tensor, first: Sequence[FirstPass], plan: Plan, li
     call, (own_KT, _, shift_T) = plan.call, first[0]
     if len(first) > 1 and call.softcap is not None:  # its slope at the label is one leaf's
         own_KT = torch.stack([each.stats_KT for each in first]).amax(0)
-    return engine_order.combined(stats_RKT, own_KT, shift_T, call, like)
+    return engine_combined(stats_RKT, own_KT, shift_T, call, like)
 
 
 def _joined(first: Sequence[FirstPass], plan: Plan) -> Tensor:
     """The statistics of several leaves, to be sent as those of one shard."""
     like = first[0].stats_KT
-    own_KT = statistics.new_statistics(plan.tokens, plan.shared_rows, plan.call, like.dtype, like.device)
+    own_KT = statistics.new_statistics(plan.tokens, plan.shared_rows, plan.ranks, like.dtype, like.device)
     joined_KT = statistics.joined(torch.stack([each.stats_KT[:, :-1] for each in first]), plan.call)
     own_KT[: len(joined_KT), :-1] = joined_KT
     return own_KT
@@ -139,11 +155,11 @@ def _gradients(
     need_dx, need_dw, need_db, need_dlow = ctx.needs_input_grad[3:]
     plan, sizes, head = ctx.plan, ctx.sizes, ctx.plan.call
     w_VD, leaves = leaf_weights(weight_VD, low_VR, bias_V, plan, hidden_TD)
-    tokens, passes, arithmetic = plan.tokens, passes_of(hidden_TD), plan.arithmetic
+    tokens, passes, arithmetic = plan.tokens, plan.passes, plan.arithmetic
     fused_VD = main_grad.buffer_of(ctx.parameter) if ctx.parameter is not None and need_dw else None
     in_slices, need_dweights = sizes is not None and tokens > 0, need_dw or need_dlow
-    several, fixed, columns = len(leaves) > 1, head.bits != "fast", leaves[0].w_VD.shape[0]
-    of_logits, gathered = fixed and linear_passes.keeps_logits(head, hidden_TD), None
+    several, fixed, columns = len(leaves) > 1, plan.fixed, leaves[0].w_VD.shape[0]
+    of_logits, gathered = fixed and keeps_logits(plan, hidden_TD), None
     wider = of_logits and widens(hidden_TD, head.rounds)  # than exponentials: of fewer columns they are kept
     if in_slices and (need_dweights or wider or not keeps_all(head, tokens, hidden_TD)):  # alike on all ranks
         gathered = collectives.start_all_gather(hidden_TD, head.group, sizes=sizes)
@@ -170,14 +186,14 @@ def _gradients(
                     g_TV = g_TV if block == slice(0, cached) else g_TV[:, block]
                 else:
                     x_TD = hidden_TD if gathered is None else gathered.wait()
-                    g_TV = linear_passes.gradient_tile(rows, block, x_TD, leaf, exp_TV, grad, plan)
+                    g_TV = gradient_tile(rows, block, x_TD, leaf, exp_TV, grad, plan)
                 if need_dx:
                     of_block = leaf.w_VD if block == slice(0, columns) else leaf.w_VD[block]
                     product_TD = arithmetic.add_product(product_TD, g_TV, of_block)
                     if block.stop == columns:
                         for side in sides:
                             side.release()
-                        done_TD = linear_passes.finished_dx(rows, product_TD, grad, leaf, head, passes, in_slices)
+                        done_TD = finished_dx(rows, product_TD, grad, leaf, plan, in_slices)
                         product_TD = None
                         if tree is not None:
                             tree.add(done_TD)
@@ -188,7 +204,7 @@ def _gradients(
                             if dx_TD is not done_TD:
                                 dx_TD[rows] = done_TD
                             if rows.stop == tokens:
-                                sum_TD = linear_passes.start_sum_of_ranks(dx_TD, hidden_TD, head, sizes)
+                                sum_TD = start_sum_of_ranks(dx_TD, hidden_TD, head.group, sizes, fixed)
                 if need_dweights:
                     if not sides:
                         if need_dw and dw_VD is None:
@@ -222,3 +238,205 @@ def _gradients(
     if fused_VD is not None:
         dw_VD = main_grad.finish(ctx.parameter, weight_VD.dtype)
     return None if sum_TD is None else sum_TD.wait(), dw_VD, db_V, dlow_VR
+
+
+def statistics_pass(
+    hidden_TD: Tensor,
+    w_VD: Operand,
+    leaves: Sequence[Leaf],
+    plan: Plan,
+    sizes: list[int] | None,
+    keep: bool,
+) -> list[FirstPass]:
+    """Logits of each leaf of the weight `w`, their statistics, and what is kept of them. `sizes`, `keep`, and what is
+    communicated: see `LinearHead`, which has the exchange of statistics besides."""
+    call, tokens, columns, dtype = plan.call, plan.tokens, leaves[0].w_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
+    arithmetic, on_gpu = plan.arithmetic, hidden_TD.is_cuda
+    later, cached = kept_columns(w_VD, hidden_TD, plan, keep)
+    fixed = plan.fixed
+    if fixed:
+        cached = _kept_of_leaf(cached / max(w_VD.shape[0], 1), columns, plan, hidden_TD)
+    as_logits = bool(cached) and (fixed or call.softcap is not None) and keeps_logits(plan, hidden_TD)
+    kept = matrices.logit_dtype(hidden_TD, call.rounds) if fixed and as_logits else None  # else the hidden states'
+    # Logits turn into what is kept of them.
+    in_place = cached == columns and not (on_gpu and matrices.widens(hidden_TD, call.rounds))
+    # A kernel that also stores exponentials has other threads for its columns, which add in another order then.
+    apart = bool(cached) and not as_logits and on_gpu and fixed
+    found = []
+    for _ in leaves:
+        stats_KT = statistics.new_statistics(tokens, plan.shared_rows, plan.ranks, dtype, hidden_TD.device)
+        exp_TV = matrices.new_matrix(hidden_TD, tokens, cached, kept) if cached else hidden_TD.new_empty(tokens, 0)
+        found.append(FirstPass(stats_KT, exp_TV, stats_KT.new_empty(tokens)))
+
+    def run(x_TD: Tensor, span: slice) -> None:
+        for rows in product_chunks(span, call.chunk_tokens, columns, hidden_TD, later, in_place):
+            x_tD = x_TD
+            if rows.stop - rows.start != x_TD.shape[0]:
+                x_tD = x_TD[rows.start - span.start : rows.stop - span.start]
+            for leaf, (stats_KT, kept_tV, shift_t) in zip(leaves, found, strict=True):
+                target_t = leaf.target_T
+                if rows.stop - rows.start != tokens:
+                    kept_tV, target_t, shift_t = kept_tV[rows], target_t[rows], shift_t[rows]
+                z_tV = arithmetic.logits(x_tD, leaf.w_VD, kept_tV if in_place else None, call.rounds)
+                if as_logits and not in_place:
+                    kept_tV.copy_(z_tV[:, :cached])
+                plan.passes.row_statistics(
+                    z_tV,
+                    target_t,
+                    stats_KT[:, rows],
+                    exp_TV=kept_tV if cached and not (as_logits or apart) else None,
+                    shift_T=shift_t,
+                    bias_V=leaf.bias_V,
+                    labelled=plan.labelled and len(leaves) == 1,
+                    counted=leaf.vocab.counted,
+                    **plan.sums,
+                )
+                if apart:
+                    _keep_apart(z_tV[:, :cached], target_t, shift_t, kept_tV, leaf, plan)
+                if fixed and in_engine_order(call, hidden_TD):
+                    write_engine_sums(z_tV, stats_KT[:, rows], leaf.bias_V, leaf.vocab.counted, call)
+                del z_tV  # before the next one is made
+
+    if sizes is None or tokens == 0:
+        run(hidden_TD, slice(0, tokens))
+    else:
+        gathered = collectives.start_all_gather(hidden_TD, call.group, sizes=sizes)
+        start = sum(sizes[: group_rank(call.group)])
+        own = slice(start, start + hidden_TD.shape[0])
+        run(hidden_TD, own)  # while the other ranks' hidden states are on their way
+        full_TD = gathered.wait()
+        for span in (slice(0, own.start), slice(own.stop, tokens)):
+            run(full_TD[span], span)
+    return found
+
+
+def _keep_apart(z_tV: Tensor, target_t: Tensor, shift_t: Tensor, out_tV: Tensor, leaf: Leaf, plan: Plan) -> None:
+    """Write the exponentials of a leaf's first columns by a pass of their own."""
+    width = out_tV.shape[1]
+    plan.passes.row_gradient(
+        z_tV,
+        target_t,
+        shift_t,
+        out_tV,
+        bias_V=None if leaf.bias_V is None else leaf.bias_V[:width],
+        counted=min(leaf.vocab.counted, width),
+        softcap=plan.call.softcap,
+        temperature=plan.call.temperature,
+    )
+
+
+def keeps_logits(plan: Plan, x_TD: Tensor) -> bool:
+    """Return whether forward keeps the logits instead of their exponentials.
+
+    Backward needs the softcap's slope, `1 - tanh^2`, and where that is small it cannot be computed from rounded
+    exponentials. The exception is a softcap of 16 or more with 16-bit operands on CUDA: there fp32 logits would be
+    rounded to 16 bits, and such large logits lose more of the probabilities by that than the slope gains. With fixed
+    bits logits are kept, unrounded, for an entropy too: those of exponentials are not the bits of logits made again.
+    """
+    call = plan.call
+    if plan.fixed:
+        return call.softcap is not None or call.expected
+    return call.softcap is not None and (not matrices.widens(x_TD, call.rounds) or call.softcap < 16)
+
+
+def _kept_of_leaf(share: float, columns: int, plan: Plan, x_TD: Tensor) -> int:
+    """Return for how many of a leaf's columns something is kept, of the `share` of all that memory is for."""
+    if keeps_logits(plan, x_TD):
+        share *= x_TD.element_size() / matrices.logit_dtype(x_TD, plan.call.rounds).itemsize
+    multiple = fixed_order.multiple(x_TD)
+    return columns if share >= 1 else int(columns * share) // multiple * multiple
+
+
+def kept_columns(weight_VD: Operand, hidden_TD: Tensor, plan: Plan, keep: bool) -> tuple[int, int]:
+    """Bytes that backward will need for dx and dW and that nothing holds during forward, or the weight's if none will
+    follow: each chunk reads the weight; and for how many columns exponentials are kept."""
+    if not keep:
+        return weight_VD.nbytes, 0
+    tokens, size = plan.tokens, weight_VD.element_size()
+    first, *others = weight_VD.parts if isinstance(weight_VD, SideBySide) else [weight_VD]
+    dw = 0 if plan.call.fuse_main_grad or not first.requires_grad else first.nbytes
+    for part in others:
+        dw += part.nbytes if part.requires_grad else 0
+    later = dw + (4 + 2 * size) * tokens * weight_VD.shape[1]
+    return later, cached_columns(plan.call, tokens, weight_VD.shape[0], hidden_TD, later)
+
+
+def gradient_tile(
+    tokens: slice, block: slice, x_TD: Tensor, leaf: Leaf, exp_TV: Tensor, grad: GradientParts, plan: Plan
+) -> Tensor:
+    """A tile of a leaf's gradient matrix: from what is kept of its logits, or from logits that are computed again."""
+    call = plan.call
+    kept, width = block.stop <= exp_TV.shape[1], block.stop - block.start
+    target_T = leaf.target_T - block.start
+    bias_V = None if leaf.bias_V is None else leaf.bias_V[block]
+    g_TV = matrices.new_matrix(x_TD, tokens.stop - tokens.start, width)
+    inside = grad.inside or (None, None, None)
+    room = block_room(target_T.shape[0], leaf.w_VD.shape[0], x_TD)
+    for rows in [tokens] if kept else product_chunks(tokens, None, width, x_TD, room):
+        out_TV = g_TV[rows.start - tokens.start : rows.stop - tokens.start]
+        if kept:
+            source_TV = exp_TV[rows, block]
+        else:
+            source_TV = plan.arithmetic.logits(x_TD[rows], leaf.w_VD[block], out_TV, call.rounds)
+        scale_t, slope_t, offset_t = parts_of(rows, *inside)
+        plan.passes.row_gradient(
+            source_TV,
+            part_of(target_T, rows),
+            part_of(grad.shift, rows),
+            out_TV,
+            scale_T=scale_t,
+            slope_T=slope_t,
+            offset_T=offset_t,
+            bias_V=bias_V,
+            counted=min(max(leaf.vocab.counted - block.start, 0), width),
+            softcap=call.softcap,
+            temperature=call.temperature,
+            source_is_exp=kept and not keeps_logits(plan, x_TD),
+        )
+        del source_TV
+    return g_TV
+
+
+def finished_dx(
+    rows: slice,
+    product_TD: Tensor,
+    grad: GradientParts,
+    leaf: Leaf,
+    plan: Plan,
+    passing: bool,
+) -> Tensor:
+    """A leaf's part of dx of the tokens `rows`, from their product with W, in its memory if possible: in the weight's
+    dtype, with fixed bits in that of the sums.
+
+    `passing`: dx is only on its way to a reduce-scatter, so it may sit in the first half of the product's memory.
+    """
+    w_VD = leaf.w_VD
+    if isinstance(w_VD, SideBySide):
+        whole_TD = (
+            product_TD if product_TD.dtype == w_VD.dtype else product_TD.new_empty(product_TD.shape, dtype=w_VD.dtype)
+        )
+        for (part_TD, w_VP), (out_TD, _) in zip(w_VD.across(product_TD), w_VD.across(whole_TD), strict=True):
+            done_TD = finished_dx(rows, part_TD, grad, leaf._replace(w_VD=w_VP), plan, passing=False)
+            if done_TD is not part_TD:
+                out_TD.copy_(done_TD)
+        return whole_TD
+    if product_TD.dtype == w_VD.dtype or plan.fixed:
+        out_TD = product_TD
+    elif passing:  # rows are converted in order: those not read yet lie behind those written
+        out_TD = product_TD.view(w_VD.dtype).view(-1)[: product_TD.numel()].view(product_TD.shape)
+    else:
+        out_TD = w_VD.new_empty(product_TD.shape)
+    common_D = None
+    if grad.offset is not None:  # every row of W that counts, summed
+        common_D = weighed_sum(w_VD, leaf.counted_columns(plan.call.softcap, grad.target))
+    scale_t, value_t, target_t, offset_t = grad.scale, grad.target, leaf.target_T, grad.offset
+    if rows.stop - rows.start != target_t.shape[0]:
+        scale_t, value_t, target_t = scale_t[rows], value_t[rows], target_t[rows]
+        offset_t = None if offset_t is None else offset_t[rows]
+    if plan.fixed and not out_TD.is_cuda:  # not by `addcmul_`, which rounds otherwise in a tensor's last elements
+        out_TD.mul_(scale_t.unsqueeze(1)).add_(w_VD[target_t.clamp(min=0)] * value_t.unsqueeze(1))
+        if offset_t is not None and common_D is not None:
+            out_TD += offset_t.unsqueeze(1) * common_D
+        return out_TD
+    plan.passes.finish_dx(out_TD, product_TD, scale_t, target_t, value_t, w_VD, offset_t, common_D)
+    return out_TD

@@ -26,14 +26,11 @@ from megatron_ext.distributed.collectives import Pending
 from megatron_ext.head.call import matmul, statistics
 from megatron_ext.head.call.matmul import is_quantised
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.call.statistics import Statistics
-from megatron_ext.head.engine.linear import leaf_weights
-from megatron_ext.head.engine.linear_passes import FirstPass, finished_dx, statistics_pass
+from megatron_ext.head.call.statistics import Statistics, check_exchange
+from megatron_ext.head.checks import check_floating, linear_fault
+from megatron_ext.head.engine.linear import FirstPass, finished_dx, leaf_weights, statistics_pass
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.weight_gradient import WeightGradient
-from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.validation.argument_checks import check_floating, linear_fault
-from megatron_ext.head.validation.exchange_checks import check_exchange
 
 
 class Products(NamedTuple):
@@ -89,7 +86,7 @@ def plan_steps(readouts: Any, call: ResolvedHead, hidden_TD: Tensor) -> Plan:
             f"softcap is {call.softcap}, read-outs are {names}: the head in steps takes no softcap, and only "
             "read-outs of labels, since its products come before the ranks' statistics; use linear_cross_entropy"
         )
-    return Plan([r.copied() for r in readouts], call, lambda x: x, hidden_TD.shape[0], hidden_TD.device)
+    return Plan([r.copied() for r in readouts], call, lambda x: x, hidden_TD.shape[0], hidden_TD)
 
 
 @torch.no_grad()
@@ -114,7 +111,7 @@ def products(hidden_TD: Tensor, weight_VD: Tensor, readouts: Any, call: Resolved
     plan = plan_steps(readouts, call, hidden_TD)
     with torch.autocast(hidden_TD.device.type, enabled=False):
         _, leaves = leaf_weights(weight_VD, None, None, plan, hidden_TD)
-        (first,) = statistics_pass(hidden_TD, weight_VD, leaves, plan, passes_of(hidden_TD), sizes=None, keep=backward)
+        (first,) = statistics_pass(hidden_TD, weight_VD, leaves, plan, sizes=None, keep=backward)
         product_TD = matmul.add_product(None, first.exp_TV, weight_VD) if backward else None
     return Products(hidden_TD, plan, first, product_TD)
 
@@ -123,6 +120,7 @@ def start_exchange(found: Products) -> Pending:
     """Begin the second step's exchange. Communicates: 1 all-gather of `[K, T + 1]`."""
     call = found.plan.call
     own_KT = found.first.stats_KT[: statistics.own_rows(call)]
+    statistics.sign(own_KT, call.vocab)
     return collectives.start_all_gather(own_KT.unsqueeze(0), call.group)
 
 
@@ -135,15 +133,14 @@ def result(found: Products, stats_RKT: Tensor, weight_VD: Tensor) -> Result:
     """
     plan = found.plan
     check_exchange(stats_RKT, plan.asked, plan.call)
-    passes = passes_of(stats_RKT)
-    stats = passes.combined(stats_RKT, found.first.stats_KT, found.first.shift_T, plan.call)
+    stats = plan.passes.combined(stats_RKT, found.first.stats_KT, found.first.shift_T, plan.call)
     results, saved = plan.results(stats, stats_RKT, found.first.stats_KT)
     unit_TD = None
     if found.product_TD is not None:
         grad = _gradient(plan, stats, saved, torch.ones_like(results[0][0]))
         _, (leaf,) = leaf_weights(weight_VD, None, None, plan, found.x_TD)
         tokens = slice(0, plan.tokens)
-        unit_TD = finished_dx(tokens, found.product_TD, grad, leaf, plan.call, passes, passing=False)
+        unit_TD = finished_dx(tokens, found.product_TD, grad, leaf, plan, passing=False)
     return Result(results, unit_TD, found._replace(product_TD=None), stats, saved)
 
 
@@ -168,4 +165,4 @@ def weight_gradient(found: Result, grad_T: Tensor, weight: Tensor) -> Tensor | N
 def _gradient(plan: Plan, stats: Any, saved: list[list[Tensor]], grad_T: Tensor) -> Any:
     """Return the gradient of the first read-out alone."""
     basis = plan.basis(stats, saved, [grad_T, *[None] * (len(plan.readouts) - 1)])
-    return passes_of(plan.target_T).token_gradient(stats, plan.kept_T, plan.target_T, basis, plan.call, plan.labelled)
+    return plan.passes.token_gradient(stats, plan.kept_T, plan.target_T, basis, plan.call, plan.labelled)

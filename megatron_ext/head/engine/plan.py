@@ -1,28 +1,30 @@
-"""The read-outs of one call together: what the shared pass reads for them, where their rows are, what they give.
+"""The read-outs of one call together: what the shared pass reads for them, where their rows are, what they give; and
+the same leaf by leaf, for read-outs of chunks of logits whose sums over columns are made of each leaf alone.
 
-Legend: T tokens, K rows of statistics, V columns of this rank's vocabulary shard, R ranks.
+A leaf is to a read-out what a rank's shard is: it scans the leaf's columns, and what it makes of all shards it makes of
+all ranks' leaves, which are the same ones for any number of ranks. `bits="tensor_parallel"` alone has several a rank.
+
+Legend: T tokens, K rows of statistics, V columns of this rank's vocabulary shard, R ranks, N leaves of
+all ranks.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from megatron_ext.head.call import agreement, logit_gradient, statistics
-from megatron_ext.head.call.arithmetic import FAST, FIXED
-from megatron_ext.head.call.leaves import leaf_count
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.call import logit_gradient, statistics
 from megatron_ext.head.call.logit_gradient import Basis
-from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.resolved_head import FAST, FIXED, ResolvedHead, leaf_count, leaves_of
 from megatron_ext.head.call.statistics import Statistics
-from megatron_ext.head.validation.exchange_checks import check_exchange
+from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.readable_values import has_values
-
-if TYPE_CHECKING:
-    from megatron_ext.head.readouts.read_out import ReadOut
 
 
 class Plan:
@@ -31,7 +33,11 @@ class Plan:
     Attributes:
         head: that is read.
         call: the same as the passes take it, with the sums that any read-out wants.
-        arithmetic: its products and sums.
+        ranks: that share the vocabulary.
+        fixed: every sum has one order, which other tokens do not change.
+        arithmetic: the products and sums of the call.
+        passes: the passes over rows.
+        sums: options of `row_statistics`: which sums it takes, and of which logits.
         readouts: copies of the caller's, in the order in which they were asked for.
         tokens: T.
         softmax: whether any wants the softmax of whole rows.
@@ -43,8 +49,9 @@ class Plan:
         ids: token ids that the call asks for, and which tokens count: all ranks must ask for the same.
         asked: one of them: an id past a rank's columns shows that it has a shard, not the whole.
         all_tokens: how many tokens all ranks know of, if some were left out, at `places_T` of which these are.
-        leaf_count: into how many leaves chunks of logits are cut, see `call/leaves.py`.
-        leaves: what `chunked/by_leaf.py` makes of it, once chunks of logits are read.
+        exchanges: whether any read-out's statistics are sent.
+        leaf_count: into how many leaves chunks of logits are cut, see `leaves_of`.
+        leaves: the same for each leaf alone, where there are several, once chunks of logits are read.
         rows: statistics of the read-outs' own, of all leaves, behind the `shared_rows` of the softmax.
         held: the dtype of hidden states that were widened for the call, which they have until backward; None: as they
             are.
@@ -52,12 +59,14 @@ class Plan:
 
     def __init__(
         self,
-        readouts: "Sequence[ReadOut]",
+        readouts: Sequence[ReadOut],
         call: ResolvedHead,
         flat: Any,
         tokens: int,
-        device: torch.device,
+        like: Tensor,
         options: dict[str, Any] | None = None,
+        places: tuple[Tensor | None, int] | None = None,
+        held: torch.dtype | None = None,
     ):
         softmax = needs_logits = mean = expected = hits = False
         for r in readouts:
@@ -65,27 +74,36 @@ class Plan:
             mean, expected, hits = mean or r.mean, expected or r.expected, hits or r.hits
         self.softmax, self.needs_logits = softmax, needs_logits
         # Read-outs of logits are given those that bias, scale and softcap leave.
-        taken = call.without_bends() if needs_logits else call if call.logit_scale == 1.0 else call.without_scale()
+        taken = call
+        if call.logit_scale != 1.0 or call.softcap is not None:
+            taken = call.without_bends() if needs_logits else call.without_scale()
         largest = None if call.softcap is None else call.softcap / max(call.temperature, 1.0)
         if largest is not None or mean or expected or hits:
             taken = replace(taken, largest=largest, mean=mean, expected=expected, hits=hits)
         self.head, self.call, self.readouts, self._options = call, taken, readouts, options or {}
-        self.arithmetic = FAST if call.bits == "fast" else FIXED
-        self.tokens = self.all_tokens = tokens
-        self.places_T: Tensor | None = None
-        self.held: torch.dtype | None = None
-        self.leaves: Any = None
+        self.sums: dict[str, Any] = {
+            "softcap": taken.softcap,
+            "temperature": taken.temperature,
+            "with_mean": mean,
+            "with_entropy": expected,
+            "with_hits": hits,
+        }
+        self.ranks, self.fixed, self.passes = call.ranks, call.fixed, passes_of(like)
+        self.arithmetic = FIXED if self.fixed else FAST
+        self.tokens, self.held, self.exchanges = tokens, held, True
+        self.leaves: list[Plan] = []
+        self.places_T, self.all_tokens = (None, tokens) if places is None else places
         labels = None
         for r in readouts:
             r.call = taken
             r.flatten(flat)
             labels = r if labels is None and r.reads_labels else labels
-        self._find_targets(labels, device)
+        self._find_targets(labels, like.device)
         self._find_ids()
-        self.leaf_count = leaf_count(taken) if needs_logits else 1
+        self.leaf_count = leaf_count(taken) if needs_logits and self.fixed else 1
         self._lay_out_rows()
 
-    def _find_targets(self, labels: "ReadOut | None", device: torch.device) -> None:
+    def _find_targets(self, labels: ReadOut | None, device: torch.device) -> None:
         vocab, self.labelled = self.call.vocab, False
         if labels is None or labels.labels_T is None:
             self.target_T = torch.full((self.tokens,), -1, device=device)
@@ -131,18 +149,17 @@ class Plan:
             teachers += r.teacher is not None
             self.teachers.append(None if r.teacher is None else teachers)
 
-    @cached_property
     def words(self) -> str:
         """Describe the options that must be the same on all ranks."""
         call = self.head
         found: dict[str, Any] = {"softcap": call.softcap, "temperature": call.temperature}
         found["logit_scale"] = call.logit_scale
-        found |= {} if call.bits == "fast" else {"bits": call.bits}
+        found |= {"bits": call.bits} if self.fixed else {}
         found |= {"logit_dtype": "16 bits"} if call.rounds else {}
         found |= self._options
         for r in self.readouts:
-            found[type(r).__name__] = f"({agreement.in_words(r.options())})"
-        return agreement.in_words(found)
+            found[type(r).__name__] = f"({statistics.in_words(r.options())})"
+        return statistics.in_words(found)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that backward and a later step of forward read."""
@@ -154,10 +171,7 @@ class Plan:
 
         What is sent does not depend on it: each rank decides for itself.
         """
-        counted = self.call.vocab.counted
-        if not self.tokens or not counted or not has_values(self.target_T) or self.call.fixed:
-            return
-        if any(self.teachers):
+        if not self.tokens or self.fixed or any(self.teachers) or not has_values(self.target_T):
             return
         read: list[Tensor] = []
         for r in self.readouts:
@@ -165,31 +179,43 @@ class Plan:
             if columns is None:
                 return
             read.append(columns.reshape(-1))
-        chosen = torch.cat(read).unique()
-        if 2 * chosen.shape[0] > counted:
-            return
-        self.call = replace(self.call, chosen=chosen if chosen.shape[0] else chosen.new_zeros(1))
+        chosen, counted = torch.cat(read).unique(), self.call.vocab.counted
+        if counted and 2 * chosen.shape[0] <= counted:
+            self._take(replace(self.call, chosen=chosen if chosen.shape[0] else chosen.new_zeros(1)))
+
+    def take_a_column(self) -> None:
+        """Has one column read that does not count, which is simpler than none, where this rank's shard is empty."""
+        size = self.call.vocab.size
+        self._take(replace(self.call, vocab=VocabShard(size, size + 1, size), fuse_main_grad=False))
+
+    def _take(self, call: ResolvedHead) -> None:
+        self.call = call
         for r in self.readouts:
-            r.call = self.call
+            r.call = call
 
     def chunks(self) -> list[slice] | None:
         """Return the cut of the tokens on all ranks; None: any cut."""
         found = None
         for r in self.readouts:
-            found = found or r.chunks(self.tokens, self.target_T.is_cuda)
-        if not found or not self.call.fixed:
+            found = found or (r.chunks(self.tokens, self.target_T.is_cuda) if r.in_step else None)
+        if not found or not self.fixed:
             return found
         step = fixed_order.whole_blocks(found[0])
         return [slice(at, min(at + step, self.tokens)) for at in range(0, self.tokens, step)]
 
     def begin(self, chunks: list[slice], device: torch.device) -> None:
-        """Tell the read-outs what they must know or agree on before the first chunk."""
+        """Tell the read-outs what they must know or agree on before the first chunk of logits, and cut into leaves."""
+        self.exchanges = False
         for r in self.readouts:
-            r.begin(chunks, device, self.words if r.begins and self.call.ranks > 1 else "", self.ids)
+            r.parts = chunks
+            if r.begins and self.ranks > 1 and chunks:
+                r.begin(device, self.words(), self.ids)
+            self.exchanges = self.exchanges or r.exchanges
+        self.leaves = self._cut() if self.leaf_count > 1 else []
 
     def raise_on_all_ranks(self, fault: ValueError, dtype: torch.dtype, device: torch.device) -> NoReturn:
         """Raises `fault` once the other ranks know of it, by the exchange that they are waiting for."""
-        if self.call.ranks > 1 and self.all_tokens:
+        if self.ranks > 1 and self.all_tokens:
             begins = next((r for r in self.readouts if r.begins), None)
             if begins is not None:
                 begins.refuse(device)
@@ -203,22 +229,18 @@ class Plan:
         Raises:
             ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
         """
-        if self.call.ranks == 1 or not any(r.exchanges for r in self.readouts):
+        if self.ranks == 1 or not self.exchanges:
             return stats_KT.unsqueeze(0)
-        statistics.sign(stats_KT, self.call, lambda: self.words, self.ids, self.places_T)
-        stats_RKT = statistics.exchange(stats_KT, self.call, self.places_T, self.all_tokens)
-        if stats_RKT.shape[0] > 1 and not torch.compiler.is_compiling():
-            check_exchange(stats_RKT, self.asked, self.call, self.words)
-        return stats_RKT
+        tokens = self.asked, self.places_T, self.all_tokens
+        return statistics.exchange(stats_KT, self.call, self.words, self.ids, *tokens)
 
     def parts(self, stats_Kt: Tensor, own_KT: Tensor | None, rows: slice) -> list[tuple[int, Tensor, Any]]:
         """The place of each read-out with rows of its own, those that are sent and those that stay, if any do."""
-        spans = enumerate(zip(self.readouts, self._spans, self._own_spans, strict=True))
-        return [
-            (at, stats_Kt[span], None if own_KT is None else own_KT[own, rows])
-            for at, (r, span, own) in spans
-            if r.rows
-        ]
+        found = []
+        for at, (r, span, own) in enumerate(zip(self.readouts, self._spans, self._own_spans, strict=True)):
+            if r.rows:
+                found.append((at, stats_Kt[span], None if own_KT is None else own_KT[own, rows]))
+        return found
 
     def results(
         self, stats: Statistics | None, stats_RKT: Tensor, stats_KT: Tensor, own_KT: Tensor | None = None
@@ -231,10 +253,10 @@ class Plan:
                 sent_RKT, mine_KT = stats_RKT[:, span, :-1], stats_KT[span, :-1]
             if own_KT is not None and r.own_rows:
                 mine_KT = own_KT[own]
-            if self.leaves is None or not r.rows:
-                given, kept = r.results(stats, sent_RKT, mine_KT)
+            if self.leaves and r.rows and r.by_leaf:
+                given, kept = self._results_of_leaves(at, stats, sent_RKT, mine_KT)
             else:
-                given, kept = self.leaves.results(at, stats, sent_RKT, mine_KT)
+                given, kept = r.results(stats, sent_RKT, mine_KT)
             found.append(given)
             saved.append(kept)
         return found, saved
@@ -263,3 +285,49 @@ class Plan:
             if part is not None:
                 parts.append(part)
         return parts[0] if len(parts) == 1 else logit_gradient.added(parts)
+
+    def _cut(self) -> "list[Plan]":
+        """The plan of each leaf's columns alone."""
+        plans = [copy.copy(self) for _ in range(self.leaf_count)]
+        for number, (part, leaf) in enumerate(zip(plans, leaves_of(self.call), strict=True)):
+            part.call, part.target_T = replace(self.call, vocab=leaf.vocab, leaf=number), leaf.columns(self.target_T)
+            part.labelled = False
+            part.readouts = [r.of_leaf(part.call) for r in self.readouts]
+        return plans
+
+    def sides_of(self, at: int, logits: list[Tensor]) -> list[Tensor]:
+        """The first logits, and those of the teacher of read-out `at`, where it has one."""
+        teacher = self.teachers[at]
+        return logits[:1] if teacher is None else [logits[0], logits[teacher]]
+
+    def scan(self, at: int, rows: slice, logits: Sequence[list[Tensor]], stats_Kt: Tensor, own_Kt: Any) -> None:
+        """Has read-out `at` write its rows, one leaf's after the other's. `logits`: of each leaf."""
+        r, count = self.readouts[at], self.leaf_count
+        if not self.leaves:
+            r.scan(Chunk(rows, self.sides_of(at, logits[0]), stats_Kt, own_Kt))
+            return
+        sides = [self.sides_of(at, each) for each in logits]
+        if not r.by_leaf:
+            r.scan(Chunk(rows, [torch.cat(each, 1) for each in zip(*sides, strict=True)], stats_Kt, own_Kt))
+        else:
+            own = [None] * count if own_Kt is None else own_Kt.chunk(count)
+            chunks = [Chunk(rows, *each) for each in zip(sides, stats_Kt.chunk(count), own, strict=True)]
+            r.scan_leaves([part.readouts[at] for part in self.leaves], chunks)
+
+    def _results_of_leaves(self, at: int, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+        """Return the results of read-out `at`; each leaf's saved tensors follow, where leaves keep others."""
+        count, each = self.leaf_count, [part.readouts[at] for part in self.leaves]
+        stats_NKT = stats_RKT.unflatten(1, (count, -1)).flatten(0, 1)
+        first, *others = zip(each, own_KT.chunk(count), strict=True)
+        given, saved = first[0].results(stats, stats_NKT, first[1])
+        if self.readouts[at].keeps_own:
+            saved = [*saved, *(x for leaf, own in others for x in leaf.results(stats, stats_NKT, own)[1])]
+        return given, saved
+
+    def saved_of(self, number: int, saved: Sequence[list[Tensor]]) -> list[list[Tensor]]:
+        """Return of each read-out one leaf's part of what `results` has saved."""
+        found = []
+        for r, each in zip(self.readouts, saved, strict=True):
+            count = len(each) // self.leaf_count if r.by_leaf and r.keeps_own else 0
+            found.append(each[number * count : (number + 1) * count] if count else each)
+        return found

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from megatron_ext.autograd import differentiable_once
 from megatron_ext.distributed import collectives
+from megatron_ext.head import checks
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.engine.flatten import Flat
+from megatron_ext.head.engine.logit_sources import Flat
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.validation import argument_checks
-from megatron_ext.head.validation.exchange_checks import check_exchange
 from megatron_ext.numerics.matrices import accumulation_dtype
 
 
@@ -25,7 +24,7 @@ def dense_softmax(z: Any, logarithm: bool) -> Tensor:
     """Probabilities of `z`'s logits `[..., V/R]`, or their logarithms, in fp32 (fp64 for fp64), in their shape."""
     flat, call = Flat(z.logits), z.resolved()
     z_TV = flat(z.logits)
-    fault = argument_checks.shard_fault(call.vocab, z.logits.shape[-1], "logits", call.ranks)
+    fault = checks.shard_fault(call.vocab, z.logits.shape[-1], "logits", call.ranks)
     if fault is not None:
         if call.ranks > 1:
             statistics.refuse(z_TV.shape[0], call, accumulation_dtype(z_TV.dtype), z_TV.device)
@@ -45,12 +44,13 @@ class DenseSoftmax(torch.autograd.Function):
         counted, temperature = call.vocab.counted, call.temperature
         nowhere_T = torch.full((z_TV.shape[0],), -1, device=z_TV.device)
         rows, dtype = statistics.shared_rows(call), accumulation_dtype(z_TV.dtype)
-        stats_KT = statistics.new_statistics(z_TV.shape[0], rows, call, dtype, z_TV.device)
+        stats_KT = statistics.new_statistics(z_TV.shape[0], rows, call.ranks, dtype, z_TV.device)
         shift_T = stats_KT.new_empty(z_TV.shape[0])
-        passes_of(z_TV).row_statistics(z_TV, nowhere_T, stats_KT[:, :-1], shift_T=shift_T, **call.sums(counted))
-        statistics.sign(stats_KT, call, lambda: f"logarithm {logarithm}", [], places_T)
-        stats_RKT = statistics.exchange(stats_KT, call, places_T)
-        check_exchange(stats_RKT, nowhere_T, call)
+        given = z_TV, nowhere_T, stats_KT[:, :-1]
+        passes_of(z_TV).row_statistics(
+            *given, shift_T=shift_T, counted=counted, softcap=call.softcap, temperature=temperature
+        )
+        stats_RKT = statistics.exchange(stats_KT, call, lambda: f"logarithm {logarithm}", [], nowhere_T, places_T)
         stats = statistics.combine(stats_RKT, stats_KT, shift_T, call)
         log_sum_T = stats.log_sum.to(dtype)
         largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0).to(dtype)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron_ext.head.call.logit_gradient import GradientParts
-from megatron_ext.head.engine.linear_passes import LeafWeight, counted_columns
+from megatron_ext.head.call.resolved_head import Leaf
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
+from megatron_ext.head.row_passes.dispatch import PYTORCH
 from megatron_ext.numerics.matrices import pieces
 
 # Elements of a piece of the scaled hidden states on CPU. On CUDA they are one: their product with G has as many tiles
@@ -28,20 +28,18 @@ class WeightGradient:
     """Fills `out_VD` (`accumulate`: adds to it, a main_grad) block by block of a leaf's rows; `finish` once all are
     there. `x`: hidden states, of which each row of `out` has a factor."""
 
-    def __init__(
-        self, out_VD: Tensor, x_TD: Tensor, leaf: LeafWeight, grad: GradientParts, plan: Plan, accumulate: bool
-    ):
+    def __init__(self, out_VD: Tensor, x_TD: Tensor, leaf: Leaf, grad: GradientParts, plan: Plan, accumulate: bool):
         self._out_VD, self._x_TD, self._grad, self._target_T = out_VD, x_TD, grad, leaf.target_T
-        self._fixed, self._arithmetic = plan.call.bits != "fast", plan.arithmetic
+        self._fixed, self._arithmetic = plan.fixed, plan.arithmetic
         self._labelled = plan.labelled and not self._fixed
         self._counted_V = None
         if grad.offset is not None:
-            self._counted_V = counted_columns(leaf, plan.call, grad.offset)[: out_VD.shape[0]]
+            self._counted_V = leaf.counted_columns(plan.call.softcap, grad.offset)[: out_VD.shape[0]]
             self._offset_D = self._arithmetic.weighed_sum(x_TD, grad.offset)
         self._accumulate = accumulate
         summed = not x_TD.is_cuda and (self._fixed or x_TD.element_size() == 2)
         self._rows = plan.arithmetic.CPU_ROWS if summed else None
-        self._passes = passes_of(x_TD)
+        self._passes = plan.passes
         width = x_TD.shape[1]
         step = width if x_TD.is_cuda or self._fixed else max(64, _SCALED // max(x_TD.shape[0], 1))
         self._parts = [slice(at, min(at + step, width)) for at in range(0, width, max(step, 1))]
@@ -118,7 +116,7 @@ def weight_gradients(
     outs: Sequence[Tensor | None],
     spans: Sequence[slice],
     x_TD: Tensor,
-    leaf: LeafWeight,
+    leaf: Leaf,
     grad: GradientParts,
     plan: Plan,
     accumulate: bool,

@@ -14,14 +14,12 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.statistics import Statistics
+from megatron_ext.head.checks import check_integers, forgotten_group, is_int
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found, ReadOut
 from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.selection import largest
-from megatron_ext.head.validation import argument_checks
-from megatron_ext.head.validation.argument_checks import SizeFault, check_integers
-from megatron_ext.head.validation.option_checks import is_int
-from megatron_ext.numerics.readable_values import check_within
+from megatron_ext.numerics.readable_values import OutsideVocabulary, check_within
 
 _GROUP = 64  # columns
 
@@ -73,7 +71,11 @@ class Gather(_Picks):
         return "indices[..., 0]", self.ids[..., 0]
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        return argument_checks.size_fault(vocab, check_ids, self.ids, size, group=group)
+        try:
+            check_ids(self.ids, size)
+        except OutsideVocabulary as fault:
+            return ValueError(f"{fault}{forgotten_group(group, vocab)}")
+        return None
 
     def flatten(self, flat: Flatten) -> None:
         self.labels_T = self.ids_TK = flat(self.ids).long()
@@ -112,7 +114,16 @@ class TopK(_Picks):
         self.rows = 2 * k if isinstance(k, int) else 0
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        return argument_checks.size_fault(vocab, check_k, "k", self.k, size, group=group)
+        """Without a `vocab` the size is a guess, and at unequal shards another rank's guess is larger."""
+        if is_int(self.k, 1) and self.k <= size:
+            return None
+        fault = f"k is {self.k!r}: it must be an int from 1 to the vocabulary's size {size}"
+        if not is_int(self.k, 1):
+            raise ValueError(fault)
+        fault += forgotten_group(group, vocab)
+        if vocab is not None:
+            raise ValueError(fault)
+        return ValueError(fault)
 
     def scan(self, chunk: Chunk) -> None:
         z_tV, vocab, stats_Kt = chunk.logits[0], self.call.vocab, chunk.stats_Kt
@@ -131,7 +142,7 @@ class TopK(_Picks):
         z_TK = own_KT.new_empty(z_RKT.shape[2], self.k)
         ids_TK = torch.empty_like(z_TK, dtype=torch.int64)
         for at in blocks(z_RKT.flatten(0, 1).t()):
-            z_tN, ids_tN = (x[..., at].flatten(0, 1).t() for x in (z_RKT, ids_RKT))
+            z_tN, ids_tN = z_RKT[..., at].flatten(0, 1).t(), ids_RKT[..., at].flatten(0, 1).t()
             order_tK = largest(z_tN, ids_tN, self.k)
             z_TK[at], ids_TK[at] = z_tN.gather(1, order_tK), ids_tN.gather(1, order_tK).long()
         return [self.picked(z_TK, stats), ids_TK], [ids_TK]
@@ -156,12 +167,6 @@ def largest_columns(z_TV: Tensor, k: int, any_equals: bool = False) -> Tensor:
     if groups >= 2 * k:
         found_TK = largest_columns(passes.group_maxima(z_TV, groups, _GROUP), k, any_equals)
     return passes.first_columns(z_TV, found_TK, _GROUP, k, any_equals)
-
-
-def check_k(argument: str, k: Any, size: int) -> None:
-    if not is_int(k, 1) or k > size:
-        kind = SizeFault if is_int(k, 1) else ValueError
-        raise kind(f"{argument} is {k!r}: it must be an int from 1 to the vocabulary's size {size}")
 
 
 def check_ids(indices: Tensor, size: int) -> None:

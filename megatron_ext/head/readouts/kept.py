@@ -22,24 +22,16 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.call import agreement
+from megatron_ext.head.call import statistics
 from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.checks import INTEGERS
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import AtPlaces, Chunk, Flatten, Found, counted
 from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.validation.argument_checks import INTEGERS
 from megatron_ext.numerics.readable_values import check_plain, check_within, has_values, raise_if
 
 _MAX, _SUM, _OWN = 0, 1, 2  # rows: the largest logit, the sum of exponentials below it, and the read-out's own number
-
-
-class _Entries(NamedTuple):
-    """This rank's kept ids, token by token."""
-
-    token_N: Tensor
-    column_N: Tensor  # of this rank's shard
-    starts: Tensor  # on the CPU, `[T + 1]`: where each token's begin
 
 
 class _Part(NamedTuple):
@@ -104,16 +96,18 @@ class Kept(Filtered):
         # A rank that is about to refuse offsets past the end gets as far as here.
         self.offsets_T = self.offsets.to(device).long().clamp(0, self.ids_N.shape[0])
         self.place_T = flat(torch.arange(self.labels.numel(), device=device).view(self.labels.shape))
-        self._entries: list[_Entries] = []
+        self._entries: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._logits: list[Tensor] = []
         if self.call.ranks > 1:
-            self.numbers_T = self._sums(agreement.scrambled(self.ids_N + 1))
+            self.numbers_T = self._sums(statistics.scrambled(self.ids_N + 1))
 
     def _sums(self, x_N: Tensor) -> Tensor:
         """`[T]`: the sums of each token's, of integers."""
         return F.pad(x_N.cumsum(0), (1, 0))[self.offsets_T].diff()[self.place_T]
 
-    def entries(self) -> _Entries:
-        """This rank's kept ids. Waits for the device, once a call."""
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's kept ids, token by token: the token of each, its column of the shard, and on the CPU, `[T + 1]`,
+        where each token's begin. Waits for the device, once a call."""
         if not self._entries:
             own_N = self.call.vocab.owns(self.ids_N)
             first_T = F.pad(own_N.cumsum(0), (1, 0))[self.offsets_T[:-1]][self.place_T]
@@ -123,11 +117,11 @@ class Kept(Filtered):
             token_N = torch.repeat_interleave(lengths_T, output_size=int(starts[-1]))
             within_N = torch.arange(token_N.shape[0], device=token_N.device) - starts_T[token_N]
             column_N = self.ids_N[own_N][first_T[token_N] + within_N] - self.call.vocab.start
-            self._entries.append(_Entries(token_N, column_N, starts))
+            self._entries.append((token_N, column_N, starts))
         return self._entries[0]
 
     def columns(self) -> Tensor:
-        return self.entries().column_N
+        return self.entries()[1]
 
     def _part(self, rows: slice) -> _Part:
         token_N, column_N, starts = self.entries()
@@ -135,10 +129,6 @@ class Kept(Filtered):
         lengths_t = starts[rows.start : rows.stop + 1].diff().to(token_N.device)
         is_label_n = column_N[at] + self.call.vocab.start == self.labels_T[token_N[at]]
         return _Part(at, lengths_t, token_N[at] - rows.start, column_N[at], is_label_n)
-
-    def begin(self, chunks: list[slice], device: torch.device, words: str, ids: Any) -> None:
-        super().begin(chunks, device, words, ids)
-        self._logits: list[Tensor] = []
 
     def of_leaf(self, call: ResolvedHead) -> Self:
         part = super().of_leaf(call)

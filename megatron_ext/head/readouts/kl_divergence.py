@@ -19,10 +19,10 @@ from torch import Tensor
 
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
+from megatron_ext.head.checks import one_of
 from megatron_ext.head.readouts.read_out import Chunk, Found, put
 from megatron_ext.head.readouts.teacher import SIDE, OfTwoSides, normaliser, side_statistics
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.numerics.matrices import accumulation_dtype
 
 Direction = Literal["forward", "reverse"]

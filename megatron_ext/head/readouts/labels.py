@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head import checks
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.readouts.read_out import Flatten, Found, ReadOut, counted
-from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.numerics.readable_values import OutsideVocabulary
 
 
@@ -30,7 +30,7 @@ class OfLabels(ReadOut):
 
     def __init__(self, labels: Tensor, ignore_index: int = -100):
         if type(ignore_index) is not int:
-            option_checks.check_ignore_index(ignore_index)
+            checks.check_ignore_index(ignore_index)
         self.labels, self.ignore_index = labels, ignore_index
 
     def flatten(self, flat: Flatten) -> None:
@@ -42,9 +42,9 @@ class OfLabels(ReadOut):
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
         try:
-            self.all_count = argument_checks.check_labels(self.labels, self.ignore_index, size)
+            self.all_count = checks.check_labels(self.labels, self.ignore_index, size)
         except OutsideVocabulary as fault:
-            return ValueError(f"{fault}{argument_checks.forgotten_group(group, vocab)}")
+            return ValueError(f"{fault}{checks.forgotten_group(group, vocab)}")
         return None
 
 
@@ -97,7 +97,7 @@ class CrossEntropy(OfLabels):
         super().__init__(labels, ignore_index)
         self.label_smoothing, self.z_loss, self.smooth_others = label_smoothing, z_loss, smooth_others
         if not type(label_smoothing) is type(z_loss) is float or label_smoothing or z_loss:
-            option_checks.check_options(self, _OFF)
+            checks.check_options(self, _OFF)
         self.z_apart, self.count = z_apart, 1 + z_apart
         self.mean = label_smoothing > 0
 

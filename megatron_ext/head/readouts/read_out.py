@@ -25,12 +25,11 @@ from torch.torch_version import TorchVersion
 
 from megatron_ext.distributed.groups import Group, group_rank
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.call import agreement, leaves
+from megatron_ext.head.call import resolved_head, statistics
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.call.statistics import REFUSED, Statistics
+from megatron_ext.head.call.statistics import REFUSAL, REFUSED, Statistics, check_agreement
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.validation.exchange_checks import REFUSAL, check_agreement
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.readable_values import has_values, raise_if
 
@@ -152,14 +151,17 @@ class ReadOut:
     def options(self) -> dict[str, Any]:
         """The read-out's numbers and names, which must be the same on all ranks."""
         plain = int | float | str | bool | None
-        own = sorted(vars(self).items())
-        return {name: x for name, x in own if name not in _OF_THE_CALL and isinstance(x, plain)}
+        found = {}
+        for name, x in sorted(vars(self).items()):
+            if name not in _OF_THE_CALL and isinstance(x, plain):
+                found[name] = x
+        return found
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
         """Raises what every rank sees wrong with its arguments, returns what this rank alone may see. Of a copy.
 
         Args:
-            size: of the vocabulary; a guess where `vocab` is None, see `argument_checks.size_fault`.
+            size: of the vocabulary; where `vocab` is None a guess from this rank's columns, as if shards were equal.
             group: the ranks that share it.
         """
         return None
@@ -169,19 +171,16 @@ class ReadOut:
         device."""
         return None
 
-    def begin(self, chunks: list[slice], device: torch.device, words: str, ids: Sequence[Tensor]) -> None:
-        """Take the cut of the tokens, and agree over the ranks before the first chunk, where the read-out `begins`.
+    def begin(self, device: torch.device, words: str, ids: Sequence[Tensor]) -> None:
+        """Agree over several ranks before the first chunk, where the read-out `begins`.
 
         `words`, `ids`: the options of the call, and the token ids that it asks for.
 
-        Communicates, at several ranks: 1 all-gather of a few numbers.
+        Communicates: 1 all-gather of a few numbers.
         """
-        self.parts = chunks
-        if not self.begins or self.call.ranks == 1 or not chunks:
-            return
-        words = f"{words}, chunks {len(chunks)}" if self.in_step else words
+        words = f"{words}, chunks {len(self.parts)}" if self.in_step else words
         numbers = [self.call.vocab.size, *self.agreed()]
-        found_RN = agreement.gathered(numbers, words, ids, self.call.group, device)
+        found_RN = statistics.gathered_numbers(numbers, words, ids, self.call.group, device)
         if has_values(found_RN):
             size_R = found_RN[:, 0]
             raise_if((size_R == int(REFUSED)).any(), REFUSAL)
@@ -203,7 +202,7 @@ class ReadOut:
         """Take part in what `begin` sends, telling the others that this rank refused its arguments. Those raise there:
         it is called only where it `begins`."""
         numbers = [int(REFUSED)] * (1 + len(self.agreed()))
-        agreement.gathered(numbers, "", [], self.call.group, device)
+        statistics.gathered_numbers(numbers, "", [], self.call.group, device)
 
     def chunks(self, tokens: int, on_gpu: bool) -> list[slice] | None:
         """Return the cut of the tokens on all ranks, where `in_step`; None: any cut that they all share."""
@@ -236,11 +235,11 @@ class ReadOut:
     def shard_index(self) -> int:
         """Return the index of these columns among the shards, or leaves of all ranks, that `results` is given."""
         rank, leaf = group_rank(self.call.group), self.call.leaf
-        return rank if leaf is None else rank * leaves.leaf_count(self.call) + leaf
+        return rank if leaf is None else rank * resolved_head.leaf_count(self.call) + leaf
 
     def added(self, x_RT: Tensor) -> Tensor:
         """The sum of all shards' numbers, with the bits that the call asks for."""
-        return leaves.added(x_RT, self.call)
+        return resolved_head.added(x_RT, self.call)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
         """Return what is read out, and what the gradient wants of it.

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head import checks
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.readouts.read_out import Chunk, Flatten, Found, ReadOut, counted, put
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.validation import argument_checks
 from megatron_ext.numerics.matrices import accumulation_dtype
 
 
@@ -39,7 +39,7 @@ class OfRows(ReadOut):
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
         if self.counts is not None:
-            argument_checks.check_counts(self.counts, self.counts.shape)
+            checks.check_counts(self.counts, self.counts.shape)
         return None
 
     def given(self, value_T: Tensor, own_KT: Tensor) -> Found:

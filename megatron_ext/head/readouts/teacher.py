@@ -13,12 +13,11 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.distributed.groups import Group, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.call.leaves import added
-from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head import checks
+from megatron_ext.head.call.resolved_head import ResolvedHead, added
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.validation import argument_checks, option_checks
 
 SIDE = 3  # rows of each side, those of `row_statistics`
 
@@ -74,8 +73,8 @@ def teacher_fault(teacher: Any, hidden: Tensor, student: ResolvedHead) -> ValueE
             f"teacher is {type(teacher).__name__}: beside hidden states it must be a Teacher(LmHead(weight), hidden)"
         )
     its = teacher.head
-    option_checks.check_teachers_temperature("teacher's head", its.temperature, student.temperature)
-    argument_checks.check_floating("teacher_hidden", teacher.hidden)
+    checks.check_teachers_temperature("teacher's head", its.temperature, student.temperature)
+    checks.check_floating("teacher_hidden", teacher.hidden)
     _check_teachers_options(its, student)
     if its.vocab is not None and its.vocab != student.vocab:
         return ValueError(
@@ -129,11 +128,11 @@ def teacher_logits_fault(teacher: Any, student: Any, vocab: VocabShard, ranks: i
     """Return what this rank alone may see wrong with a teacher of logits; the rest is raised."""
     if not isinstance(getattr(teacher, "logits", None), Tensor):
         raise ValueError(f"teacher is {type(teacher).__name__}: beside Logits it must be Logits of the same tokens")
-    option_checks.check_teachers_temperature("teacher", teacher.temperature, student.temperature)
+    checks.check_teachers_temperature("teacher", teacher.temperature, student.temperature)
     theirs, logits = teacher.logits, student.logits
     if theirs.shape[:-1] != logits.shape[:-1] or theirs.device != logits.device:
         raise ValueError(
             f"teacher_logits have shape {tuple(theirs.shape)} on {theirs.device}, student_logits "
             f"{tuple(logits.shape)} on {logits.device}: both must be logits of the same tokens, on one device"
         )
-    return argument_checks.shard_fault(vocab, theirs.shape[-1], "teacher_logits", ranks)
+    return checks.shard_fault(vocab, theirs.shape[-1], "teacher_logits", ranks)

@@ -84,7 +84,7 @@ def row_statistics(
     bias_V = None if bias_V is None else bias_V[:counted]
     in_place = exp_TV is not None and exp_TV.dtype == dtype and exp_TV.shape == z_TV.shape
     blocks = _blocks(z_TV)
-    scratch_TV = z_TV.new_empty(0 if in_place else _longest(blocks), counted, dtype=dtype)
+    scratch_TV = z_TV.new_empty(0 if in_place or not blocks else blocks[0].stop, counted, dtype=dtype)
     for rows in blocks:
         whole = len(blocks) == 1 and counted == z_TV.shape[1]
         if exp_TV is not None and in_place:
@@ -162,7 +162,7 @@ def row_gradient(
     bias_V = None if bias_V is None else bias_V[:counted]
     in_place = out_TV.dtype == dtype
     blocks = _blocks(source_TV)
-    scratch_TV = source_TV.new_empty(0 if in_place else _longest(blocks), counted, dtype=dtype)
+    scratch_TV = source_TV.new_empty(0 if in_place or not blocks else blocks[0].stop, counted, dtype=dtype)
     for rows in blocks:
         work = part_of(out_TV, rows, counted) if in_place else part_of(scratch_TV, slice(0, rows.stop - rows.start))
         shift = part_of(shift_T, rows).unsqueeze(1)
@@ -273,7 +273,3 @@ def _blocks(z_TV: Tensor) -> list[slice]:
     if 0 < tokens <= step:
         return [slice(0, tokens)]
     return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
-
-
-def _longest(blocks: list[slice]) -> int:
-    return blocks[0].stop if blocks else 0

@@ -11,13 +11,13 @@ from torch import Tensor
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.head import LmHead
 from megatron_ext.head.call.chunk_sizes import cached_columns
+from megatron_ext.head.checks import rounds
 from megatron_ext.head.training_loss import (
     LossSettings,
     TrainingLoss,
     linear_training_loss,
     training_loss_of_logits,
 )
-from megatron_ext.head.validation.option_checks import rounds
 from megatron_ext.megatron.build_check import layers_of
 from megatron_ext.megatron.fused_loss import (
     acceptance_counts,

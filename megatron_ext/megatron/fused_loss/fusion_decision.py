@@ -18,8 +18,8 @@ import torch
 
 from megatron_ext.distributed.collectives import all_gather_object
 from megatron_ext.distributed.groups import group_rank, group_size
-from megatron_ext.head.call import agreement
-from megatron_ext.head.validation.exchange_checks import OptionsDiffer
+from megatron_ext.head.call import statistics
+from megatron_ext.head.call.statistics import OptionsDiffer
 from megatron_ext.megatron.fused_loss import known_code, patch_points
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.promised_logits import tp_group
@@ -150,7 +150,7 @@ def telling_of_change(model: Any) -> Iterator[None]:
     On CUDA a device-side assertion tells; where a graph is captured, its replay ends on every rank.
     """
     try:
-        with agreement.also(words_of_change(group_rank(tp_group(patch_points.output_layer(model))))):
+        with statistics.agreeing_on(words_of_change(group_rank(tp_group(patch_points.output_layer(model))))):
             yield
     except OptionsDiffer as fault:
         raise ValueError(_CHANGED.format(type(model).__name__, _why(model), fault)) from fault

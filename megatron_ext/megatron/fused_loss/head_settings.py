@@ -7,9 +7,9 @@ from typing import Any, Self, TypedDict, get_args
 import torch
 from torch import Tensor
 
+from megatron_ext.head import checks
+from megatron_ext.head.checks import Bits, Cache, bits_or_mode, repeatable
 from megatron_ext.head.lm_head import LmHead, Logits
-from megatron_ext.head.validation import option_checks
-from megatron_ext.head.validation.option_checks import Bits, Cache, bits_or_mode, repeatable
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, tp_group
 from megatron_ext.proof import ProofMode, proof_mode
 
@@ -102,7 +102,7 @@ class HeadSettings:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        option_checks.check_logit_dtype(self.logit_dtype)
+        checks.check_logit_dtype(self.logit_dtype)
         chunk_size = self.nemo_rl_chunk_size
         for name, value, unit in (
             ("chunk_tokens", self.chunk_tokens, "tokens"),
@@ -118,15 +118,15 @@ class HeadSettings:
                 f"sequence positions and in tokens; pass one of them"
             )
         for name in ("cache", "z_loss", "label_smoothing", "softcap", "temperature"):
-            option_checks.check_option(name, getattr(self, name))
-        option_checks.check_at_most(option_checks.token_bound(self.skip_ignored))
+            checks.check_option(name, getattr(self, name))
+        checks.check_at_most(checks.token_bound(self.skip_ignored))
         if type(self.entropy) is not bool:
             raise ValueError(f"entropy is {self.entropy!r}: it must be True or False; True logs it beside the loss")
         proof_mode(self.proof)
         if type(self.verify) is not int or self.verify < 0:
             raise ValueError(f"verify is {self.verify!r}: it must be a number of losses; 0 compares none")
         if self.bits is not None:
-            option_checks.one_of("bits", self.bits, get_args(Bits))
+            checks.one_of("bits", self.bits, get_args(Bits))
 
     def lm_head(self, terms: Terms, weight: Tensor, config: Any = None, batch_size: int = 1) -> LmHead:
         """The head whose logits are those of `terms` under these settings, with the layer's weight, gathered or cast.
@@ -176,7 +176,7 @@ class HeadSettings:
     def beyond_megatron(self) -> str | None:
         """The options that Megatron's own loss does not have, as "z_loss=0.0001, bits='batch'", or None."""
         bits = None if self.bits in (None, "fast") else f"bits={self.bits!r}"
-        rounded = f"logit_dtype={self.logit_dtype}" if option_checks.rounds(self.logit_dtype) else None
+        rounded = f"logit_dtype={self.logit_dtype}" if checks.rounds(self.logit_dtype) else None
         return ", ".join(filter(None, (self.changed_loss(), bits, rounded))) or None
 
     def changed_loss(self) -> str | None:

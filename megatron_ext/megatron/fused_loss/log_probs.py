@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ext.distributed.groups import context_parallel_group, group_size
-from megatron_ext.head.validation.argument_checks import or_refuse
+from megatron_ext.head.checks import or_refuse
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens

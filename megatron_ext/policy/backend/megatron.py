@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_ext.distributed.collectives import all_gather_object, all_reduce
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.reduction import side_by_side
-from megatron_ext.head.validation.argument_checks import or_refuse
-from megatron_ext.head.validation.option_checks import token_bound
+from megatron_ext.head.checks import or_refuse, token_bound
+from megatron_ext.head.cross_entropy import side_by_side
 from megatron_ext.megatron.language_model_patch import forward_with_fused_head
 from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.output_processors import ReadOuts

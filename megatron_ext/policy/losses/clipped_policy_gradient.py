@@ -11,7 +11,7 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from megatron_ext.head.validation.option_checks import one_of
+from megatron_ext.head.checks import one_of
 from megatron_ext.losses import policy_gradient as pg
 from megatron_ext.losses.checks import above_0, at_least_0, check_number, check_per_token
 from megatron_ext.losses.reductions import counted, divide, row_means, token_mean

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
-from megatron_ext.head.validation.option_checks import one_of
+from megatron_ext.head.checks import one_of
 from megatron_ext.losses import DPOLoss, TopKDistillationLoss
 from megatron_ext.losses.checks import above_0, at_least_0, check_number, raise_if_any
 from megatron_ext.losses.preference import split_pairs

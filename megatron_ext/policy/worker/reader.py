@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.head import LogProbs, ReadOut, Sampled
-from megatron_ext.head.validation.option_checks import rounds
+from megatron_ext.head.checks import rounds
 from megatron_ext.policy.backend.base import Backend, ReadRequest
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.kept_ids import KEPT_IDS, replayed

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_ext.dtensor import clip_grad_by_total_norm_
-from megatron_ext.head.validation.option_checks import token_bound
+from megatron_ext.head.checks import token_bound
 from megatron_ext.policy.backend.base import Backend
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Counts, MicroBatchBounds, training_steps

@@ -15,22 +15,17 @@ from torch import Tensor
 from megatron_ext import main_grad
 from megatron_ext.autograd import differentiable_once, save_groups, saved_groups, without_autocast
 from megatron_ext.head.call import chunk_sizes, statistics
-from megatron_ext.head.call.leaves import of_shard
 from megatron_ext.head.call.matmul import WeightSums, column_spans
+from megatron_ext.head.call.resolved_head import of_shard
 from megatron_ext.head.call.statistics import MAX, SUM_EXP, Statistics
-from megatron_ext.head.engine.chunked import kept_gradient, sources
-from megatron_ext.head.engine.chunked.by_leaf import Leaves
-from megatron_ext.head.engine.chunked.gradient import ChunkGradient, logits_of_chunk, sides_of
-from megatron_ext.head.engine.chunked.sources import ComputedLogits, LogitTransform
-from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of
-from megatron_ext.head.engine.linear_passes import start_sum_of_ranks
+from megatron_ext.head.engine import chunk_gradient, logit_sources
+from megatron_ext.head.engine.chunk_gradient import ChunkGradient, logits_of_chunk
+from megatron_ext.head.engine.logit_sources import ComputedLogits, LogitTransform, in_runs, new_gradient, rows_of
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.readouts.read_out import Chunk
-from megatron_ext.head.row_passes import engine_order
-from megatron_ext.head.row_passes.dispatch import passes_of
+from megatron_ext.head.row_passes.dispatch import engine_combined, in_engine_order, write_engine_sums
 from megatron_ext.numerics import matrices
 from megatron_ext.numerics.matrices import accumulation_dtype, part_of
-from megatron_ext.numerics.tree_sums import TreeSum
+from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
 
 
 class StoredLogitsHead(torch.autograd.Function):
@@ -50,7 +45,7 @@ class StoredLogitsHead(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         with without_autocast(logits[0]):
             chunks = plan.chunks() or _chunks(logits, plan)
-            stats, results, saved, _ = _read(plan, [sources.of_logits(logits, transforms)], chunks, logits[0])
+            stats, results, saved, _ = _read(plan, [logit_sources.of_logits(logits, transforms)], chunks, logits[0])
         ctx.plan, ctx.transforms, ctx.into_logits = plan, transforms, into_logits
         save_groups(ctx, logits, stats or (), *saved)
         return plan.give(ctx, results)
@@ -61,7 +56,7 @@ class StoredLogitsHead(torch.autograd.Function):
         plan, (logits, fields, *saved) = ctx.plan, saved_groups(ctx)
         stats = Statistics(*fields) if fields else None
         with without_autocast(logits[0]):
-            made = sources.of_logits(logits, ctx.transforms)
+            made = logit_sources.of_logits(logits, ctx.transforms)
             gradient = ChunkGradient(plan, made, stats, saved, [*map((*grads, None).__getitem__, ctx.firsts)])
             dz = logits[0].detach() if ctx.into_logits else new_gradient(logits[0])
             for rows in _chunks(logits, plan, copy=not ctx.into_logits):
@@ -76,11 +71,11 @@ class ChunkedHead(torch.autograd.Function):
 
     `transforms`: softcap and scale of these logits and of each teacher's, and whether they are rounded. Never holds
     more than a chunk of logits of each: backward makes them again, 8 T V D FLOPs in all (6 where the gradient needs
-    none), beside those of teachers; of what `kept_gradient.py` keeps none. Weight gradients add up in fp32. `sizes`:
+    none), beside those of teachers; of what `KeptGradient` keeps none. Weight gradients add up in fp32. `sizes`:
     with the sequence layout, where hidden states are this rank's slice, the number of each rank's tokens; else None.
     `keep`: a backward may follow.
 
-    With fixed bits logits, statistics and gradients are made leaf by leaf (`by_leaf.py`), in the order of the tree.
+    With fixed bits logits, statistics and gradients are made leaf by leaf, in the order of the tree.
 
     Communicates, at several ranks: forward what the exchange does, backward `start_sum_of_ranks`. With the sequence
     layout each also gathers the hidden states, with the teachers' in the same collective.
@@ -97,8 +92,8 @@ class ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         hidden_TD: Any = inputs[0]
         with without_autocast(hidden_TD):
-            made = sources.of_hidden(inputs, transforms, plan.call, sizes)
-            kept = kept_gradient.of(plan, made[0][0]) if keep else None
+            made = logit_sources.of_hidden(inputs, transforms, plan.call, sizes)
+            kept = chunk_gradient.of(plan, made[0][0]) if keep else None
             stats, results, saved, shifts = _read(plan, made, _product_chunks(plan, made, kept), hidden_TD, kept)
         of_kept = () if kept is None else (kept.unit_TV, kept.bad_T)
         ctx.plan, ctx.transforms, ctx.sizes = plan, transforms, sizes
@@ -115,14 +110,14 @@ class ChunkedHead(torch.autograd.Function):
             inputs[0] = inputs[0].to(torch.float32)
         stats, firsts = Statistics(*fields) if fields else None, [*map((*grads, None).__getitem__, ctx.firsts)]
         with without_autocast(inputs[0]):
-            made = sources.of_hidden(inputs, ctx.transforms, plan.call, ctx.sizes)
+            made = logit_sources.of_hidden(inputs, ctx.transforms, plan.call, ctx.sizes)
             if len(firsts) == 1 and plan.readouts[0].by_factor and firsts[0] is not None:
                 # Hidden states of tokens that do not count may be NaN: as where the gradient is kept, they add nothing.
                 x_TD = made[0][0].x_TD.masked_fill((firsts[0] == 0).unsqueeze(1), 0)
                 for each in made:
                     each[0].x_TD = x_TD
             gradients = _chunk_gradients(plan, made, stats, shifts, saved, firsts)
-            kept = kept_gradient.KeptGradient(plan, made[0][0], *of_kept) if of_kept else None
+            kept = chunk_gradient.KeptGradient(plan, made[0][0], *of_kept) if of_kept else None
             found = _gradients(ctx, inputs, made, gradients, kept, firsts[0])
         return None, None, None, None, *found, *[None] * (len(inputs) - len(found))
 
@@ -132,7 +127,7 @@ def _gradients(
     inputs: Sequence[Any],
     made: Sequence[Sequence[ComputedLogits]],
     gradients: Sequence[ChunkGradient],
-    kept: kept_gradient.KeptGradient | None,
+    kept: chunk_gradient.KeptGradient | None,
     first_T: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of hidden states, weight, bias and low rank, of the logits' `gradients`, and of what is
@@ -143,7 +138,7 @@ def _gradients(
     if ctx.parameter is not None and need_dw:
         fused_VD = main_grad.buffer_of(ctx.parameter)
     x_TD, wide = source.x_TD, accumulation_dtype(source.x_TD.dtype)
-    arithmetic, fixed, width = plan.arithmetic, plan.call.fixed, source.w_VD.shape[0]
+    arithmetic, fixed, width = plan.arithmetic, plan.fixed, source.w_VD.shape[0]
     spans = [slice(at * width, (at + 1) * width) for at in range(len(made))]
 
     def room(wanted: bool, like: Any, begun: Tensor | None = None) -> Tensor | None:
@@ -176,7 +171,7 @@ def _gradients(
             del dz_tV  # before the next one is made
         if dx_TD is not None:
             dx_TD[rows] = tree.total()
-    sum_TD = None if dx_TD is None else start_sum_of_ranks(dx_TD, inputs[0], plan.call, ctx.sizes)
+    sum_TD = None if dx_TD is None else start_sum_of_ranks(dx_TD, inputs[0], plan.call.group, ctx.sizes, fixed)
     of_low = sums.totals[1] if low else None
     totals = (sums.totals[0], weight_VD, fused_VD), (total_V, bias_V, None), (of_low, low_VR, None)
     if chosen is not None:
@@ -203,9 +198,9 @@ def _chunk_gradients(
     if len(made) == 1:
         return [ChunkGradient(plan, made[0], stats, saved, grads)]
     found = []
-    for at, (part, each) in enumerate(zip(plan.leaves.plans, made, strict=True)):
+    for at, (part, each) in enumerate(zip(plan.leaves, made, strict=True)):
         own = None if stats is None else stats._replace(shift=shifts[at])
-        found.append(ChunkGradient(part, each, own, plan.leaves.saved_of(at, saved), grads))
+        found.append(ChunkGradient(part, each, own, plan.saved_of(at, saved), grads))
     return found
 
 
@@ -219,7 +214,7 @@ def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None
 
 
 def _product_chunks(
-    plan: Plan, made: Sequence[Sequence[ComputedLogits]], kept: kept_gradient.KeptGradient | None
+    plan: Plan, made: Sequence[Sequence[ComputedLogits]], kept: chunk_gradient.KeptGradient | None
 ) -> list[slice]:
     if kept is not None:
         return kept.chunks()
@@ -233,7 +228,7 @@ def _row_chunks(plan: Plan, columns: int, tokens: int | None = None) -> list[sli
     call, on_gpu, whole = plan.call, plan.target_T.is_cuda, slice(0, plan.tokens)
     if alike := plan.chunks():
         return alike
-    if call.fixed:
+    if plan.fixed:
         return chunk_sizes.fixed_chunks(call, plan.tokens, columns, on_gpu)
     if on_gpu and not plan.needs_logits and not call.chunk_tokens:
         return [whole]  # each pass is one launch, and nothing is made of a chunk
@@ -253,60 +248,58 @@ def _read(
     made: Sequence[Sequence[Any]],
     chunks: list[slice],
     like: Tensor,
-    kept: kept_gradient.KeptGradient | None = None,
+    kept: chunk_gradient.KeptGradient | None = None,
 ) -> tuple[Statistics | None, list[list[Tensor]], list[list[Tensor]], Sequence[Tensor]]:
     """The statistics of all shards together, None if no read-out wanted the softmax; of each read-out the results, and
     what its gradient wants of forward; and what the exponentials of each leaf are relative to, where there are several.
     `made`: of each leaf."""
     call, dtype = plan.call, accumulation_dtype(like.dtype)
     plan.begin(chunks if plan.tokens else [], like.device)
-    leaves = plan.leaves = Leaves(plan) if len(made) > 1 else None
-    stats_KT = statistics.new_statistics(plan.tokens, plan.shared_rows, call, dtype, like.device, plan.rows)
+    whole = not plan.leaves
+    stats_KT = statistics.new_statistics(plan.tokens, plan.shared_rows, plan.ranks, dtype, like.device, plan.rows)
     own_KT = stats_KT.new_empty(plan.own_rows, plan.tokens) if plan.own_rows else None
-    whole = leaves is None
     shifts = [stats_KT.new_empty(plan.tokens)] if whole else stats_KT.new_empty(len(made), plan.tokens).unbind()
     for rows in chunks:
-        each = [logits_of_chunk(sides, rows, keep_raw=kept is not None) for sides in made]
-        logits, stats_Kt = [found for _, found in each], stats_KT[:, rows]
-        if plan.softmax and leaves is None:
+        logits, stats_Kt, raw_tV = [], stats_KT[:, rows], None
+        for sides in made:
+            raw_tV, found = logits_of_chunk(sides, rows, keep_raw=kept is not None)  # kept of one leaf alone
+            logits.append(found)
+        if plan.softmax and whole:
             _write_statistics(plan, logits[0][0], rows, stats_Kt, part_of(shifts[0], rows))
         elif plan.softmax:
             _write_joined(plan, [sides[0] for sides in logits], rows, stats_Kt, shifts)
         else:
-            counted = call.counted if leaves is None else leaves.plans[0].call.counted
+            counted = call.counted if whole else plan.leaves[0].call.counted
             stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0][0], counted)
         for at, part_Kt, own_Kt in plan.parts(stats_Kt, own_KT, rows):
-            if leaves is None:
-                plan.readouts[at].scan(Chunk(rows, sides_of(plan, logits[0], at), part_Kt, own_Kt))
-            else:
-                leaves.scan(at, rows, [sides_of(plan, sides, at) for sides in logits], part_Kt, own_Kt)
+            plan.scan(at, rows, logits, part_Kt, own_Kt)
             if kept is not None:
-                kept.write(rows, plan.readouts[at], each[0][0], logits[0], part_Kt)
-        del each, logits  # before the next ones are made
+                kept.write(rows, plan.readouts[at], raw_tV, logits[0], part_Kt)
+        del logits, found, raw_tV  # before the next ones are made
     stats_RKT = plan.exchange(stats_KT)
     stats = None
-    if plan.softmax and call.fixed:
-        stats = engine_order.combined(stats_RKT, stats_KT, shifts[0], call, like)
+    if plan.softmax and plan.fixed:
+        stats = engine_combined(stats_RKT, stats_KT, shifts[0], call, like)
     elif plan.softmax:
-        stats = passes_of(stats_RKT).combined(stats_RKT, stats_KT, shifts[0], call)
+        stats = plan.passes.combined(stats_RKT, stats_KT, shifts[0], call)
     results, saved = plan.results(stats, stats_RKT, stats_KT, own_KT)
-    return stats, results, saved, shifts if plan.softmax and leaves is not None else ()
+    return stats, results, saved, shifts if plan.softmax and not whole else ()
 
 
 def _write_statistics(plan: Plan, z_tV: Tensor, rows: slice, stats_Kt: Tensor, shift_t: Tensor) -> None:
     """The shared statistics of a chunk of logits."""
     call = plan.call
     target_t = part_of(plan.target_T, rows)
-    options = call.sums(call.counted)
-    passes_of(z_tV).row_statistics(z_tV, target_t, stats_Kt, shift_T=shift_t, labelled=plan.labelled, **options)
-    if engine_order.applies(call, z_tV):
-        engine_order.write_sums(z_tV, stats_Kt, None, call.counted, call)
+    options = plan.sums | {"counted": call.counted}
+    plan.passes.row_statistics(z_tV, target_t, stats_Kt, shift_T=shift_t, labelled=plan.labelled, **options)
+    if plan.fixed and in_engine_order(call, z_tV):
+        write_engine_sums(z_tV, stats_Kt, None, call.counted, call)
 
 
 def _write_joined(plan: Plan, logits: list[Tensor], rows: slice, stats_Kt: Tensor, shifts: Sequence[Tensor]) -> None:
     """Write the statistics of several leaves, joined."""
     each_LKt = stats_Kt.new_empty(len(logits), statistics.own_rows(plan.call), stats_Kt.shape[1])
-    for part, z_tV, own_Kt, shift_T in zip(plan.leaves.plans, logits, each_LKt, shifts, strict=True):
+    for part, z_tV, own_Kt, shift_T in zip(plan.leaves, logits, each_LKt, shifts, strict=True):
         _write_statistics(part, z_tV, rows, own_Kt, shift_T[rows])
     whole_Kt = statistics.joined(each_LKt, plan.call)
     stats_Kt[: len(whole_Kt)] = whole_Kt

@@ -1,9 +1,13 @@
 """Sources of a chunk's logits: they exist, or a product makes them; and their transform into the ones read.
 
-Legend: T tokens, t of a chunk, D hidden size, V columns of this rank's vocabulary shard.
+Leading dims of hidden states, logits and labels are flattened to one dim of tokens, and restored. Logits are not
+copied: `[..., V]` become as flat as their strides allow. Those of `logits[:, :-1]` stay `[B, S - 1, V]`, B runs of rows
+that follow each other in memory, and are read run by run.
+
+Legend: T tokens, t of a chunk, B sequences, S positions, D hidden size, V columns of this rank's vocabulary shard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +15,97 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
-from megatron_ext.head.call.arithmetic import FAST, FIXED, Arithmetic
-from megatron_ext.head.call.leaves import leaves_of
 from megatron_ext.head.call.matmul import in_one, operand
-from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.engine.flatten import rows_of
+from megatron_ext.head.call.resolved_head import FAST, FIXED, Arithmetic, ResolvedHead, leaves_of
 from megatron_ext.head.row_passes.logit_passes import bend, transformed
 from megatron_ext.numerics import fixed_order
-from megatron_ext.numerics.matrices import accumulation_dtype, new_matrix
+from megatron_ext.numerics.matrices import accumulation_dtype, new_matrix, part_of
+
+# Elements of rows that are copied after all, because their runs are too short to be worked on one by one.
+_FEW = 1 << 20
+
+
+class Flat:
+    """The leading dims of logits `[..., V]` as one, in the order of their strides: transposed ones are not copied.
+
+    `as_given`: in the order that the dims have.
+    """
+
+    def __init__(self, logits: Tensor, as_given: bool = False):
+        self.shape, strides = logits.shape[:-1], logits.stride()
+        self.order = sorted(range(len(self.shape)), key=lambda dim: 0 if as_given else -strides[dim])
+        self.back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        self._in_order = self.order == sorted(self.order)
+
+    def places(self, device: torch.device, ranks: int) -> Tensor | None:
+        """`[T]`: where each row is among the tokens as the caller has them; None if in that order, or alone."""
+        if ranks == 1 or self._in_order:
+            return None
+        return self(torch.arange(self.shape.numel(), device=device).view(self.shape))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, ...]` of a tensor with the same leading dims."""
+        x = x if self._in_order else x.permute([*self.order, *range(len(self.order), x.dim())])
+        return x if len(self.order) == 1 else x.reshape(self.shape.numel(), *x.shape[len(self.order) :])
+
+    def rows(self, logits: Tensor) -> Tensor:
+        """The logits themselves, as `rows_of` wants them: `[T, V]`, or with further leading dims."""
+        z = logits if self._in_order else logits.permute(*self.order, -1)
+        z = z if self.order else z.unsqueeze(0)
+        dim = 0
+        while dim < z.dim() - 2:
+            above, below = z.stride(dim), z.stride(dim + 1) * z.shape[dim + 1]
+            if above == below or 1 in z.shape[dim : dim + 2] or z.numel() == 0:
+                z = z.flatten(dim, dim + 1)
+            else:
+                dim += 1
+        return z
+
+    def up(self, x_T: Tensor) -> Tensor:
+        """The tensor whose leading dims were made one."""
+        if len(self.order) == 1:
+            return x_T
+        x = x_T.reshape([*(self.shape[dim] for dim in self.order), *x_T.shape[1:]])
+        return x if self._in_order else x.permute([*self.back, *range(len(self.order), x.dim())])
+
+
+def tokens_of(z: Tensor) -> int:
+    """T of logits `[..., V]`."""
+    return z.shape[:-1].numel()
+
+
+def rows_of(z: Tensor, rows: slice) -> Tensor:
+    """`[t, V]`: `rows` of the T rows of logits `[..., V]`; a copy only where they lie in several runs."""
+    run = z.shape[-2]
+    if z.dim() == 2:
+        return part_of(z, rows)
+    parts = [
+        _run(z, i)[max(rows.start - i * run, 0) : rows.stop - i * run]
+        for i in range(rows.start // run, -(-rows.stop // run))
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def in_runs(z: Tensor, chunks: Iterable[slice], copy: bool = True) -> Iterator[slice]:
+    """`chunks` of rows, cut where a run ends, so that none is copied; with `copy` a few short runs stay together."""
+    step = z.shape[-2] * (max(1, _FEW // max(z.shape[-2] * z.shape[-1], 1)) if copy else 1)
+    for rows in chunks:
+        ends = range((rows.start // step + 1) * step, rows.stop, step) if z.dim() > 2 else ()
+        for start, stop in zip((rows.start, *ends), (*ends, rows.stop), strict=True):
+            yield slice(start, stop)
+
+
+def new_gradient(z: Tensor) -> Tensor:
+    """Room for the gradient of logits `[..., V]`, in its rows as flat as it gets."""
+    return torch.empty_like(z) if z.dim() == 2 else z.new_empty(tokens_of(z), z.shape[-1])
+
+
+def _run(z: Tensor, i: int) -> Tensor:
+    """The i-th run of rows, `[S, V]`."""
+    while z.dim() > 2:
+        inner = z.shape[1:-2].numel()
+        z, i = z[i // inner], i % inner
+    return z
 
 
 class LogitTransform(NamedTuple):
@@ -81,16 +168,13 @@ class ComputedLogits:
         self._arithmetic = arithmetic
 
     def __call__(self, rows: slice) -> Tensor:
+        kept_TV, first = self.memory_TV, rows.start // self.repeats
+        made = rows if self.repeats == 1 else slice(first, -(-rows.stop // self.repeats))
+        out_tV = kept_TV[made] if kept_TV is not None and made.stop <= kept_TV.shape[0] else None
+        z_tV = self._arithmetic.logits(self.x_TD[made], self.w_VD, out_tV, self.transform.rounds)
         if self.repeats == 1:
-            return self._made(rows)
-        first = rows.start // self.repeats
-        z_tV = self._made(slice(first, -(-rows.stop // self.repeats))).repeat_interleave(self.repeats, 0)
-        return z_tV[rows.start - first * self.repeats :][: rows.stop - rows.start]
-
-    def _made(self, rows: slice) -> Tensor:
-        kept_TV = self.memory_TV
-        out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
-        return self._arithmetic.logits(self.x_TD[rows], self.w_VD, out_tV, self.transform.rounds)
+            return z_tV
+        return z_tV.repeat_interleave(self.repeats, 0)[rows.start - first * self.repeats :][: rows.stop - rows.start]
 
 
 def of_logits(logits: Sequence[Tensor], transforms: Sequence[LogitTransform]) -> list[StoredLogits]:

@@ -1,29 +1,33 @@
-"""Cross entropy, log-probabilities and entropy of labels from hidden states: no logits are kept.
+"""Cross entropy, log-probabilities and entropy of labels: from hidden states, of which no logits are kept, or from
+vocabulary-parallel logits.
 
 Shapes: `[...]` are the leading dims of the labels, D the hidden size, V the vocabulary, R the ranks of `tp_group`.
 """
 
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.lm_head import LmHead
-from megatron_ext.head.lora import LoRA
-from megatron_ext.head.readouts.labels import CrossEntropy
-from megatron_ext.head.reduction import log_prob_readouts, masked, reduced
-from megatron_ext.head.validation.option_checks import (
+from megatron_ext.head.checks import (
     Bits,
     Cache,
     HiddenLayout,
     Reduction,
+    check_integers,
+    check_same_shape,
     one_of,
     tells_torchs_names,
     token_bound,
 )
+from megatron_ext.head.lm_head import LmHead, Logits
+from megatron_ext.head.lora import LoRA
+from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax, LogProbs
+from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.readouts.row_sums import Entropy
 
 
 @tells_torchs_names
@@ -169,3 +173,152 @@ def linear_log_probs(
     counts = asked != ignore_index if skip_ignored or return_entropy else None
     readouts = log_prob_readouts(asked, ignore_index, counts if return_entropy else None, return_hits)
     return head.read(hidden, *readouts, counts=counts if skip_ignored else None, at_most=token_bound(skip_ignored))
+
+
+@tells_torchs_names
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    tp_group: Group = None,
+    vocab: VocabShard | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    reduction: Reduction = "none",
+    chunk_tokens: int | None = None,
+    loss_mask: Tensor | None = None,
+    gradient_into_logits: bool = False,
+) -> Tensor:
+    """Cross entropy of vocabulary-sharded logits: `linear_cross_entropy` for callers who have the logits already.
+
+    Args:
+        logits: `[..., V/R]`, this rank's columns, any floating dtype. -inf columns of a token do not count.
+        labels: `[...]`, integers: global token ids.
+        gradient_into_logits: backward writes the gradient into the memory of `logits` instead of new memory; it runs
+            once then, and who needs the logits afterwards gets an error from autograd. Not into a leaf's memory.
+
+    The other arguments, the result and the errors as for `linear_cross_entropy`. Nothing of vocabulary size is saved
+    beside the logits. The gradient has the logits' dtype.
+
+    Communicates: forward 1 collective at R > 1, backward none.
+    """
+    one_of("reduction", reduction, get_args(Reduction))
+    z = Logits(
+        logits,
+        tp_group,
+        vocab=vocab,
+        softcap=softcap,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        gradient_into_logits=gradient_into_logits,
+    )
+    loss = z.read(CrossEntropy(masked(labels, loss_mask, ignore_index), ignore_index, label_smoothing, z_loss))
+    return reduced(loss, labels, loss_mask, ignore_index, reduction)
+
+
+@tells_torchs_names
+def token_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    tp_group: Group = None,
+    vocab: VocabShard | None = None,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+    loss_mask: Tensor | None = None,
+    gradient_into_logits: bool = False,
+    return_entropy: bool = False,
+    return_hits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """`linear_log_probs` for callers who have the vocabulary-sharded logits already.
+
+    Arguments, communication and errors as for `vocab_parallel_cross_entropy`, results as for `linear_log_probs`.
+    """
+    z = Logits(
+        logits,
+        tp_group,
+        vocab=vocab,
+        softcap=softcap,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        gradient_into_logits=gradient_into_logits,
+    )
+    asked = masked(labels, loss_mask, ignore_index)
+    counts = asked != ignore_index if return_entropy else None
+    return z.read(*log_prob_readouts(asked, ignore_index, counts, return_hits))
+
+
+@tells_torchs_names
+def token_entropy(
+    logits: Tensor,
+    tp_group: Group = None,
+    vocab: VocabShard | None = None,
+    *,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+    gradient_into_logits: bool = False,
+) -> Tensor:
+    """Entropy `-sum p log p` of each token's distribution, from vocabulary-sharded logits `[..., V/R]`.
+
+    Returns:
+        `[...]`, fp32 (fp64 for fp64), differentiable.
+
+    Communicates: forward 1 collective at R > 1, backward none. Raises as `vocab_parallel_cross_entropy`.
+    """
+    z = Logits(
+        logits,
+        tp_group,
+        vocab=vocab,
+        softcap=softcap,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        gradient_into_logits=gradient_into_logits,
+    )
+    return z.read(Entropy())
+
+
+def masked(labels: Any, loss_mask: Tensor | None, ignore_index: int) -> Tensor:
+    """The labels, `ignore_index` where the mask is 0."""
+    check_integers("labels", labels)
+    if loss_mask is None:
+        return labels
+    check_same_shape("loss_mask", loss_mask, labels)
+    return labels.long().masked_fill(loss_mask == 0, ignore_index)
+
+
+def log_prob_readouts(labels: Tensor, ignore_index: int, counts: Tensor | None, hits: bool) -> list[ReadOut]:
+    """Log-probabilities, with `counts` the entropies of the tokens that count, and with `hits` those."""
+    readouts: list[ReadOut] = [LogProbs(labels, ignore_index)]
+    if counts is not None:
+        readouts.append(Entropy(counts))
+    if hits:
+        readouts.append(IsArgmax(labels, ignore_index))
+    return readouts
+
+
+def side_by_side(found: Any, token_dims: int) -> Tensor:
+    """Results of read-outs, each `[...]` or `[..., K]` of the tokens, as one tensor `[..., columns]` in their order.
+
+    Token ids among them become numbers of the others' dtype: exact in fp32, as all below 2^24 are.
+    """
+    leaves = torch.utils._pytree.tree_leaves(found)
+    return torch.cat([x.unsqueeze(-1) if x.dim() == token_dims else x for x in leaves], -1)
+
+
+def reduced(loss: Tensor, labels: Tensor, loss_mask: Tensor | None, ignore_index: int, reduction: Reduction) -> Tensor:
+    """The losses times the mask: each, their sum, or their mean over the tokens that count (0 if none does)."""
+    if loss_mask is not None:
+        loss = loss * loss_mask.to(loss.dtype)
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    kept = labels != ignore_index
+    weight = (kept if loss_mask is None else kept * loss_mask).sum(dtype=loss.dtype)
+    return loss.sum() / weight.where(weight != 0, 1.0)

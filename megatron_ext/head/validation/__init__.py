@@ -1,1 +1,0 @@
-"""Checks of the head's arguments, and their messages."""
