@@ -11,34 +11,41 @@ The patched `forward` takes one argument more, `return_logprobs_for_linear_ce_fu
 and `output_processor` where Megatron's does not (see `output_processors`).
 
 The patch sits on the classes or on single models; `unpatch_...` puts the original objects back. A model's own settings
-come before those of its layer spec (see `spec_head`), and these before those of the classes.
+come before those of its layer spec (see `spec_head`), and these before those of the classes. A patch is found by
+identity, also where a user's wrapper stands around it: patching again with other settings changes what is within that
+wrapper.
 """
 
 import functools
 import inspect
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import megatron.core.utils
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from torch import Tensor
 
 from megatron_ext.megatron import versions
 from megatron_ext.megatron.fused_loss import (
-    acceptance_counts,
-    function_wrapping,
     fusion_decision,
     log_probs,
+    megatron_log,
     patch_points,
 )
 from megatron_ext.megatron.fused_loss.fused_region import Region, is_promising, must_stay_stock
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.fused_loss.megatron_log import with_head_logged
 from megatron_ext.megatron.fused_loss.module_calls import in_this_call
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
 from megatron_ext.megatron.output_processors import forward_with_output_processor
 from megatron_ext.replace import Replacement, original_of
+
+Make = Callable[[Any, HeadSettings], Any]  # from an original and settings to what stands in its place
+_FUTURE = "__init_subclass__"
+HEAD = "megatron_ext_head"  # the attribute of a layer spec that names settings
 
 
 def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
@@ -47,28 +54,28 @@ def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
     fusion_decision.forget()
     versions.warn_if_untested()
     if models is None:
-        function_wrapping.wrap_models(_MAKES, settings)
+        wrap_models(_MAKES, settings)
     else:
         for one in models:
-            function_wrapping.wrap_model(one, _MAKES, settings)
+            wrap_model(one, _MAKES, settings)
     _guard_megatron()
 
 
 def patch_for_specs() -> None:
     """Models whose layer spec names a head get it; a patch of the classes that is there already stays."""
-    if not function_wrapping.models_are_wrapped():
+    if not models_are_wrapped():
         versions.warn_if_untested()
-        function_wrapping.wrap_models(_MAKES, None)
+        wrap_models(_MAKES, None)
         _guard_megatron()
 
 
 def unpatch_language_models(model: Any = None) -> None:
     """`megatron_ext.model_utils.unpatch_gpt_model_forward_for_linear_ce_fusion`."""
     if model is None:
-        function_wrapping.unwrap_models()
+        unwrap_models()
     else:
         for one in _models_in(model):
-            function_wrapping.unwrap_model(one)
+            unwrap_model(one)
     _guard_megatron()
 
 
@@ -78,7 +85,7 @@ def forward_with_fused_head(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     Arguments that are None are left to their defaults, so that those of one Megatron may be given to another.
     """
     kind, name = type(model), patch_points.region(type(model))
-    settings = function_wrapping.settings_of(model, name)
+    settings = settings_of(model, name)
 
     def patched(method: str) -> Any:
         return _MAKES[method](original_of(getattr(kind, method)), settings)
@@ -129,10 +136,128 @@ def _forward(original: Any, settings: HeadSettings) -> Any:
     return log_probs.forward_with_log_probs(forward_with_output_processor(original, fused, settings), settings)
 
 
-_MAKES: dict[str, function_wrapping.Make] = {
+_MAKES: dict[str, Make] = {
     patch_points.FORWARD: _forward,
     patch_points.POSTPROCESS: functools.partial(_fused, name=patch_points.POSTPROCESS),
 }
+
+
+class Patch(Replacement):
+    """A method of a class or a model with settings; of a class None for the models alone whose spec names some."""
+
+    settings: HeadSettings | None = None
+
+    def __init__(self, owner: Any, name: str):
+        super().__init__(owner, name, original_of)
+
+    def set(self, make: Make, settings: HeadSettings | None) -> None:
+        """Put what `make` makes for the settings in the place, or let that stand there which stands there already."""
+        wanted = functools.partial(_made_by_spec if isinstance(self.owner, type) else _made, make, settings)
+        if self.placed is None:
+            self.make = wanted
+            self.apply()
+        elif self.settings != settings:
+            self.change(wanted)
+        self.settings = settings
+
+
+_of_classes: dict[tuple[type, str], Patch] = {}
+_of_models: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Patch]]]" = weakref.WeakKeyDictionary()
+
+
+def settings_of(model: Any, name: str) -> HeadSettings:
+    """Return the settings of the model's own patch, its spec or its class's patch; the default ones otherwise."""
+    own = next((patch.settings for patch in _patches_of(model) if patch.name == name), None)
+    kinds = (_of_classes.get((kind, name)) for kind in type(model).__mro__)
+    of_class = next((patch.settings for patch in kinds if patch is not None), None)
+    return own or settings_of_spec(model) or of_class or HeadSettings()
+
+
+def settings_of_spec(model: Any) -> HeadSettings | None:
+    """Return the settings that the model's layer spec names; None if it names none."""
+    return next((vars(spec)[HEAD] for spec in vars(model).values() if HEAD in getattr(spec, "__dict__", ())), None)
+
+
+def _made(make: Make, settings: Any, original: Any) -> Any:
+    """`make` for the method of one model; the patch of its class is left out."""
+    return make(original_of(original), settings)
+
+
+def _made_by_spec(make: Make, usual: HeadSettings | None, original: Any) -> Any:
+    """`make` for the method of a class: settings of a model's spec come before those of the class."""
+    fused = functools.cache(functools.partial(make, original))
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = settings_of_spec(self) or usual
+        return (original if settings is None else fused(settings))(self, *args, **kwargs)
+
+    if usual is not None:
+        method.__signature__ = inspect.signature(fused(usual))  # type: ignore[attr-defined]
+    return method
+
+
+def wrap_models(makes: dict[str, Make], settings: HeadSettings | None) -> None:
+    """Patch the methods of every language model, and of those whose classes are made later.
+
+    `settings`: None for the models alone whose spec names settings.
+    """
+
+    def wrap(kind: type) -> None:
+        for name in patch_points.methods(kind):
+            patch = _of_classes.setdefault((kind, name), Patch(kind, name))
+            patch.set(makes[name], settings)
+
+    def created(kind: type, **arguments: Any) -> None:
+        super(LanguageModule, kind).__init_subclass__(**arguments)
+        wrap(kind)
+
+    for kind in patch_points.language_models():
+        wrap(kind)
+    LanguageModule.__init_subclass__ = classmethod(created)
+
+
+def unwrap_models() -> None:
+    for patch in _of_classes.values():
+        patch.restore()
+    _of_classes.clear()
+    if _FUTURE in vars(LanguageModule):
+        del LanguageModule.__init_subclass__
+
+
+def models_are_wrapped() -> bool:
+    return _FUTURE in vars(LanguageModule)
+
+
+def wrap_model(model: Any, makes: dict[str, Make], settings: HeadSettings) -> None:
+    """Patch the methods of one model, which come before those of its class."""
+    patches = {patch.name: patch for patch in _patches_of(model)}
+    for name in (patch_points.FORWARD, patch_points.POSTPROCESS):
+        if name in vars(model) and name not in patches:
+            raise ValueError(
+                f"this {type(model).__name__} has a {name} of its own, which the patch would replace; patch first, or "
+                f"patch the classes (model=None)"
+            )
+    for name in dict.fromkeys((patch_points.FORWARD, patch_points.region(type(model)))):
+        if name not in patches:
+            patches[name] = Patch(model, name)
+        patches[name].set(makes[name], settings)
+    # Held by the function that it has placed, and not here: a patch holds its model.
+    _of_models[model] = [weakref.ref(patch) for patch in patches.values()]
+
+
+def unwrap_model(model: Any) -> None:
+    for patch in _patches_of(model):
+        patch.restore()
+    _of_models.pop(model, None)
+
+
+def models_of_their_own() -> bool:
+    """Return whether a model has a patch of its own."""
+    return bool(_of_models)
+
+
+def _patches_of(model: Any) -> list[Patch]:
+    return [patch for ref in _of_models.get(model, ()) if (patch := ref()) is not None]
 
 
 def _drain_if_deferred(original: Any) -> Any:
@@ -154,14 +279,14 @@ def _drain_if_deferred(original: Any) -> Any:
 _DRAIN = Replacement(schedules, "drain_embedding_wgrad_compute", _drain_if_deferred)
 _GUARDS = (
     _DRAIN,
-    Replacement(schedules, "forward_step_calc_loss", with_head_logged),
-    Replacement(megatron_mtp, acceptance_counts.COUNTS, acceptance_counts.counts_by_hits),
+    Replacement(schedules, "forward_step_calc_loss", megatron_log.with_head_logged),
+    Replacement(megatron_mtp, megatron_log.COUNTS, megatron_log.counts_by_hits),
 )
 
 
 def _guard_megatron() -> None:
     """Megatron's functions are wrapped with the first patch and come back with the last."""
-    patched = function_wrapping.models_of_their_own() or function_wrapping.models_are_wrapped()
+    patched = models_of_their_own() or models_are_wrapped()
     for guard in _GUARDS:
         if patched and hasattr(guard.owner, guard.name):
             guard.apply()

@@ -23,7 +23,7 @@ from megatron_ext.head import LmHead, ReadOut
 from megatron_ext.head.reduction import log_prob_readouts
 from megatron_ext.head.validation.argument_checks import or_refuse
 from megatron_ext.head.validation.option_checks import Bits, Cache
-from megatron_ext.megatron.fused_loss import fusion_decision, known_code, log_probs, patch_points
+from megatron_ext.megatron.fused_loss import fusion_decision, log_probs, patch_points
 from megatron_ext.megatron.fused_loss.fused_region import Region, call_of
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.module_calls import is_torchs, split_hooks, stands_in_this_call
@@ -62,7 +62,7 @@ class _Processor:
         the model is patched itself, as `model`."""
         hooks, others = split_hooks(output_layer)
         promising = stands_in_this_call(output_layer, call_of(output_layer))
-        reason = None if promising else known_code.why_not_linear(output_layer)
+        reason = None if promising else fusion_decision.why_not_linear(output_layer)
         if reason is None and not all(is_torchs(hook) for kind in others for hook in kind.values()):
             reason = "its output layer has forward hooks, which would not run"
         if reason is not None:

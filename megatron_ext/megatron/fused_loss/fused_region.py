@@ -20,10 +20,8 @@ from megatron_ext.head.training_loss import (
 from megatron_ext.head.validation.option_checks import rounds
 from megatron_ext.megatron.build_check import layers_of
 from megatron_ext.megatron.fused_loss import (
-    acceptance_counts,
     fusion_decision,
     fusion_proof,
-    known_code,
     megatron_log,
     patch_points,
 )
@@ -91,7 +89,7 @@ class Region:
         self.layer = patch_points.output_layer(model)
         self.counters: ModelFusion = counters_of(model)
         self.stock_loss = patch_points.own_loss(model)
-        self.hits = acceptance_counts.wants_hits(model)
+        self.hits = megatron_log.wants_hits(model)
         self.faults: list[ValueError] = []
         self.parameter_hooks, self.other_hooks = split_hooks(self.layer)
         self.quiet = self.proving = self.looked = False
@@ -135,7 +133,7 @@ class Region:
             made = _made(logits)
             if made is not None:
                 _check_made(made, self.settings, type(self.model).__name__)
-                if self.settings.changed_loss() and (own := known_code.what_is_not_known(self.model)) is not None:
+                if self.settings.changed_loss() and (own := fusion_decision.what_is_not_known(self.model)) is not None:
                     leave(self.model, self.settings, f"somebody has asked for its logits, and {own}")
         except ValueError as fault:
             return self.refused(fault, labels)
@@ -216,7 +214,7 @@ class Region:
         self.looked, self.to_verify = True, decision.verify
         if decision.left is None and decision.wants_proof():
             proof = self.proof(terms, weight, labels)
-            reason = None if proof.fused else f"{proof}; {known_code.what_is_not_known(self.model)}"
+            reason = None if proof.fused else f"{proof}; {fusion_decision.what_is_not_known(self.model)}"
             if cannot_prove_now() is not None:
                 return reason
             decision.proof = proof
@@ -234,7 +232,7 @@ class Region:
             self.proving = False
         if self.counters.proof != str(proof):
             self.counters.proof = str(proof)
-            if proof.fused and (own := known_code.what_is_not_known(self.model)) is not None:
+            if proof.fused and (own := fusion_decision.what_is_not_known(self.model)) is not None:
                 say_once(
                     f"the fused head computes what {type(self.model).__name__} does, {proof}, and {own}: what that "
                     f"does beside logits and losses is left out; take the patch out where it matters"

@@ -125,7 +125,7 @@ def own_loss(model: Any) -> Any:
 def why_not_fused(model: Any) -> str | None:
     """Return why the logits of this model cannot be promised, whatever its output layer is; None if they can.
 
-    Whether they are a product, and its loss a cross entropy, is for `known_code` and the proof to say.
+    Whether they are a product, and its loss a cross entropy, is for `fusion_decision` and the proof to say.
     """
     return why_fusion_is_off() or why_not_promised(output_layer(model))
 
