@@ -29,21 +29,21 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from torch import Tensor
 
-from megatron_ext.megatron import versions
+from megatron_ext.megatron import output_processors, versions
 from megatron_ext.megatron.fused_loss import (
     fusion_decision,
     log_probs,
     megatron_log,
     patch_points,
 )
-from megatron_ext.megatron.fused_loss.fused_region import Region, is_promising, must_stay_stock
+from megatron_ext.megatron.fused_loss.fused_region import region_of
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.module_calls import in_this_call
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
-from megatron_ext.megatron.output_processors import forward_with_output_processor
 from megatron_ext.replace import Replacement, original_of
 
-Make = Callable[[Any, HeadSettings], Any]  # from an original and settings to what stands in its place
+SettingsFor = Callable[[Any], HeadSettings | None]  # of a model; None where it is left alone
+Make = Callable[[Any, SettingsFor], Any]  # from an original to what stands in its place
 _FUTURE = "__init_subclass__"
 HEAD = "megatron_ext_head"  # the attribute of a layer spec that names settings
 
@@ -88,28 +88,26 @@ def forward_with_fused_head(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     settings = settings_of(model, name)
 
     def patched(method: str) -> Any:
-        return _MAKES[method](original_of(getattr(kind, method)), settings)
+        return _MAKES[method](original_of(getattr(kind, method)), lambda model: settings)
 
-    with in_this_call(model, name, functools.partial(patched(name), model)):
+    with in_this_call((model, name, functools.partial(patched(name), model))):
         given = {argument: value for argument, value in kwargs.items() if value is not None}
         return patched(patch_points.FORWARD)(model, *args, **given)
 
 
-def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
+def _fused(original: Any, settings_for: SettingsFor, name: str) -> Any:
     """A model's method that is given labels, with promised logits where it has them and an output layer."""
     signature, labels = inspect.signature(original), patch_points.label_argument(original)
 
     def method(self, *args, **kwargs):
+        settings = settings_for(self) if patch_points.region(type(self)) == name else None
+        if settings is None or not isinstance(self, torch.nn.Module):  # a stand-in, of which nothing is known
+            return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments | kwargs
         with_labels = labels is not None and given.get(labels) is not None
-        if (
-            patch_points.region(type(self)) != name
-            or not (with_labels or patch_points.takes_losses_without_labels(self))
-            or not isinstance(self, torch.nn.Module)  # a stand-in for a model, of which nothing is known
-            or patch_points.output_layer(self) is None
-            or is_promising(self)
-            or must_stay_stock(self, settings)
-        ):
+        wanted = with_labels or patch_points.takes_losses_without_labels(self)
+        region = region_of(self, settings) if wanted else None
+        if region is None:
             return original(self, *args, **kwargs)
         mask = given.get("loss_mask") if with_labels and settings.skip_ignored else None
         if mask is not None and labels is not None:
@@ -119,21 +117,38 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
             else:
                 at = [*signature.parameters].index(labels) - 1  # without `self`
                 args = (*args[:at], counted, *args[at + 1 :])
-        with Region(self, settings).entered() as region:
-            results = original(self, *args, **kwargs)
-            if isinstance(results, PromisedLogits):  # without labels the caller wants logits, or an output processor
-                region.quiet = True
-                return results.logits().contiguous()
-            return results
+        results = region.run(functools.partial(original, self, *args, **kwargs))
+        if isinstance(results, PromisedLogits):  # without labels the caller wants logits, or an output processor
+            region.quiet = True
+            return results.logits().contiguous()
+        return results
 
     return method
 
 
-def _forward(original: Any, settings: HeadSettings) -> Any:
-    fused = _fused(original, settings, patch_points.FORWARD)
+def _forward(original: Any, settings_for: SettingsFor) -> Any:
+    """`forward` with the fused loss, log-probabilities of next tokens and output processors."""
+    fused = _fused(original, settings_for, patch_points.FORWARD)
     if patch_points.label_argument(original) != "labels":  # BERT and T5, whose labels are no next tokens
         return fused
-    return log_probs.forward_with_log_probs(forward_with_output_processor(original, fused, settings), settings)
+    signature = inspect.signature(original)
+    for name in output_processors.OPTIONS:
+        if name not in signature.parameters:
+            signature = log_probs.with_argument(signature, name, None)
+    options = (log_probs.OPTION, *output_processors.OPTIONS)
+
+    def forward(self, *args, **kwargs):
+        if kwargs.keys().isdisjoint(options):
+            return fused(self, *args, **kwargs)
+        if (settings := settings_for(self)) is None:
+            return original(self, *args, **kwargs)
+        call = functools.partial(output_processors.forward, original, fused, settings, self)
+        if not kwargs.pop(log_probs.OPTION, False) or not self.post_process:
+            return call(*args, **kwargs)
+        return log_probs.of_next_tokens(self, settings, call, signature.bind(self, *args, **kwargs))
+
+    forward.__signature__ = log_probs.with_argument(signature, log_probs.OPTION, False)  # type: ignore[attr-defined]
+    return forward
 
 
 _MAKES: dict[str, Make] = {
@@ -173,26 +188,24 @@ def settings_of(model: Any, name: str) -> HeadSettings:
     return own or settings_of_spec(model) or of_class or HeadSettings()
 
 
-def settings_of_spec(model: Any) -> HeadSettings | None:
-    """Return the settings that the model's layer spec names; None if it names none."""
-    return next((vars(spec)[HEAD] for spec in vars(model).values() if HEAD in getattr(spec, "__dict__", ())), None)
+def settings_of_spec(model: Any, otherwise: HeadSettings | None = None) -> HeadSettings | None:
+    """Return the settings that the model's layer spec names; `otherwise` if it names none."""
+    for spec in vars(model).values():
+        if HEAD in getattr(spec, "__dict__", ()):
+            return vars(spec)[HEAD]
+    return otherwise
 
 
 def _made(make: Make, settings: Any, original: Any) -> Any:
     """`make` for the method of one model; the patch of its class is left out."""
-    return make(original_of(original), settings)
+    return make(original_of(original), lambda model: settings)
 
 
 def _made_by_spec(make: Make, usual: HeadSettings | None, original: Any) -> Any:
     """`make` for the method of a class: settings of a model's spec come before those of the class."""
-    fused = functools.cache(functools.partial(make, original))
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = settings_of_spec(self) or usual
-        return (original if settings is None else fused(settings))(self, *args, **kwargs)
-
-    if usual is not None:
-        method.__signature__ = inspect.signature(fused(usual))  # type: ignore[attr-defined]
+    method = make(original, functools.partial(settings_of_spec, otherwise=usual))
+    if usual is None:
+        method.__dict__.pop("__signature__", None)
     return method
 
 

@@ -11,12 +11,11 @@ decorator with `functools.wraps` has every name of the function that it wraps, a
 its globals: those are of the file that defines it. An object of wrapt's has even these, and `isinstance` believes it.
 """
 
-import operator
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -31,6 +30,7 @@ from megatron_ext.head.call import agreement
 from megatron_ext.head.validation.exchange_checks import OptionsDiffer
 from megatron_ext.megatron.fused_loss import patch_points
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.fused_loss.module_calls import standing
 from megatron_ext.megatron.fused_loss.promised_logits import tp_group
 from megatron_ext.megatron.output_layer import OutputLayer
 from megatron_ext.megatron.substitute import megatrons_own_layer
@@ -43,6 +43,7 @@ from megatron_ext.proof import (
     module_values,
     proof_mode,
     warn_of_changes,
+    why_fusion_is_off,
     words_of_change,
 )
 from megatron_ext.tensor_parallel import layers as our_layers
@@ -85,7 +86,8 @@ class Decision:
         verify: how many of its losses are taken both ways.
         mode: when it is proved; None: never, as nothing of it is unknown.
         seen: what `_seen` found on this rank.
-        basis: of what is not known on this rank, if anything.
+        alone: whether one rank has the whole vocabulary.
+        basis: what `seen` rests on, and the proof of what is not known on this rank, if anything.
         proof: the last one.
         changes: how often it was taken anew.
     """
@@ -95,7 +97,8 @@ class Decision:
     verify: int = 0
     mode: ProofMode | None = None
     seen: tuple[str | None, str | None] = (None, None)
-    basis: ProofBasis | None = None
+    alone: bool = False
+    basis: ProofBasis = field(default_factory=ProofBasis)
     proof: Proof | None = None
     changes: int = 0
 
@@ -115,17 +118,16 @@ def decision_of(model: Any, settings: HeadSettings, loss: bool = True) -> Decisi
     All tensor-parallel ranks call it together; a group of one rank decides anew when the model has changed. `loss`:
     whether its loss is asked for, or what is read out of hidden states alone, for which its output layer must be known.
     """
-    found = taken(model, settings, loss)
-    if found is None:
-        return decide(model, settings, loss)
-    alone = group_size(tp_group(patch_points.output_layer(model))) == 1
-    return decide(model, settings, loss) if alone and has_changed(model, found, loss) else found
-
-
-def taken(model: Any, settings: HeadSettings, loss: bool = True) -> Decision | None:
-    """The decision as it was taken by an earlier call, or earlier in this one; None if there is none."""
     found = _decisions[model.training, loss].get(model)
-    return None if found is None or found.settings != settings else found
+    if found is None or found.settings != settings:
+        return decide(model, settings, loss)
+    if not found.alone:
+        return found
+    if loss and found.left is None:  # what else may have changed is looked at when the loss is taken
+        changed = _left(patch_points.output_layer(model)) is not None
+    else:
+        changed = has_changed(model, found, loss)
+    return decide(model, settings, loss) if changed else found
 
 
 def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
@@ -140,7 +142,7 @@ def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
     seen = _seen(model, loss)
     asked = (*seen, proof_mode(settings.proof), settings.verify)
     reasons, unknowns, (mode, *_), (verify, *_) = zip(*all_gather_object(asked, group), strict=True)
-    decision = Decision(settings, next(filter(None, reasons), None), verify, seen=seen)
+    decision = Decision(settings, next(filter(None, reasons), None), verify, seen=seen, alone=group_size(group) == 1)
     decision.mode = "always" if mode == "always" else None
     if decision.left is None and (found := next(filter(None, unknowns), None)) is not None:
         decision.mode = mode
@@ -148,21 +150,31 @@ def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
             decision.left = f"{found}, on some tensor-parallel ranks alone"
         elif mode == "off":
             decision.left = f"{found}, and proof is off"
-    decision.basis = None if seen[1] is None else _basis(model, layer)
+    decision.basis = _basis(model, layer, known=seen[1] is None)
     decisions = _decisions[model.training, loss]
     before = decisions.get(model)
-    if before is not None and before.settings == settings and decision.basis is not None:
+    if before is not None and before.settings == settings and seen[1] is not None:
         decision.changes = before.changes + 1
         warn_of_changes(decision.changes)
     decisions[model] = decision
     return decision
 
 
-def has_changed(model: Any, decision: Decision, loss: bool = True) -> bool:
-    """Tell whether this rank sees another model than the one about which was decided."""
-    if _seen(model, loss) != decision.seen:
+def has_changed(model: Any, decision: Decision, loss: bool = True, promised: bool = False) -> bool:
+    """Tell whether this rank sees another model than the one about which was decided; `promised`: whether the call has
+    looked before for what keeps logits from being promised."""
+    if not loss:
+        return _seen(model, loss) != decision.seen
+    layer, known = patch_points.output_layer(model), decision.seen[1] is None
+    if not promised and _left(layer) != decision.seen[0]:
         return True
-    return decision.basis is not None and not decision.basis.same_as(_basis(model, patch_points.output_layer(model)))
+    now = _basis(model, layer, known)
+    if decision.basis.same_as(now):
+        return False
+    if not known or _seen(model, loss=True) != decision.seen:
+        return True
+    decision.basis = now
+    return False
 
 
 def forget(model: Any = None) -> None:
@@ -198,6 +210,10 @@ def _why(model: Any) -> str:
     return next(filter(None, _seen(model, loss=True)), "it has another function, or its code reads another value")
 
 
+def _left(layer: Any) -> str | None:
+    return why_fusion_is_off() or patch_points.why_not_promised(layer)
+
+
 def _seen(model: Any, loss: bool) -> tuple[str | None, str | None]:
     """Return why a model's logits cannot be promised, as this rank sees it, and which of its code is not known."""
     if (left := patch_points.why_not_fused(model)) is not None:
@@ -207,20 +223,28 @@ def _seen(model: Any, loss: bool) -> tuple[str | None, str | None]:
     return None, what_is_not_known(model)
 
 
-def _basis(model: Any, layer: Any) -> ProofBasis:
-    """The parts that decide whether the layer and the loss are what the head takes them for, by identity."""
-    config = getattr(model, "config", None)
-    weight = getattr(layer, "weight", None)
+def _basis(model: Any, layer: Any, known: bool) -> ProofBasis:
+    """The parts by which `what_is_not_known` goes; where code is not known, also those that decide whether the layer
+    and the loss are what the head takes them for. By identity."""
+    kind, own = type(layer), getattr(layer, "__dict__", {})
+    parts = [
+        *(type(model), standing(model, patch_points.LOSS), layer, kind, own.get("forward")),
+        *(getattr(layer, "_forward_impl", None), hasattr(layer, "softcap"), hasattr(layer, "to_wrap")),
+    ]
+    for one in kind.__mro__:
+        parts.append(vars(one).get("forward"))
+    parts += in_places().values()
+    if known:
+        return ProofBasis(*parts)
+    config, weight = getattr(model, "config", None), getattr(layer, "weight", None)
     return ProofBasis(
-        *(type(model), function_of(patch_points.own_loss(model)), _values(model)),
-        *(layer, type(layer), type(layer).forward, function_of(vars(layer).get("forward"))),
-        function_of(getattr(layer, "_forward_impl", None)),
+        *parts,
+        _values(model),
         [(type(one), type(one).forward, module_values(one)) for one in layer.modules()],
         [code_values(one.forward) for one in layer.modules()],
-        [code_values(code) for code in (patch_points.own_loss(model), vars(layer).get("_forward_impl"))],
+        [code_values(code) for code in (standing(model, patch_points.LOSS), own.get("_forward_impl"))],
         None if weight is None else weight.dtype,
         [getattr(config, name, None) for name in _CONFIG],
-        list(in_places().values()),
     )
 
 
@@ -272,17 +296,12 @@ def what_is_not_known(model: Any) -> str | None:
     """Say what of a model's output layer and loss is not Megatron's own or ours; None if all is."""
     if (reason := why_not_known(patch_points.output_layer(model))) is not None:
         return reason
-    loss = function_of(patch_points.own_loss(model))
+    loss = function_of(standing(model, patch_points.LOSS))
     if loss is not _LOSS:
         return f"it has a {patch_points.LOSS} of its own{_where(loss)}"
-    global _seen_as_own
-    found = in_places()
-    values = list(found.values())
-    if len(values) != len(_seen_as_own) or not all(map(operator.is_, values, _seen_as_own)):
-        for name, value in found.items():
-            if not is_own(value):
-                return f"{name} is not Megatron's own{_where(value)}"
-        _seen_as_own = values
+    for name, value in in_places().items():
+        if not is_own(value):
+            return f"{name} is not Megatron's own{_where(value)}"
     return None
 
 
@@ -330,4 +349,3 @@ _LOSS = LanguageModule.compute_language_model_loss if is_own(LanguageModule.comp
 _OURS = our_layers.ColumnParallelLinear
 _LINEAR: list[Any] = [megatrons_own_layer(_OURS), _OURS, OutputLayer]
 _FORWARDS = [kind.forward for kind in _LINEAR if is_own(kind.forward)]
-_seen_as_own: list[Any] = []

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megatron_ext.head.training_loss import TrainingLoss
-from megatron_ext.megatron.fused_loss import patch_points
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
 from megatron_ext.megatron.fusion_report import ModelFusion, counts_since_last_call
 
@@ -100,11 +99,6 @@ def _write(counts: dict[str, int]) -> None:
 def counts_acceptance() -> bool:
     """Return whether this Megatron counts."""
     return hasattr(multi_token_prediction, COUNTS)
-
-
-def wants_hits(model: Any) -> bool:
-    """Return whether acceptance will be counted in this call of the model."""
-    return bool(counts_acceptance() and model.training and patch_points.multi_token_layers(model))
 
 
 def counts_by_hits(original: Any) -> Any:
