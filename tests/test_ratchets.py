@@ -32,7 +32,7 @@ LINES = {
     "megatron_ext/model_utils": 1514,
     "megatron_ext/numerics": 1048,
     "megatron_ext/policy": 7446,
-    "megatron_ext/proof": 744,
+    "megatron_ext/proof": 747,
     "megatron_ext/sequence": 1503,
     "megatron_ext/tensor_parallel": 4647,
     "megatron_ext/verify": 324,
