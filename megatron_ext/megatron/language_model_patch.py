@@ -58,6 +58,7 @@ def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
     else:
         for one in models:
             wrap_model(one, _MAKES, settings)
+            weakref.finalize(one, _guard_megatron).atexit = False
     _guard_megatron()
 
 
@@ -265,8 +266,8 @@ def unwrap_model(model: Any) -> None:
 
 
 def models_of_their_own() -> bool:
-    """Return whether a model has a patch of its own."""
-    return bool(_of_models)
+    """Return whether a model that is alive has a patch of its own."""
+    return any(True for _ in _of_models)
 
 
 def _patches_of(model: Any) -> list[Patch]:
@@ -298,7 +299,7 @@ _GUARDS = (
 
 
 def _guard_megatron() -> None:
-    """Megatron's functions are wrapped with the first patch and come back with the last."""
+    """Megatron's functions are wrapped with the first patch and come back with the last patch or patched model."""
     patched = models_of_their_own() or models_are_wrapped()
     for guard in _GUARDS:
         if patched and hasattr(guard.owner, guard.name):
