@@ -31,7 +31,7 @@ LINES = {
     "megatron_ext/memory": 716,
     "megatron_ext/model_utils": 1514,
     "megatron_ext/numerics": 1048,
-    "megatron_ext/policy": 7446,
+    "megatron_ext/policy": 7427,
     "megatron_ext/proof": 744,
     "megatron_ext/sequence": 1508,
     "megatron_ext/tensor_parallel": 4647,
