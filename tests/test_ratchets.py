@@ -20,7 +20,7 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1383,
+    "megatron_ext/*.py": 1382,
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4968,
     "megatron_ext/experimental": 2379,
