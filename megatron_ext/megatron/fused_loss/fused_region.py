@@ -193,8 +193,9 @@ class Region:
         """Return why the model computes this loss itself, on all ranks; None if the head computes it."""
         decision = self.decision or fusion_decision.decision_of(self.model, self.settings)
         if not self.looked and fusion_decision.has_changed(self.model, decision, promised=decision.alone):
-            with torch.no_grad(), fusion_decision.telling_of_change(self.model):
-                self.fused(terms, hidden, weight, labels)
+            if not decision.alone:
+                with torch.no_grad(), fusion_decision.telling_of_change(self.model):
+                    self.fused(terms, hidden, weight, labels)
             decision = fusion_decision.decide(self.model, self.settings)
         self.decision, self.looked, self.to_verify = decision, True, decision.verify
         if decision.left is None and decision.wants_proof():
