@@ -27,7 +27,7 @@ LINES = {
     "megatron_ext/head": 10472,
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1330,
-    "megatron_ext/megatron": 4445,
+    "megatron_ext/megatron": 4444,
     "megatron_ext/memory": 716,
     "megatron_ext/model_utils": 1514,
     "megatron_ext/numerics": 1048,

@@ -29,7 +29,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from torch import Tensor
 
-from megatron_ext.megatron import output_processors, versions
+from megatron_ext.megatron import versions
 from megatron_ext.megatron.fused_loss import (
     fusion_decision,
     log_probs,
@@ -40,6 +40,7 @@ from megatron_ext.megatron.fused_loss.fused_region import region_of
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.module_calls import in_this_call
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
+from megatron_ext.megatron.output_processors import OPTIONS, forward_with_output_processor
 from megatron_ext.replace import Replacement, original_of
 
 SettingsFor = Callable[[Any], HeadSettings | None]  # of a model; None where it is left alone
@@ -132,18 +133,16 @@ def _forward(original: Any, settings_for: SettingsFor) -> Any:
     fused = _fused(original, settings_for, patch_points.FORWARD)
     if patch_points.label_argument(original) != "labels":  # BERT and T5, whose labels are no next tokens
         return fused
-    signature = inspect.signature(original)
-    for name in output_processors.OPTIONS:
-        if name not in signature.parameters:
-            signature = log_probs.with_argument(signature, name, None)
-    options = (log_probs.OPTION, *output_processors.OPTIONS)
+    processed = functools.cache(functools.partial(forward_with_output_processor, original, fused))
+    signature = inspect.signature(processed(HeadSettings()))
+    options = (log_probs.OPTION, *OPTIONS)
 
     def forward(self, *args, **kwargs):
         if kwargs.keys().isdisjoint(options):
             return fused(self, *args, **kwargs)
         if (settings := settings_for(self)) is None:
             return original(self, *args, **kwargs)
-        call = functools.partial(output_processors.forward, original, fused, settings, self)
+        call = functools.partial(processed(settings), self)
         if not kwargs.pop(log_probs.OPTION, False) or not self.post_process:
             return call(*args, **kwargs)
         return log_probs.of_next_tokens(self, settings, call, signature.bind(self, *args, **kwargs))

@@ -151,29 +151,29 @@ class ReadOuts(_Processor):
         return tree_map(lambda x: x.transpose(0, 1).contiguous(), found)
 
 
-def forward(
-    original: Any,
-    fused: Any,
-    settings: HeadSettings,
-    model: Any,
-    *args: Any,
-    output_processor: Any = None,
-    output_processor_context: Any = None,
-    **kwargs: Any,
-) -> Any:
-    """Run `fused`, a model's patched `forward`, with an output processor that `original` may not know."""
-    if output_processor is None:
-        return fused(model, *args, **kwargs)
-    has_layer = patch_points.output_layer(model) is not None
-    if isinstance(output_processor, _Processor):  # Megatron's own call says nothing of the model's groups
-        counters_of(model).read_outs += has_layer
-        output_processor = functools.partial(output_processor, model=model)
-    if patch_points.OUTPUT_PROCESSOR in inspect.signature(original).parameters:
-        more = dict(zip(OPTIONS, (output_processor, output_processor_context), strict=True))
-        return fused(model, *args, **{k: v for k, v in more.items() if v is not None}, **kwargs)
-    if not has_layer:
-        return original(model, *args, **kwargs)
-    return _processed(model, original, settings, output_processor, output_processor_context, args, kwargs)
+def forward_with_output_processor(original: Any, fused: Any, settings: HeadSettings) -> Any:
+    """`fused`, the patched `forward`, with the arguments `output_processor` and `output_processor_context`."""
+    signature = inspect.signature(original)
+    native = patch_points.OUTPUT_PROCESSOR in signature.parameters
+
+    def forward(self, *args, output_processor=None, output_processor_context=None, **kwargs):
+        if output_processor is None:
+            return fused(self, *args, **kwargs)
+        has_layer = patch_points.output_layer(self) is not None
+        if isinstance(output_processor, _Processor):  # Megatron's own call says nothing of the model's groups
+            counters_of(self).read_outs += has_layer
+            output_processor = functools.partial(output_processor, model=self)
+        if native:
+            more = dict(zip(OPTIONS, (output_processor, output_processor_context), strict=True))
+            return fused(self, *args, **{k: v for k, v in more.items() if v is not None}, **kwargs)
+        if not has_layer:
+            return original(self, *args, **kwargs)
+        return _processed(self, original, settings, output_processor, output_processor_context, args, kwargs)
+
+    for name in () if native else OPTIONS:
+        signature = log_probs.with_argument(signature, name, None)
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    return forward
 
 
 def _processed(model, original, settings, processor, context, args, kwargs) -> Any:
