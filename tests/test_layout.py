@@ -198,7 +198,7 @@ NAME_THE_SOFTCAP = {
     "reference.py",
     "run.py",
     "megatron/output_layer.py",
-    "megatron/fused_loss/known_code.py",
+    "megatron/fused_loss/fusion_decision.py",
     "megatron/fused_loss/head_settings.py",
     "dtensor/output/promised_logits.py",
     "integrations/trl.py",

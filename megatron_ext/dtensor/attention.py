@@ -72,11 +72,12 @@ def attention(
         ValueError: the model was not prepared by `use_attention`, wants something other than causal attention, or
             passes an argument that is not known here.
     """
-    if odd := [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]:
-        raise ValueError(
-            f"{type(module).__name__} passes {', '.join(odd)} to its attention, and {NAME!r} does not know what that "
-            f"does; use 'sdpa'"
-        )
+    for name, given in others.items():
+        if given is not None and name not in _WITHOUT_EFFECT:
+            raise ValueError(
+                f"{type(module).__name__} passes {name} to its attention, and {NAME!r} does not know what that does; "
+                f"use 'sdpa'"
+            )
     if sequence_layout is None or attention_mask is not None:
         raise ValueError(
             f"attention {NAME!r} was called with attention_mask={type(attention_mask).__name__} and without a sequence "
@@ -87,7 +88,8 @@ def attention(
     packing, hidden = sequence_layout.packing, sequence_layout.hidden_BK
     batch, heads, tokens = query.shape[:3]
     # Norms of queries and keys may have left them in fp32; one dtype is what kernels take.
-    q, k, v = (x.to(value.dtype).permute(2, 0, 1, 3) for x in (query, key, value))
+    q, k = query.to(value.dtype).permute(2, 0, 1, 3), key.to(value.dtype).permute(2, 0, 1, 3)
+    v = value.permute(2, 0, 1, 3)
     if packing is not None and batch > 1:
         q, k, v = (x.transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in (q, k, v))
     with attention_kernels(q):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, require_model
-from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
+from megatron_ext.dtensor.input.token_ids import token_id_fault
 from megatron_ext.dtensor.output.hidden_states_or_logits import read_out
 from megatron_ext.dtensor.output.reads import Read
 from megatron_ext.head import (
@@ -299,17 +299,17 @@ def _on_whole_sequences(
     cp_group, slices = (None, 1) if hook is None else (hook.cp_group, hook.slices)
     _check(tokens_BS, given, attention_mask, cu_seqlens)
     labels_BS = given.targets(tokens_BS, attention_mask, cu_seqlens)
-    rows = embedding(model)
-    fault = token_id_fault(rows.weight.shape[0], tokens_BS)
-    if fault is not None and group_size(cp_group) == 1 and not tells_of_token_ids(rows):
+    ranks, length = group_size(cp_group), tokens_BS.shape[1]
+    # On one rank the hook of `use_attention` looks at them.
+    fault = token_id_fault(embedding(model).weight.shape[0], tokens_BS) if hook is None or ranks > 1 else None
+    if fault is not None and hook is None:
         raise fault
-    if fault is not None and group_size(cp_group) > 1:
+    if fault is not None:
         # The other ranks may have been given the right ones, and wait in the model. Here it runs too, with any tokens,
         # and the head refuses the labels, which tells them.
         tokens_BS = torch.zeros_like(tokens_BS)
         labels_BS = labels_BS.masked_fill(labels_BS != IGNORE_INDEX, -1)
 
-    ranks, length = group_size(cp_group), tokens_BS.shape[1]
     padding = -length % math.lcm(2 * ranks if ranks > 1 else 1, ranks * slices)
     tokens_BS = F.pad(tokens_BS, (0, padding))
     labels_BS = F.pad(labels_BS, (0, padding), value=IGNORE_INDEX)

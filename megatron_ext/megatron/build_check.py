@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
-from megatron_ext.megatron.fused_loss import known_code, patch_points
+from megatron_ext.megatron.fused_loss import fusion_decision, patch_points
 from megatron_ext.megatron.fusion_report import name_of
 from megatron_ext.megatron.substitute import megatrons_own_layer
 from megatron_ext.replace import Replacement, apply_all, restore_all
@@ -101,7 +101,7 @@ def _check(model: Any) -> ModelCheck:
         losses=1 + patch_points.multi_token_layers(model),
         why_not=why_not,
         layers=layers_of(model),
-        to_prove=None if known else known_code.what_is_not_known(model),
+        to_prove=None if known else fusion_decision.what_is_not_known(model),
         shared=shared,
     )
 

@@ -22,12 +22,14 @@ from torch.utils._pytree import tree_map
 from megatron_ext.head import LmHead, ReadOut
 from megatron_ext.head.checks import Bits, Cache, or_refuse
 from megatron_ext.head.cross_entropy import log_prob_readouts
-from megatron_ext.megatron.fused_loss import fusion_decision, known_code, log_probs, patch_points
-from megatron_ext.megatron.fused_loss.fused_region import Region, call_of
+from megatron_ext.megatron.fused_loss import fusion_decision, log_probs, patch_points
+from megatron_ext.megatron.fused_loss.fused_region import Region
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.module_calls import is_torchs, split_hooks, stands_in_this_call
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, Terms, promise_logits
 from megatron_ext.megatron.fusion_report import counters_of
+
+OPTIONS = (patch_points.OUTPUT_PROCESSOR, "output_processor_context")  # of a patched forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +62,8 @@ class _Processor:
         """Called by the model; `given` are the other arguments that Megatron passes to an output processor, and where
         the model is patched itself, as `model`."""
         hooks, others = split_hooks(output_layer)
-        promising = stands_in_this_call(output_layer, call_of(output_layer))
-        reason = None if promising else known_code.why_not_linear(output_layer)
+        promising = stands_in_this_call(output_layer)
+        reason = None if promising else fusion_decision.why_not_linear(output_layer)
         if reason is None and not all(is_torchs(hook) for kind in others for hook in kind.values()):
             reason = "its output layer has forward hooks, which would not run"
         if reason is not None:
@@ -156,18 +158,18 @@ def forward_with_output_processor(original: Any, fused: Any, settings: HeadSetti
     def forward(self, *args, output_processor=None, output_processor_context=None, **kwargs):
         if output_processor is None:
             return fused(self, *args, **kwargs)
-        if isinstance(output_processor, _Processor) and patch_points.output_layer(self) is not None:
-            counters_of(self).read_outs += 1
+        has_layer = patch_points.output_layer(self) is not None
         if isinstance(output_processor, _Processor):  # Megatron's own call says nothing of the model's groups
+            counters_of(self).read_outs += has_layer
             output_processor = functools.partial(output_processor, model=self)
         if native:
-            more = {"output_processor": output_processor, "output_processor_context": output_processor_context}
+            more = dict(zip(OPTIONS, (output_processor, output_processor_context), strict=True))
             return fused(self, *args, **{k: v for k, v in more.items() if v is not None}, **kwargs)
-        if patch_points.output_layer(self) is None:
+        if not has_layer:
             return original(self, *args, **kwargs)
         return _processed(self, original, settings, output_processor, output_processor_context, args, kwargs)
 
-    for name in () if native else (patch_points.OUTPUT_PROCESSOR, "output_processor_context"):
+    for name in () if native else OPTIONS:
         signature = log_probs.with_argument(signature, name, None)
     forward.__signature__ = signature  # type: ignore[attr-defined]
     return forward
@@ -186,13 +188,13 @@ def _processed(model, original, settings, processor, context, args, kwargs) -> A
             f"output_processor cannot get hidden states of {type(model).__name__}: {reason}; leave it out and use the "
             "logits"
         )
-    with Region(model, settings).entered():
-        logits = original(model, *args, **kwargs)
-        if not isinstance(logits, PromisedLogits):
-            raise ValueError(
-                f"output_processor is given, and {type(model).__name__} returned no logits of its output layer but "
-                f"{type(logits).__name__}: there is nothing for it to process; leave it out"
-            )
+    region = Region(model, settings, patch_points.output_layer(model))
+    logits = region.run(functools.partial(original, model, *args, **kwargs))
+    if not isinstance(logits, PromisedLogits):
+        raise ValueError(
+            f"output_processor is given, and {type(model).__name__} returned no logits of its output layer but "
+            f"{type(logits).__name__}: there is nothing for it to process; leave it out"
+        )
     terms = logits.terms
     names = ("loss_mask", "input_ids", "position_ids", "attention_mask", "decoder_input", "inference_context")
     return processor(

@@ -5,13 +5,21 @@ asks `Proofs.of(...)` whether they are equal: at the first call, and again when 
 Imports torch and groups alone.
 """
 
-from megatron_ext.proof.agreement import agreed
 from megatron_ext.proof.basis import ProofBasis, config_values, module_parts, module_values
 from megatron_ext.proof.code_values import code_values
 from megatron_ext.proof.comparison import compare
-from megatron_ext.proof.ledger import Proofs, cannot_prove_now, warn_of_changes, words_of_change
-from megatron_ext.proof.result import Proof
-from megatron_ext.proof.settings import SAMPLE_TOKENS, ProofMode, fusion_is_on, proof_mode, why_fusion_is_off
+from megatron_ext.proof.ledger import (
+    SAMPLE_TOKENS,
+    ProofMode,
+    Proofs,
+    cannot_prove_now,
+    fusion_is_on,
+    proof_mode,
+    warn_of_changes,
+    why_fusion_is_off,
+    words_of_change,
+)
+from megatron_ext.proof.result import Proof, agreed
 
 __all__ = [
     "SAMPLE_TOKENS",

@@ -26,7 +26,23 @@ class ProofBasis:
 
     def __init__(self, *parts: Any):
         self._parts: list[Any] = []
-        _flatten(parts, self._parts)
+        left: list[Any] = [parts]  # what is still to be taken apart, the next one last: each step of a job does so
+        while left:
+            part = left.pop()
+            if isinstance(part, PLAIN):
+                self._parts.append(part)
+            elif type(part) in (tuple, list):
+                self._parts.append(len(part))
+                left += reversed(part)
+            elif type(part) is MethodType:  # a transparent proxy of one is another function
+                left.append((part.__func__, part.__self__))
+            elif isinstance(part, Mapping):
+                left.append([*chain.from_iterable(part.items())])
+            else:
+                try:
+                    self._parts.append(weakref.ref(part))  # the same one each time while it lives
+                except TypeError:
+                    self._parts.append(part)
 
     def same_as(self, other: "ProofBasis") -> bool:
         """Return whether nothing has changed between the two."""
@@ -43,20 +59,23 @@ class ProofBasis:
 def module_parts(module: nn.Module) -> tuple[Any, ...]:
     """Return the parts that a call of `module` goes through: its class, the forward there and on the instance, its
     hooks."""
-    own = vars(module)
-    hooks = tuple(hook for kind in _HOOKS for hook in own.get(kind, {}).values())
+    own, hooks = vars(module), list[Any]()
+    for kind in _HOOKS:
+        hooks += own.get(kind, {}).values()
     return type(module), type(module).forward, own.get("forward"), type(module).__call__, hooks
 
 
 def module_values(module: nn.Module) -> tuple[Any, ...]:
     """The plain values that `module` holds, and the versions of its tensors; but those of its weight, of its bias, and
     of parameters that train, which the fused way computes with too."""
-    own = vars(module)
-    plain = [x for x in own.items() if isinstance(x[1], PLAIN)]
-    held = own | own["_buffers"] | own["_parameters"] | {"weight": None, "bias": None}
-    fixed = [x for x in held.values() if isinstance(x, Tensor) and not x.requires_grad]
-    versions = [0 if x.is_inference() else x._version for x in fixed]
-    return *chain.from_iterable(plain), *fixed, *versions
+    own, found = vars(module), list[Any]()
+    for name, value in (own | own["_buffers"] | own["_parameters"] | {"weight": None, "bias": None}).items():
+        if isinstance(value, Tensor):
+            if not value.requires_grad:
+                found += (value, 0 if value.is_inference() else value._version)
+        elif isinstance(own.get(name, own), PLAIN):
+            found += (name, own[name])
+    return tuple(found)
 
 
 def config_values(config: Any) -> tuple[Any, ...]:
@@ -68,25 +87,3 @@ def config_values(config: Any) -> tuple[Any, ...]:
         elif hasattr(value, "__dict__") and type(value).__name__.endswith("Config"):
             found += (name, config_values(value))
     return tuple(found)
-
-
-def _flatten(parts: Any, into: list[Any]) -> None:
-    """Add what is in `parts`, and in lists, tuples and dicts inside of it, to `into`. Each step of a job does so."""
-    into.append(len(parts))
-    for part in parts:
-        if isinstance(part, PLAIN):
-            into.append(part)
-        elif type(part) in (tuple, list):
-            if part:
-                _flatten(part, into)
-            else:
-                into.append(0)
-        elif type(part) is MethodType:  # a transparent proxy of one is another function
-            _flatten((part.__func__, part.__self__), into)
-        elif isinstance(part, Mapping):
-            _flatten(list(chain.from_iterable(part.items())), into)
-        else:
-            try:
-                into.append(weakref.ref(part))  # the same one each time while it lives
-            except TypeError:
-                into.append(part)

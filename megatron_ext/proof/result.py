@@ -1,7 +1,11 @@
-"""`Proof`: the outcome of comparing a model's own loss with the fused one."""
+"""`Proof`: the outcome of comparing a model's own loss with the fused one, on all ranks or on none."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+from megatron_ext.distributed.collectives import all_gather_object
+from megatron_ext.distributed.groups import Group, group_size
 
 Verdict = Literal["proved", "trusted", "refused", "not comparable"]
 
@@ -46,3 +50,18 @@ class Proof:
         if self.verdict == "refused":
             return f"the model's own loss is another one: {self.reason} (compared on {self.tokens} tokens)"
         return f"not compared with the model's own loss: {self.reason}"
+
+
+def agreed(proof: Proof, group: Group) -> Proof:
+    """The proof that all ranks of `group` have: see `worst`.
+
+    Communicates: one all-gather of a small object over several ranks.
+    """
+    return worst(all_gather_object(proof, group)) if group_size(group) > 1 else proof
+
+
+def worst(proofs: Iterable[Proof]) -> Proof:
+    """The first proof that is not fused, or else the one that differs most."""
+    proofs = list(proofs)
+    not_fused = [proof for proof in proofs if not proof.fused]
+    return not_fused[0] if not_fused else max(proofs, key=lambda proof: proof.largest_difference)

@@ -156,7 +156,7 @@ def attend(
             sinks=sinks,
             fault=fault,
         )
-    ranks, rank = group_size(cp_group), group_rank(cp_group)
+    ranks, rank = (1, 0) if cp_group is None else (group_size(cp_group), group_rank(cp_group))
     _check_shapes(q_SBHD, k_TBGD, v_TBGD)
     q_places = _places_on_one_rank(q_packing, q_SBHD, ranks, "query")
     kv_places = _places_on_one_rank(kv_packing, k_TBGD, ranks, "key")
@@ -277,11 +277,10 @@ def _attend_block(q, k, v, first: int, window: Window, hidden: Tensor | None, sc
         # Only the flash kernels share keys among queries; without them SDPA would fall back to whole score matrices.
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
         grouped = False
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     out_BHSD = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
+        q.permute(1, 2, 0, 3),
+        k.permute(1, 2, 0, 3),
+        v.permute(1, 2, 0, 3),
         attn_mask=bias,
         dropout_p=scores.dropout,
         is_causal=is_causal,
@@ -344,8 +343,9 @@ def check_mask(mask: Tensor, q_SBHD: Tensor, keys: int) -> Tensor:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if any(x.dim() != 4 for x in (q, k, v)) or not (
-        q.shape[1] == k.shape[1] == v.shape[1]
+    if not (
+        q.dim() == k.dim() == v.dim() == 4
+        and q.shape[1] == k.shape[1] == v.shape[1]
         and k.shape[:3] == v.shape[:3]
         and q.shape[3] == k.shape[3]
         and k.shape[2] > 0
@@ -376,7 +376,7 @@ def _places_on_one_rank(packing: Packing | None, x: Tensor, ranks: int, argument
                 f"a sequence of the {argument} takes {n} places: over {ranks} context-parallel ranks they must be a "
                 f"multiple of {chunks}; pad to {-(-n // chunks) * chunks} and pass cu_seqlens_padded"
             )
-    return [n // ranks for n in places]
+    return places if ranks == 1 else [n // ranks for n in places]
 
 
 def _document_lengths(cu_seqlens: Tensor, argument: str) -> tuple[int, ...]:

@@ -47,8 +47,10 @@ class SequenceParts:
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of the whole `x`. Communicates nothing."""
-        ranks, rank = group_size(self.group), group_rank(self.group)
-        if ranks == 1 or self.cu_seqlens is None:
+        if (ranks := group_size(self.group)) == 1:
+            return x
+        rank = group_rank(self.group)
+        if self.cu_seqlens is None:
             return split_zigzag(x, ranks, rank, dim)
         return x.index_select(dim, thd_partition_indices(self.cu_seqlens, x.shape[dim], ranks, rank))
 
@@ -66,8 +68,12 @@ class SequenceParts:
         second all-gather, once it is known that all ranks have as many; where there are any, the host waits for the
         first one.
         """
+        if group_size(self.group) == 1:
+            if fault is not None:
+                raise fault
+            return x
         held = x.shape[dim]
-        first = held if first is None or group_size(self.group) == 1 else first
+        first = held if first is None else first
         parts = told_parts(x.narrow(dim, 0, first), self.group, dim, fault, held)
         if held > first:
             rest = gather_parts(x.narrow(dim, first, held - first), self.group, dim)
@@ -76,10 +82,9 @@ class SequenceParts:
 
     def _joined(self, parts: Tensor, dim: int) -> Tensor:
         """The whole from all ranks' parts in rank order."""
-        ranks = group_size(self.group)
-        if ranks == 1 or self.cu_seqlens is None:
+        ranks, total = group_size(self.group), parts.shape[dim]
+        if self.cu_seqlens is None:
             return merge_zigzag(parts, ranks, dim)
-        total = parts.shape[dim]
         order = torch.cat([thd_partition_indices(self.cu_seqlens, total, ranks, rank) for rank in range(ranks)])
         return parts.index_select(dim, order.argsort())
 

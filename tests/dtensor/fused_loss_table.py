@@ -64,8 +64,9 @@ def entry(name):
         assert difference <= 1e-4 * max(gradient.norm().item(), 1e-3 * largest), (parameter, difference)
     if proof is not None and proof.fused:
         return "fused", str(proof)
-    head = model.get_submodule(output_head_path(model))
-    return "its own loss", proof.reason if proof is not None else not_fusable(model, head) or "no proof was made"
+    path = output_head_path(model)
+    head = model.get_submodule(path)
+    return "its own loss", proof.reason if proof is not None else not_fusable(model, path, head) or "no proof was made"
 
 
 def _in_process(name, queue):

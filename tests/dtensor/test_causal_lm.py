@@ -14,7 +14,7 @@ from megatron_ext.dtensor import (
 )
 from megatron_ext.dtensor.causal_lm import causal_lm_sampled_log_probs
 from megatron_ext.dtensor.output.hidden_states_or_logits import logits_proof
-from megatron_ext.dtensor.output.hooks import is_hooked
+from megatron_ext.dtensor.output.loss_proof import is_hooked
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.reference import log_probs, sampled_log_probs
 from megatron_ext.sequence.next_token import next_tokens
@@ -330,11 +330,11 @@ def test_hooks_are_not_left_out(tp):
     """Hooks of the head, or of the model, come before or after it was sharded; those of parallelism do not count."""
     tokens, (mesh, dp_cp) = drawn(2, 8), meshes(dp=2 // tp, tp=tp)
     model = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=tp > 1)
-    assert not is_hooked(model)
+    assert not is_hooked(model, "lm_head")
     true = causal_lm_log_probs(model, tokens)
     calls = []
     handle = model.lm_head.register_forward_hook(lambda module, given, out: calls.append(1) or 2 * out)
-    assert is_hooked(model)
+    assert is_hooked(model, "lm_head")
     say_once.cache_clear()
     with pytest.warns(UserWarning, match="Llama.* makes its own logits .*its head has hooks"):
         doubled = causal_lm_log_probs(model, tokens)
@@ -349,7 +349,7 @@ def test_hooks_are_not_left_out(tp):
         assert error(causal_lm_log_probs(model, tokens), true) < 3e-6
     assert calls == [1, 2]
     handle.remove()
-    assert not is_hooked(model)
+    assert not is_hooked(model, "lm_head")
 
 
 @ranks(1)

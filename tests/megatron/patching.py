@@ -31,10 +31,10 @@ def patched(*, model=None, **settings):
 @contextmanager
 def counting_logits(layer):
     """A list that grows with each call of the forward that makes logits of an output layer, which stays a known one."""
-    from megatron_ext.megatron.fused_loss import known_code  # Megatron wants Transformer Engine's stand-in first
+    from megatron_ext.megatron.fused_loss import fusion_decision  # Megatron wants Transformer Engine's stand-in first
 
     kind, made = type(layer), []
-    forward, is_own = kind.forward, known_code.is_own
+    forward, is_own = kind.forward, fusion_decision.is_own
 
     @functools.wraps(forward)
     def counted(self, *args, **kwargs):
@@ -44,9 +44,9 @@ def counting_logits(layer):
 
     own = "forward" in vars(kind)
     kind.forward = counted
-    forwards = mock.patch.object(known_code, "_FORWARDS", [*known_code._FORWARDS, counted])
+    forwards = mock.patch.object(fusion_decision, "_FORWARDS", [*fusion_decision._FORWARDS, counted])
     try:
-        with forwards, mock.patch.object(known_code, "is_own", lambda value: value is counted or is_own(value)):
+        with forwards, mock.patch.object(fusion_decision, "is_own", lambda value: value is counted or is_own(value)):
             yield made
     finally:
         if own:

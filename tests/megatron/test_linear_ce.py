@@ -13,7 +13,7 @@ import torch
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron import language_model_patch
-from megatron_ext.megatron.fused_loss.function_wrapping import settings_of
+from megatron_ext.megatron.language_model_patch import settings_of
 from megatron_ext.megatron.output_layer import OutputLayer, set_output_layer
 from megatron_ext.model_utils import _gpt_forward_with_linear_ce_fusion
 from tests.gpt import VOCAB, causal_mask, loss_and_grads, model_parallel, ours_everywhere, tiny_batches, tiny_gpt

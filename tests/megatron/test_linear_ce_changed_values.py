@@ -5,7 +5,7 @@ import torch
 
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
 from tests.gpt import model_parallel
-from tests.megatron.patching import assert_same, batch, grads_of, one_gpt, patched, run
+from tests.megatron.patching import assert_same, batch, grads_of, later_gpt, one_gpt, patched, run
 from tests.ranks import ranks
 
 factor = 1.0
@@ -84,6 +84,33 @@ def test_a_weight_of_a_proved_loss_may_change(way):
             assert torch.equal(found, stock)
             assert_same(grads_of(model, found), wanted)
         set_to(model, 1.0)
+
+
+@ranks(1)
+def test_a_weight_may_change_between_logits_and_loss():
+    """A call looks at what a loss reads when it is taken, and not only when the call begins."""
+    reset_fusion_report()
+    with model_parallel():
+        model, labels = later_gpt(tied=False), batch()[1]
+        own = type(model).compute_language_model_loss
+        scheduled = {"weight": 3.0}
+
+        def loss(self, labels, logits):
+            return self.my_weight * own(self, labels, logits)
+
+        def change(logits):
+            model.my_weight = scheduled["weight"]
+            return logits
+
+        model.compute_language_model_loss, model.change = loss.__get__(model), change
+        stock = run(model, labels)
+        scheduled["weight"] = 1.0
+        with patched():
+            for _ in range(2):
+                run(model, labels)
+            assert fusion_report().losses_fused == 2
+            scheduled["weight"] = 3.0
+            assert torch.equal(run(model, labels), stock)
 
 
 @ranks(1)

@@ -12,5 +12,5 @@ def test_calls_of_two_micro_batches_stay_within_bounds():
     worker, data = DTensorPolicyWorker(config, init_reference_model=False), tiny_batch(4)
     worker.train(data, NLLLoss())  # what is found out once
     _, found = counted(lambda: worker.train(data, NLLLoss()))
-    assert_within(found, Counts(calls=941, files=71, moves=486, first_product=218))
+    assert_within(found, Counts(calls=741, files=66, moves=438, first_product=159))
     worker.shutdown()

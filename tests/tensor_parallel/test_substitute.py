@@ -73,12 +73,11 @@ def test_megatrons_layers_are_known_after_imports_among_ours():
     """What is first imported between substituting and putting back knows Megatron's own classes all the same."""
     with model_parallel():
         with ours_everywhere():
-            known_code, build_check = (
-                _executed_anew(f"megatron_ext.megatron.{name}") for name in ("fused_loss.known_code", "build_check")
-            )
+            names = ("fused_loss.fusion_decision", "build_check")
+            fusion_decision, build_check = (_executed_anew(f"megatron_ext.megatron.{name}") for name in names)
         layer = tiny_gpt(stock_spec, num_layers=1)[0].output_layer
         assert type(layer).__module__.startswith("megatron.core")
-        assert known_code.why_not_known(layer) is None
+        assert fusion_decision.why_not_known(layer) is None
         assert isinstance(layer, build_check._LAYERS["megatron"])
 
 

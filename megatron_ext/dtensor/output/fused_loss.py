@@ -244,7 +244,7 @@ def _say_that_logits_are_made(model: Any, why: str, read: Read) -> None:
 def _decision(model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict[str, Any]) -> HeadDecision:
     path = output_head_path(model)
     head, mode, group = model.get_submodule(path), proof_mode(fused.proof), vars(model).get(VOCABULARY)
-    reason = not_fusable(model, head)
+    reason = not_fusable(model, path, head)
     if reason is not None and group is None:
         return HeadDecision(Proof.not_comparable(reason))
 

@@ -62,11 +62,12 @@ def read_out(model: nn.Module, read: Read, tokens_BP: Tensor, given_BP: Sequence
     inputs = {"input_ids": tokens_BP, **inputs}
     if read.hidden is not None:
         inside: Any = model if is_registered(model) else getattr(model, "_orig_mod", model)  # not the compiled one
-        proof, anew = _decision(inside, inputs)
+        path = output_head_path(inside)
+        proof, anew = _decision(inside, path, inputs)
         try:
             if proof.fused:
                 through_head = getattr(inside, REGISTERED, functools.partial(_through_head, inside))
-                return through_head(read, given_BP, inputs, anew)
+                return through_head(path, read, given_BP, inputs, anew)
             _say_why(inside, proof, read)
             logits = model(**inputs).logits
             if anew is not None:
@@ -109,13 +110,12 @@ def _of_logits(
 
 def logits_proof(model: nn.Module, inputs: dict[str, Any]) -> Proof:
     """The proof that what is read from hidden states equals what is read from the logits of `model(**inputs)`."""
-    return _decision(model, inputs).proof
+    return _decision(model, output_head_path(model), inputs).proof
 
 
-def _decision(model: nn.Module, inputs: dict[str, Any]) -> HeadDecision:
-    path = output_head_path(model)
+def _decision(model: nn.Module, path: str, inputs: dict[str, Any]) -> HeadDecision:
     head, mode, group = model.get_submodule(path), proof_mode(), vars(model).get(VOCABULARY)
-    reason = why_logits_are_made(model) or not_fusable(model, head)
+    reason = why_logits_are_made(model) or not_fusable(model, path, head)
     if isinstance(model, FSDPModule) and not is_registered(model):
         reason = reason or "FSDP2 gathers its weights in its own forward; use what parallelize makes"
     if reason is not None and group is None:
@@ -141,6 +141,7 @@ def _decision(model: nn.Module, inputs: dict[str, Any]) -> HeadDecision:
 
 def _through_head(
     model: nn.Module,
+    path: str,
     read: Read,
     given_BP: Sequence[Tensor],
     inputs: dict[str, Any],
@@ -148,9 +149,8 @@ def _through_head(
 ) -> _Found:
     """Return what `read` makes of these tokens' hidden states, `[B, P]` each, and what it refuses: see `or_refuse`.
 
-    `anew`: see `HeadDecision`.
+    `path`: of the lm head. `anew`: see `HeadDecision`.
     """
-    path = output_head_path(model)
     head = model.get_submodule(path)
     calls: list[HeadCall] = []
 

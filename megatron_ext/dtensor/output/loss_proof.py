@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as torch_module
 
 from megatron_ext.dtensor.decoder import embedding
-from megatron_ext.dtensor.output.hooks import is_hooked
 from megatron_ext.dtensor.output.promised_logits import HeadCall
 from megatron_ext.dtensor.output.stand_ins import (
+    HOOKS,
     SampleHead,
     class_of,
     is_registered,
@@ -42,23 +43,26 @@ from megatron_ext.proof.comparison import state_put_back
 
 _OF_TOKENS = ("input_ids", "labels", "shift_labels")
 _LEAST = 8  # tokens of a sample
+_OWN_HOOKS = ("torch.distributed.", "transformers.integrations.", "megatron_ext.")
+_OWN_OF_ALL = ("torch.", *_OWN_HOOKS)  # as those of torch's counter of operations
 
 
 class _NoLoss(Exception):
     """A forward with labels that gives no loss."""
 
 
-def not_fusable(model: Any, head: Any) -> str | None:
-    """Return why the head of `model` cannot be computed from hidden states, if that is known without a comparison."""
+def not_fusable(model: Any, path: str, head: Any) -> str | None:
+    """Return why the head at `path` cannot be computed from hidden states, if that is known without a comparison."""
     try:
         layer, _ = unwrapped(head)
     except ValueError as fault:
         return str(fault)
     if not isinstance(getattr(layer, "weight", None), Tensor) or layer.weight.dim() != 2:
         return f"its lm head is a {type(layer).__name__} without a weight [V, D]"
-    if any("_hf_hook" in vars(module) for module in head.modules()):
-        return "accelerate has hooks on its lm head, as for a device_map, which move its input or its weight"
-    if is_hooked(model, head=is_registered(model) or is_sharded(head)):
+    for module in head.modules():
+        if "_hf_hook" in vars(module):
+            return "accelerate has hooks on its lm head, as for a device_map, which move its input or its weight"
+    if is_hooked(model, path, head=is_registered(model) or is_sharded(head)):
         return "it or its head has hooks, which may read its logits"
     if not layer.weight.is_floating_point():
         return f"its lm head holds {layer.weight.dtype}"
@@ -67,18 +71,47 @@ def not_fusable(model: Any, head: Any) -> str | None:
     return None
 
 
+def is_hooked(model: nn.Module, path: str, head: bool = True) -> bool:
+    """Return whether hooks wait for a call of the model or of any module, for gradients of its head, or with `head` for
+    a call of that or a layer inside of an adapter there; those of torch's and transformers' parallelism, and ours, do
+    not count. `path`: of the head."""
+    around, layers = [model, model.get_submodule(path.rpartition(".")[0])], list(model.get_submodule(path).modules())
+    hooks: list[Any] = []
+    of_all: list[Any] = []
+    for kind in HOOKS:
+        for module in around + (layers if head or kind in HOOKS[2:] else []):
+            hooks += vars(module)[kind].values()
+        of_all += getattr(torch_module, f"_global{kind}").values()
+    for homes, some in ((_OWN_HOOKS, hooks), (_OWN_OF_ALL, of_all)):
+        for hook in some:
+            if not _module_of(hook).startswith(homes):
+                return True
+    return False
+
+
+def _module_of(hook: Any) -> str:
+    """Return the module that a hook's function is from, of a method or a partial too."""
+    while (inner := getattr(hook, "func", None) or getattr(hook, "__func__", None)) is not None:
+        hook = inner
+    return str(getattr(hook, "__module__", ""))
+
+
 def basis(model: nn.Module, own: Any, head: nn.Module, *others: Any) -> ProofBasis:
     """Return the basis of a proof of what `own`, the forward of `model`, or what leads to it, computes; and of what
     `others` say."""
     replica = getattr(model, "_is_replica", False)  # of nn.DataParallel, whose modules are new at each call
+    modules: list[Any] = []
+    for module in head.modules():
+        modules.append(module_parts(module))
+        if not replica:
+            modules += (module_values(module), code_values(module.forward))
     return ProofBasis(
         own,
         class_of(model),
         getattr(model, "loss_function", None),
         (F.cross_entropy, F.linear),
         None if replica else head,
-        [module_parts(module) for module in head.modules()],
-        [] if replica else [(module_values(module), code_values(module.forward)) for module in head.modules()],
+        modules,
         config_values(model.config),
         others,
     )

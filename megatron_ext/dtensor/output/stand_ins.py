@@ -31,7 +31,10 @@ class FusedForward:
 def class_of(module: nn.Module) -> type:
     """The class of `module` without those that FSDP2 and `use_fused_loss` put on top of it."""
     # A class that FSDP2 made cannot be copied, nor does a stand-in want its methods.
-    return next(kind for kind in type(module).__mro__ if not issubclass(kind, (FSDPModule, FusedForward)))
+    for kind in type(module).__mro__:
+        if not issubclass(kind, (FSDPModule, FusedForward)):
+            return kind
+    raise AssertionError("every class derives from object")
 
 
 def stub_of(module: nn.Module) -> Any:
@@ -53,23 +56,21 @@ def with_head(model: nn.Module, path: str, head: nn.Module) -> Any:
 def standing_in(model: nn.Module, path: str, head: nn.Module) -> Iterator[Any]:
     """`model` with another head for one run of its forward, which leaves the attributes that it sets on the model."""
     stub = with_head(model, path, head)
-    pairs = [(model.get_submodule(at), stub.get_submodule(at)) for at in _around(path)]
-    before = [dict(vars(copy)) for _, copy in pairs]
+    around, before = path, []
+    while around:  # the modules that the one at `path` is inside of
+        around = around.rpartition(".")[0]
+        copy = stub.get_submodule(around)
+        before.append((model.get_submodule(around), copy, dict(vars(copy))))
     try:
         yield stub
     finally:
-        for (own, copy), old in zip(pairs, before, strict=True):
-            changed = {name: x for name, x in vars(copy).items() if old.get(name, own) is not x}
-            vars(own).update(changed)
+        for own, copy, old in before:
+            for name, x in vars(copy).items():
+                if old.get(name, own) is not x:
+                    vars(own)[name] = x
             for name in old:
                 if name not in vars(copy):
                     vars(own).pop(name, None)
-
-
-def _around(path: str) -> list[str]:
-    """The paths of the modules that the one at `path` is inside of, the outermost first."""
-    parts = path.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts))]
 
 
 def is_registered(model: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from megatron_ext.experimental.pipeline_vocabulary.paused_forward import check_installed
 from megatron_ext.experimental.pipeline_vocabulary.schedule import forward_backward, recorded, sharing_of
 from megatron_ext.experimental.pipeline_vocabulary.vocabulary_sharing import Builder
-from megatron_ext.megatron.fused_loss import acceptance_counts
+from megatron_ext.megatron.fused_loss import megatron_log
 from megatron_ext.megatron.fused_loss.module_calls import attribute
 
 __all__ = ["recorded", "restore", "share_vocabulary"]
@@ -73,8 +73,8 @@ def share_vocabulary() -> None:
     for kind in kinds:
         replace(kind, "__init__", functools.partial(_with_sharing, builder))
     replace(LanguageModule, "__init__", functools.partial(_refusing_others, tuple(kinds)))
-    if acceptance_counts.counts_acceptance():
-        replace(megatron_mtp, acceptance_counts.COUNTS, acceptance_counts.counts_by_hits)
+    if megatron_log.counts_acceptance():
+        replace(megatron_mtp, megatron_log.COUNTS, megatron_log.counts_by_hits)
     for name in _SCHEDULES:
         replace(schedules, name, _or_stock)
 

@@ -77,7 +77,7 @@ class SharedOutputLayer(SharedRows):
     gather_output = False
     skip_bias_add = False
     bias = None
-    promises = True  # the fused head stays out: see `fused_region.is_promising`
+    promises = True  # the fused head stays out: see `fused_region.region_of`
 
     def __init__(self, weight: nn.Parameter, *rows: Any, tied: bool, config: Any):
         super().__init__(weight, *rows)

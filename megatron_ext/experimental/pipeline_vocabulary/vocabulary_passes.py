@@ -23,8 +23,8 @@ from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.engine import linear_steps
 from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax
 from megatron_ext.head.readouts.read_out import ReadOut
-from megatron_ext.megatron.fused_loss.acceptance_counts import counts_acceptance
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX
+from megatron_ext.megatron.fused_loss.megatron_log import counts_acceptance
 
 
 @contextlib.contextmanager

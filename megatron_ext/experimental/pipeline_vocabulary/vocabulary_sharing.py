@@ -18,7 +18,8 @@ from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers impo
     Sharing,
 )
 from megatron_ext.head.checks import rounds
-from megatron_ext.megatron.fused_loss import function_wrapping, known_code, patch_points
+from megatron_ext.megatron import language_model_patch
+from megatron_ext.megatron.fused_loss import fusion_decision, patch_points
 from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.fusion_report import counters_of
 from megatron_ext.megatron.output_layer import is_bent
@@ -179,7 +180,7 @@ def check_model(model: Any) -> None:
                 f"{type(model).__name__} has no {name}: only models as GPTModel and HybridModel can share their "
                 f"vocabulary over pipeline stages"
             )
-    asked = function_wrapping.settings_of(model, patch_points.region(type(model))).beyond_megatron()
+    asked = language_model_patch.settings_of(model, patch_points.region(type(model))).beyond_megatron()
     if asked is not None:
         raise ValueError(
             f"the fused head was asked for {asked}: over a vocabulary shared by pipeline stages the loss is the "
@@ -199,18 +200,16 @@ def output_layer_fault(model: Any) -> ValueError | None:
             f"prediction: a vocabulary shared over pipeline stages wants all of them there; change "
             f"pipeline_model_parallel_layout, or train without sharing"
         )
-    reason = patch_points.why_not_fused(model) or known_code.what_is_not_known(model)
+    reason = patch_points.why_not_fused(model) or fusion_decision.what_is_not_known(model)
     if reason is None and is_bent(layer):
         reason = "its output layer has a bias, or caps its logits"
-    asked = function_wrapping.settings_of(model, patch_points.region(type(model))).logit_dtype
-    rounded = getattr(layer, "output_dtype", None) if asked is None else asked
+    asked = language_model_patch.settings_of(model, patch_points.region(type(model))).logit_dtype
+    rounded = asked or getattr(layer, "output_dtype", None)
     if reason is None and rounds(rounded):
         reason = f"its logits are rounded to {rounded} (logit_dtype)"
-    if reason is None:
-        return None
-    return ValueError(
-        f"{type(model).__name__} cannot share its vocabulary over pipeline stages: {reason}; train without sharing"
-    )
+    kind = type(model).__name__
+    fault = f"{kind} cannot share its vocabulary over pipeline stages: {reason}; train without sharing"
+    return None if reason is None else ValueError(fault)
 
 
 def _depth(model: Any) -> int:

@@ -1,7 +1,6 @@
 """One forward call of a patched model: its output layer promises logits, and its loss comes from the fused head."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,27 +11,18 @@ from megatron_ext.distributed.groups import group_size
 from megatron_ext.head import LmHead
 from megatron_ext.head.call.chunk_sizes import cached_columns
 from megatron_ext.head.checks import rounds
-from megatron_ext.head.training_loss import (
-    LossSettings,
-    TrainingLoss,
-    linear_training_loss,
-    training_loss_of_logits,
-)
+from megatron_ext.head.training_loss import TrainingLoss, linear_training_loss, training_loss_of_logits
 from megatron_ext.megatron.build_check import layers_of
-from megatron_ext.megatron.fused_loss import (
-    acceptance_counts,
-    fusion_decision,
-    fusion_proof,
-    known_code,
-    megatron_log,
-    patch_points,
-)
+from megatron_ext.megatron.fused_loss import fusion_decision, fusion_proof, megatron_log, patch_points
+from megatron_ext.megatron.fused_loss.fusion_decision import Decision
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX, HeadRefusal
 from megatron_ext.megatron.fused_loss.module_calls import (
+    attribute,
     call_with_hooks,
     in_this_call,
     split_hooks,
+    standing,
     stands_in_this_call,
 )
 from megatron_ext.megatron.fused_loss.promised_logits import (
@@ -46,14 +36,19 @@ from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, cou
 from megatron_ext.proof import Proof, cannot_prove_now
 
 
-def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
-    """Tell whether the model keeps its own loss, which a warning says once; refused where `settings` ask for more."""
-    reason = fusion_decision.decision_of(model, settings).left
-    counters_of(model).left_to_megatron = reason
-    if reason is None:
-        return False
-    leave(model, settings, reason)
-    return True
+def region_of(model: Any, settings: HeadSettings) -> "Region | None":
+    """A call of the model that promises logits; None where it has no output layer, promises already, in a call further
+    up the stack or always, or keeps its own loss, which a warning says once and `settings` that ask for more refuse."""
+    layer = patch_points.output_layer(model)
+    if layer is None or getattr(layer, "promises", False) or stands_in_this_call(layer):
+        return None
+    decision = fusion_decision.decision_of(model, settings)
+    if decision.left is not None:
+        leave(model, settings, decision.left)
+        return None
+    region = Region(model, settings, layer, decision)
+    region.counters.left_to_megatron = None
+    return region
 
 
 def leave(model: Any, settings: HeadSettings, reason: str) -> None:
@@ -69,50 +64,38 @@ def leave(model: Any, settings: HeadSettings, reason: str) -> None:
     say_once(f"{type(model).__name__} keeps Megatron's own loss, the fused head stays out: {reason}")
 
 
-def is_promising(model: Any) -> bool:
-    """Tell whether its output layer promises logits: in a call of the model further up the stack, or always."""
-    layer = patch_points.output_layer(model)
-    return getattr(layer, "promises", False) or stands_in_this_call(layer, call_of(layer))
-
-
-def call_of(layer: Any) -> str:
-    """The name under which a module runs its forward with its hooks, compiled or not."""
-    return patch_points.CALL if getattr(layer, "_compiled_call_impl", None) is None else "_compiled_call_impl"
-
-
 class Region:
     """One call of a model whose output layer promises logits.
 
     What the head refuses is raised at the end: labels are sent from rank to rank between the losses of several tokens.
     """
 
-    def __init__(self, model: Any, settings: HeadSettings):
-        self.model, self.settings = model, settings
-        self.layer = patch_points.output_layer(model)
+    def __init__(self, model: Any, settings: HeadSettings, layer: Any, decision: Decision | None = None):
+        self.model, self.settings, self.layer, self.decision = model, settings, layer, decision
         self.counters: ModelFusion = counters_of(model)
-        self.stock_loss = patch_points.own_loss(model)
-        self.hits = acceptance_counts.wants_hits(model)
+        self.stock_loss = standing(model, patch_points.LOSS)
+        counts = patch_points.multi_token_layers(model) and model.training
+        self.hits = bool(counts and megatron_log.counts_acceptance())
         self.faults: list[ValueError] = []
-        self.parameter_hooks, self.other_hooks = split_hooks(self.layer)
+        self.parameter_hooks, self.other_hooks = split_hooks(layer)
         self.quiet = self.proving = self.looked = False
         self.to_verify = 0
 
-    @contextmanager
-    def entered(self) -> Iterator["Region"]:
+    def run(self, call: Callable[[], Any]) -> Any:
+        """The result of `call`, a forward of the model."""
         if self.counters.megatron_kernel is not None:
             tell_once(
                 f"the config asks for Megatron's fused loss ({self.counters.megatron_kernel}) of logits; "
                 f"{type(self.model).__name__} has the fused linear head, which makes no logits, and runs instead of it"
             )
-
-        call = partial(call_with_hooks, self.layer, self.promise, self.other_hooks)
-        with (
-            in_this_call(self.layer, call_of(self.layer), call),
-            in_this_call(self.model, patch_points.LOSS, self.loss),
-        ):
-            yield self
+        # A module runs its forward with its hooks, compiled or not.
+        name = patch_points.CALL if getattr(self.layer, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+        promise = partial(call_with_hooks, self.layer, self.promise, self.other_hooks)
+        with in_this_call((self.layer, name, promise), (self.model, patch_points.LOSS, self.loss)):
+            results = call()
         if self.faults:
             raise HeadRefusal(*self.faults[0].args) from self.faults[0]
+        return results
 
     def promise(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **others: Any
@@ -135,7 +118,7 @@ class Region:
             made = _made(logits)
             if made is not None:
                 _check_made(made, self.settings, type(self.model).__name__)
-                if self.settings.changed_loss() and (own := known_code.what_is_not_known(self.model)) is not None:
+                if self.settings.changed_loss() and (own := fusion_decision.what_is_not_known(self.model)) is not None:
                     leave(self.model, self.settings, f"somebody has asked for its logits, and {own}")
         except ValueError as fault:
             return self.refused(fault, labels)
@@ -189,7 +172,7 @@ class Region:
     def fused(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> TrainingLoss:
         """The losses `[S, B]` by the head."""
         head = self.settings.lm_head(terms, weight, self.model.config, labels.shape[0])
-        return linear_training_loss(head, hidden, labels.transpose(0, 1), self.asked_of_loss(self.hits))
+        return linear_training_loss(head, hidden, labels.transpose(0, 1), self.settings.loss(self.hits))
 
     def describe(self, hidden: Tensor, weight: Tensor, labels: Tensor, head: LmHead) -> None:
         """Say in the report what a count of the head's bytes needs to know, and whose layers the model has."""
@@ -208,15 +191,16 @@ class Region:
 
     def why_not(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> str | None:
         """Return why the model computes this loss itself, on all ranks; None if the head computes it."""
-        decision = fusion_decision.taken(self.model, self.settings) or fusion_decision.decide(self.model, self.settings)
-        if not self.looked and fusion_decision.has_changed(self.model, decision):
-            with torch.no_grad(), fusion_decision.telling_of_change(self.model):
-                self.fused(terms, hidden, weight, labels)
+        decision = self.decision or fusion_decision.decision_of(self.model, self.settings)
+        if not self.looked and fusion_decision.has_changed(self.model, decision, promised=decision.alone):
+            if not decision.alone:
+                with torch.no_grad(), fusion_decision.telling_of_change(self.model):
+                    self.fused(terms, hidden, weight, labels)
             decision = fusion_decision.decide(self.model, self.settings)
-        self.looked, self.to_verify = True, decision.verify
+        self.decision, self.looked, self.to_verify = decision, True, decision.verify
         if decision.left is None and decision.wants_proof():
             proof = self.proof(terms, weight, labels)
-            reason = None if proof.fused else f"{proof}; {known_code.what_is_not_known(self.model)}"
+            reason = None if proof.fused else f"{proof}; {fusion_decision.what_is_not_known(self.model)}"
             if cannot_prove_now() is not None:
                 return reason
             decision.proof = proof
@@ -227,14 +211,11 @@ class Region:
 
     def proof(self, terms: Terms, weight: Tensor, labels: Tensor) -> Proof:
         """Prove that the head computes what the model's own output layer and loss do; see `fusion_proof`."""
-        self.proving = True
-        try:
+        with attribute(self, "proving", True):
             proof = fusion_proof.proof_of(self.model, self.settings, terms, weight, labels)
-        finally:
-            self.proving = False
         if self.counters.proof != str(proof):
             self.counters.proof = str(proof)
-            if proof.fused and (own := known_code.what_is_not_known(self.model)) is not None:
+            if proof.fused and (own := fusion_decision.what_is_not_known(self.model)) is not None:
                 say_once(
                     f"the fused head computes what {type(self.model).__name__} does, {proof}, and {own}: what that "
                     f"does beside logits and losses is left out; take the patch out where it matters"
@@ -246,11 +227,8 @@ class Region:
         done = 0 if self.counters.verified is None else len(self.counters.verified.ours)
         if done >= self.to_verify or not self.model.training or cannot_prove_now() is not None:
             return
-        self.proving = True
-        try:
+        with attribute(self, "proving", True):
             fusion_proof.verify_loss(self.model, self.counters, self.settings, terms, weight, labels)
-        finally:
-            self.proving = False
         found = self.counters.verified
         if found is not None and found.fault is not None:
             say_once(f"{type(self.model).__name__} has another loss than the fused head: {found.fault}\n{found}")
@@ -258,18 +236,7 @@ class Region:
     def of_made(self, labels: Tensor, logits: Tensor) -> TrainingLoss:
         """The training loss from logits `[S, B, V/R]` that exist."""
         made = self.settings.of_made(logits, self.layer)
-        return _batch_first(training_loss_of_logits(made, labels.transpose(0, 1), self.asked_of_loss(hits=False)))
-
-    def asked_of_loss(self, hits: bool) -> LossSettings:
-        settings = self.settings
-        return LossSettings(
-            IGNORE_INDEX,
-            settings.label_smoothing,
-            z_loss=settings.z_loss,
-            hits=hits,
-            entropy=settings.entropy,
-            skip_ignored=settings.skip_ignored,
-        )
+        return _batch_first(training_loss_of_logits(made, labels.transpose(0, 1), self.settings.loss(hits=False)))
 
     def asked(self, terms: Terms) -> None:
         """Warn that code asks for real logits, with its line and the memory that they take."""

@@ -5,24 +5,35 @@ else stands there, the first batch proves the fusion, or the model keeps its own
 else must not go another way alone: ranks tell each other at the first call, by one exchange. What has changed later is
 told by a word among the head's options, which the head compares on all ranks in the exchange that it makes anyway: on
 all of them, they decide anew; on some alone, every rank raises.
+
+The code between hidden states and loss that is known is Megatron's own and ours, by identity and not by names. A
+decorator with `functools.wraps` has every name of the function that it wraps, and its `__module__`. It does not have
+its globals: those are of the file that defines it. An object of wrapt's has even these, and `isinstance` believes it.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from megatron_ext.distributed.collectives import all_gather_object
 from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.statistics import OptionsDiffer
-from megatron_ext.megatron.fused_loss import known_code, patch_points
+from megatron_ext.megatron.fused_loss import patch_points
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.fused_loss.module_calls import standing
 from megatron_ext.megatron.fused_loss.promised_logits import tp_group
+from megatron_ext.megatron.output_layer import OutputLayer
+from megatron_ext.megatron.substitute import megatrons_own_layer
 from megatron_ext.proof import (
     Proof,
     ProofBasis,
@@ -32,9 +43,30 @@ from megatron_ext.proof import (
     module_values,
     proof_mode,
     warn_of_changes,
+    why_fusion_is_off,
     words_of_change,
 )
+from megatron_ext.tensor_parallel import layers as our_layers
 
+_HOMES = ("megatron.core.", "megatron_ext.")
+_TORCH = ("torch._dynamo", "torch.amp.")  # what is compiled, or told of autocast, is the same function still
+# What Megatron's own output layer and loss look up where it stands, and others replace there; some versions lack some.
+_PLACES = {
+    "megatron.core.tensor_parallel": ("vocab_parallel_cross_entropy",),
+    "megatron.core.tensor_parallel.cross_entropy": (
+        *("vocab_parallel_cross_entropy", "_VocabParallelCrossEntropy", "VocabParallelCrossEntropy", "VocabUtility"),
+    ),
+    "megatron.core.fusions.fused_cross_entropy": (
+        *("_VocabParallelCrossEntropy", "VocabParallelCrossEntropy", "VocabUtility"),
+        *("calculate_logits_max", "calculate_predicted_logits", "calculate_cross_entropy_loss", "calculate_gradients"),
+    ),
+    "megatron.core.tensor_parallel.layers": (
+        *("linear_with_grad_accumulation_and_async_allreduce", "LinearWithGradAccumulationAndAsyncCommunication"),
+        *("linear_with_frozen_weight", "LinearWithFrozenWeight", "copy_to_tensor_model_parallel_region"),
+    ),
+    "megatron.core.tensor_parallel.mappings": ("_CopyToModelParallelRegion", "_reduce"),
+    LanguageModule.__module__: ("fused_vocab_parallel_cross_entropy", "te_parallel_cross_entropy"),
+}
 # What of a configuration decides about an output layer and a loss.
 _CONFIG = (
     *("sequence_parallel", "tensor_model_parallel_size", "params_dtype", "gradient_accumulation_fusion"),
@@ -54,7 +86,8 @@ class Decision:
         verify: how many of its losses are taken both ways.
         mode: when it is proved; None: never, as nothing of it is unknown.
         seen: what `_seen` found on this rank.
-        basis: of what is not known on this rank, if anything.
+        alone: whether one rank has the whole vocabulary.
+        basis: what `seen` rests on, and the proof of what is not known on this rank, if anything.
         proof: the last one.
         changes: how often it was taken anew.
     """
@@ -64,7 +97,8 @@ class Decision:
     verify: int = 0
     mode: ProofMode | None = None
     seen: tuple[str | None, str | None] = (None, None)
-    basis: ProofBasis | None = None
+    alone: bool = False
+    basis: ProofBasis = field(default_factory=ProofBasis)
     proof: Proof | None = None
     changes: int = 0
 
@@ -84,17 +118,16 @@ def decision_of(model: Any, settings: HeadSettings, loss: bool = True) -> Decisi
     All tensor-parallel ranks call it together; a group of one rank decides anew when the model has changed. `loss`:
     whether its loss is asked for, or what is read out of hidden states alone, for which its output layer must be known.
     """
-    found = taken(model, settings, loss)
-    if found is None:
-        return decide(model, settings, loss)
-    alone = group_size(tp_group(patch_points.output_layer(model))) == 1
-    return decide(model, settings, loss) if alone and has_changed(model, found, loss) else found
-
-
-def taken(model: Any, settings: HeadSettings, loss: bool = True) -> Decision | None:
-    """The decision as it was taken by an earlier call, or earlier in this one; None if there is none."""
     found = _decisions[model.training, loss].get(model)
-    return None if found is None or found.settings != settings else found
+    if found is None or found.settings != settings:
+        return decide(model, settings, loss)
+    if not found.alone:
+        return found
+    if loss and found.left is None:  # what else may have changed is looked at when the loss is taken
+        changed = _left(patch_points.output_layer(model)) is not None
+    else:
+        changed = has_changed(model, found, loss)
+    return decide(model, settings, loss) if changed else found
 
 
 def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
@@ -109,7 +142,7 @@ def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
     seen = _seen(model, loss)
     asked = (*seen, proof_mode(settings.proof), settings.verify)
     reasons, unknowns, (mode, *_), (verify, *_) = zip(*all_gather_object(asked, group), strict=True)
-    decision = Decision(settings, next(filter(None, reasons), None), verify, seen=seen)
+    decision = Decision(settings, next(filter(None, reasons), None), verify, seen=seen, alone=group_size(group) == 1)
     decision.mode = "always" if mode == "always" else None
     if decision.left is None and (found := next(filter(None, unknowns), None)) is not None:
         decision.mode = mode
@@ -117,21 +150,31 @@ def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
             decision.left = f"{found}, on some tensor-parallel ranks alone"
         elif mode == "off":
             decision.left = f"{found}, and proof is off"
-    decision.basis = None if seen[1] is None else _basis(model, layer)
+    decision.basis = _basis(model, layer, known=seen[1] is None)
     decisions = _decisions[model.training, loss]
     before = decisions.get(model)
-    if before is not None and before.settings == settings and decision.basis is not None:
+    if before is not None and before.settings == settings and seen[1] is not None:
         decision.changes = before.changes + 1
         warn_of_changes(decision.changes)
     decisions[model] = decision
     return decision
 
 
-def has_changed(model: Any, decision: Decision, loss: bool = True) -> bool:
-    """Tell whether this rank sees another model than the one about which was decided."""
-    if _seen(model, loss) != decision.seen:
+def has_changed(model: Any, decision: Decision, loss: bool = True, promised: bool = False) -> bool:
+    """Tell whether this rank sees another model than the one about which was decided; `promised`: whether the call has
+    looked before for what keeps logits from being promised."""
+    if not loss:
+        return _seen(model, loss) != decision.seen
+    layer, known = patch_points.output_layer(model), decision.seen[1] is None
+    if not promised and _left(layer) != decision.seen[0]:
         return True
-    return decision.basis is not None and not decision.basis.same_as(_basis(model, patch_points.output_layer(model)))
+    now = _basis(model, layer, known)
+    if decision.basis.same_as(now):
+        return False
+    if not known or _seen(model, loss=True) != decision.seen:
+        return True
+    decision.basis = now
+    return False
 
 
 def forget(model: Any = None) -> None:
@@ -167,29 +210,41 @@ def _why(model: Any) -> str:
     return next(filter(None, _seen(model, loss=True)), "it has another function, or its code reads another value")
 
 
+def _left(layer: Any) -> str | None:
+    return why_fusion_is_off() or patch_points.why_not_promised(layer)
+
+
 def _seen(model: Any, loss: bool) -> tuple[str | None, str | None]:
     """Return why a model's logits cannot be promised, as this rank sees it, and which of its code is not known."""
     if (left := patch_points.why_not_fused(model)) is not None:
         return left, None
     if not loss:
-        return known_code.why_not_known(patch_points.output_layer(model)), None
-    return None, known_code.what_is_not_known(model)
+        return why_not_known(patch_points.output_layer(model)), None
+    return None, what_is_not_known(model)
 
 
-def _basis(model: Any, layer: Any) -> ProofBasis:
-    """The parts that decide whether the layer and the loss are what the head takes them for, by identity."""
-    config = getattr(model, "config", None)
-    weight = getattr(layer, "weight", None)
+def _basis(model: Any, layer: Any, known: bool) -> ProofBasis:
+    """The parts by which `what_is_not_known` goes; where code is not known, also those that decide whether the layer
+    and the loss are what the head takes them for. By identity."""
+    kind, own = type(layer), getattr(layer, "__dict__", {})
+    parts = [
+        *(type(model), standing(model, patch_points.LOSS), layer, kind, own.get("forward")),
+        *(getattr(layer, "_forward_impl", None), hasattr(layer, "softcap"), hasattr(layer, "to_wrap")),
+    ]
+    for one in kind.__mro__:
+        parts.append(vars(one).get("forward"))
+    parts += in_places().values()
+    if known:
+        return ProofBasis(*parts)
+    config, weight = getattr(model, "config", None), getattr(layer, "weight", None)
     return ProofBasis(
-        *(type(model), known_code.function_of(patch_points.own_loss(model)), _values(model)),
-        *(layer, type(layer), type(layer).forward, known_code.function_of(vars(layer).get("forward"))),
-        known_code.function_of(getattr(layer, "_forward_impl", None)),
+        *parts,
+        _values(model),
         [(type(one), type(one).forward, module_values(one)) for one in layer.modules()],
         [code_values(one.forward) for one in layer.modules()],
-        [code_values(code) for code in (patch_points.own_loss(model), vars(layer).get("_forward_impl"))],
+        [code_values(code) for code in (standing(model, patch_points.LOSS), own.get("_forward_impl"))],
         None if weight is None else weight.dtype,
         [getattr(config, name, None) for name in _CONFIG],
-        list(known_code.in_places().values()),
     )
 
 
@@ -197,3 +252,100 @@ def _values(owner: Any) -> list[tuple[str, Any]]:
     """The factors, caps, temperatures and switches that an object holds."""
     own = vars(owner) if isinstance(owner, torch.nn.Module) else {}
     return [(name, value) for name, value in own.items() if type(value) in _PLAIN]
+
+
+def in_places() -> dict[str, Any]:
+    """Collect what stands in the places that Megatron's output layer and loss look up, by its full name."""
+    found: dict[str, Any] = {}
+    for home, names in _PLACES.items():
+        module = sys.modules.get(home)
+        for name in names:
+            if (value := getattr(module, name, None)) is not None:
+                found[f"{home}.{name}"] = value
+                if isinstance(value, type):
+                    for method, inner in vars(value).items():
+                        if isinstance(inner, staticmethod | classmethod | FunctionType):
+                            found[f"{home}.{name}.{method}"] = getattr(inner, "__func__", inner)
+    return found
+
+
+def function_of(value: Any) -> Any:
+    """The function of a method, also as a partial of its model alone; itself where it is none.
+
+    Any other partial is another function.
+    """
+    bound = value.args if type(value) is partial and not value.keywords else ()
+    if len(bound) == 1 and isinstance(bound[0], torch.nn.Module):
+        return value.func
+    return value.__func__ if type(value) is MethodType else value
+
+
+def is_own(value: Any) -> bool:
+    """Tell whether a function or class is defined in Megatron or here, and all that it wraps too."""
+    while value is not None:
+        function = function_of(value)
+        home = function.__module__ if issubclass(type(function), type) else _home(function)
+        inner = getattr(function, "__wrapped__", None)
+        if not home.startswith(_HOMES) and not (home.startswith(_TORCH) and inner is not None):
+            return False
+        value = inner
+    return True
+
+
+def what_is_not_known(model: Any) -> str | None:
+    """Say what of a model's output layer and loss is not Megatron's own or ours; None if all is."""
+    if (reason := why_not_known(patch_points.output_layer(model))) is not None:
+        return reason
+    loss = function_of(standing(model, patch_points.LOSS))
+    if loss is not _LOSS:
+        return f"it has a {patch_points.LOSS} of its own{_where(loss)}"
+    for name, value in in_places().items():
+        if not is_own(value):
+            return f"{name} is not Megatron's own{_where(value)}"
+    return None
+
+
+def why_not_known(layer: Any) -> str | None:
+    """Return why an output layer is not known to be linear, with a bias and a softcap or without; None if it is."""
+    kind = type(layer)
+    if patch_points.FORWARD in vars(layer):
+        return "its output layer has a forward of its own, put there by somebody else"
+    if (inner := getattr(layer, "_forward_impl", None)) is not None and not is_own(inner):
+        return f"its output layer has a _forward_impl of its own{_where(inner)}"
+    forwards = [vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one) and one is not torch.nn.Module]
+    if kind.forward in _FORWARDS and all(map(is_own, forwards)):
+        return None
+    said_by_user = hasattr(layer, "softcap") and not isinstance(layer, OutputLayer)
+    if said_by_user and not hasattr(kind.forward, "__wrapped__"):
+        return None
+    if hasattr(layer, "to_wrap"):
+        return (
+            f"its output layer is a {kind.__name__}, which adds an adapter to another layer's logits; leave "
+            f"output_layer out of the adapter's target modules, or merge the adapter into the weight"
+        )
+    return (
+        f"its output layer is a {kind.__name__} with a forward of its own{_where(kind.forward)}; if that is a linear "
+        f"layer, with a softcap or without, give it an attribute `softcap` (a number, or None)"
+    )
+
+
+def why_not_linear(layer: Any) -> str | None:
+    """Return why the logits of an output layer are not known without a proof; None if they are."""
+    return patch_points.why_not_promised(layer) or why_not_known(layer)
+
+
+def _home(function: Any) -> str:
+    return str(function.__globals__.get("__name__")) if type(function) is FunctionType else ""
+
+
+def _where(value: Any) -> str:
+    """The file and line that define a function, where it has some."""
+    code = getattr(function_of(value), "__code__", None)
+    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+
+
+# What others have put in these places before this module was imported is not known.
+_LOSS = LanguageModule.compute_language_model_loss if is_own(LanguageModule.compute_language_model_loss) else None
+_OURS = our_layers.ColumnParallelLinear
+_LINEAR: list[Any] = [megatrons_own_layer(_OURS), _OURS, OutputLayer]
+_FORWARDS = [kind.forward for kind in _LINEAR if is_own(kind.forward)]

@@ -23,6 +23,7 @@ from megatron_ext.distributed.groups import group_size
 from megatron_ext.head.training_loss import LossSettings, linear_training_loss
 from megatron_ext.megatron.fused_loss import patch_points
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.fused_loss.module_calls import standing
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, operands, tp_group
 from megatron_ext.megatron.fusion_report import ModelFusion
 from megatron_ext.proof import SAMPLE_TOKENS, Proof, agreed, cannot_prove_now, compare
@@ -62,7 +63,7 @@ class BothWays:
             self.weight = _alias(terms, weight)
         self.terms = replace(terms, weight=self.weight, made=None, hits=None)
         self.settings = HeadSettings(chunk_tokens=settings.chunk_tokens, cache=settings.cache, bits=settings.bits)
-        self.own_loss = patch_points.own_loss(model)
+        self.own_loss = standing(model, patch_points.LOSS)
         self.settings.lm_head(self.terms, self.weight)
 
     def own(self, hidden: Tensor) -> Tensor:
@@ -152,7 +153,7 @@ def _sample(terms: Terms, labels_BS: Tensor, most: int) -> tuple[Tensor, Tensor]
     row, column = at // batch, at % batch
     labels_SB = labels_BS.transpose(0, 1)
     labels_N = torch.cat([labels_SB[rank * positions + row, column] for rank in range(ranks)])
-    known = (labels_N >= 0) & (labels_N < terms.columns * group_size(group))
+    known = (labels_N >= 0) & (labels_N < terms.shape[-1] * group_size(group))
     return hidden.detach()[row, column].unsqueeze(1), labels_N.where(known, 0).unsqueeze(1)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_ext.head import checks
 from megatron_ext.head.checks import Bits, Cache, bits_or_mode, repeatable
 from megatron_ext.head.lm_head import LmHead, Logits
+from megatron_ext.head.training_loss import LossSettings
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, tp_group
 from megatron_ext.proof import ProofMode, proof_mode
 
@@ -131,10 +132,8 @@ class HeadSettings:
     def lm_head(self, terms: Terms, weight: Tensor, config: Any = None, batch_size: int = 1) -> LmHead:
         """The head whose logits are those of `terms` under these settings, with the layer's weight, gathered or cast.
 
-        Raises:
-            ValueError: both the layer and the settings have a softcap.
+        Settings with a softcap must have passed `check_layer`.
         """
-        self.check_layer(terms.layer)
         own = getattr(terms.layer, "softcap", None)
         return LmHead.of(
             terms.layer,
@@ -172,6 +171,13 @@ class HeadSettings:
     def _chunk(self, batch_size: int) -> int | None:
         """Tokens per chunk."""
         return self.chunk_tokens if self.nemo_rl_chunk_size is None else self.nemo_rl_chunk_size * batch_size
+
+    def loss(self, hits: bool) -> LossSettings:
+        """The options of a training loss; `hits`: whether labels with the largest logit are wanted."""
+        skip, entropy = self.skip_ignored, self.entropy
+        return LossSettings(
+            -100, self.label_smoothing, z_loss=self.z_loss, hits=hits, entropy=entropy, skip_ignored=skip
+        )
 
     def beyond_megatron(self) -> str | None:
         """The options that Megatron's own loss does not have, as "z_loss=0.0001, bits='batch'", or None."""

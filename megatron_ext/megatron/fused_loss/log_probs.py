@@ -23,37 +23,29 @@ class HeadRefusal(ValueError):
     """Refusal by the head on one rank, raised when all exchanges over the context-parallel ranks are over."""
 
 
-def forward_with_log_probs(original: Any, settings: HeadSettings) -> Any:
-    """`forward`, with the option to return log-probabilities of next tokens instead of losses."""
-    signature = inspect.signature(original)
-
-    def forward(self, *args, return_logprobs_for_linear_ce_fusion: bool = False, **kwargs):
-        if not return_logprobs_for_linear_ce_fusion or not self.post_process:
-            return original(self, *args, **kwargs)
-        if settings.label_smoothing or settings.z_loss:
-            raise ValueError(
-                f"{OPTION} is True and the fused head was asked for label_smoothing={settings.label_smoothing} and "
-                f"z_loss={settings.z_loss}: values or gradients would not be those of log-probabilities; patch with "
-                f"label_smoothing=0.0 and z_loss=0.0"
-            )
-        given = signature.bind(self, *args, **kwargs)
-        parts, tokens_BS, labels_BS = next_labels(self, given.arguments)
-        given.arguments["labels"] = labels_BS
-        mask_BS = given.arguments.get("loss_mask")
-        if self.config.mtp_num_layers or (settings.skip_ignored and mask_BS is not None):
-            if mask_BS is None:
-                mask_BS = (labels_BS != IGNORE_INDEX).to(labels_BS.dtype)
-            else:
-                whole = mask_BS if mask_BS.shape == tokens_BS.shape else parts.gather(mask_BS, 1)
-                mask_BS = _shifted(whole, given.arguments, parts, 0)
-            given.arguments["loss_mask"] = mask_BS
-        like = next(self.parameters())
-        loss_BS, fault = or_refuse(lambda: original(*given.args, **given.kwargs), labels_BS.shape, like, HeadRefusal)
-        log_probs_BS = (0.0 - loss_BS).where(labels_BS != IGNORE_INDEX, 0.0)
-        return parts.gather_or_refuse(log_probs_BS, 1, fault)[:, :-1]
-
-    forward.__signature__ = with_argument(signature, OPTION, False)  # type: ignore[attr-defined]
-    return forward
+def of_next_tokens(model: Any, settings: HeadSettings, call: Any, given: inspect.BoundArguments) -> Tensor:
+    """The log-probabilities `[B, S - 1]`, from the losses of `call`, a forward of `model`. `given` are its arguments,
+    the model among them, with tokens as labels."""
+    if settings.label_smoothing or settings.z_loss:
+        raise ValueError(
+            f"{OPTION} is True and the fused head was asked for label_smoothing={settings.label_smoothing} and "
+            f"z_loss={settings.z_loss}: values or gradients would not be those of log-probabilities; patch with "
+            f"label_smoothing=0.0 and z_loss=0.0"
+        )
+    parts, tokens_BS, labels_BS = next_labels(model, given.arguments)
+    given.arguments["labels"] = labels_BS
+    mask_BS = given.arguments.get("loss_mask")
+    if model.config.mtp_num_layers or (settings.skip_ignored and mask_BS is not None):
+        if mask_BS is None:
+            mask_BS = (labels_BS != IGNORE_INDEX).to(labels_BS.dtype)
+        else:
+            whole = mask_BS if mask_BS.shape == tokens_BS.shape else parts.gather(mask_BS, 1)
+            mask_BS = _shifted(whole, given.arguments, parts, 0)
+        given.arguments["loss_mask"] = mask_BS
+    like = next(model.parameters())
+    loss_BS, fault = or_refuse(lambda: call(*given.args[1:], **given.kwargs), labels_BS.shape, like, HeadRefusal)
+    log_probs_BS = (0.0 - loss_BS).where(labels_BS != IGNORE_INDEX, 0.0)
+    return parts.gather_or_refuse(log_probs_BS, 1, fault)[:, :-1]
 
 
 def next_labels(model: Any, given: dict[str, Any]) -> tuple[SequenceParts, Tensor, Tensor]:

@@ -8,17 +8,24 @@ ranks as well, and prints and writes them as it does the loss.
 
 The counts of a step are this rank's alone. They go straight to the TensorBoard and wandb writers of `megatron.training`
 where a script has made one: Megatron makes them on the last rank, which has the last stage of the pipeline.
+
+From 0.19 on Megatron counts, for each layer of multi-token prediction, how many labels have the largest logit, by an
+argmax over logits. The head knows that from its pass over the vocabulary: nothing more is computed or communicated.
 """
 
 import sys
 from typing import Any
 
 import torch
+from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megatron_ext.head.training_loss import TrainingLoss
+from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
 from megatron_ext.megatron.fusion_report import ModelFusion, counts_since_last_call
+
+COUNTS = "_compute_mtp_acceptance_counts"
 
 _last: dict[str, Tensor] = {}  # [B, S] by name in the log, of the last main loss that nobody has logged
 
@@ -87,3 +94,22 @@ def _write(counts: dict[str, int]) -> None:
             board.add_scalar(name, count, step + 1)
     if wandb is not None:
         wandb.log(counts, step + 1)
+
+
+def counts_acceptance() -> bool:
+    """Return whether this Megatron counts."""
+    return hasattr(multi_token_prediction, COUNTS)
+
+
+def counts_by_hits(original: Any) -> Any:
+    """Megatron's function, which need not be asked where the loss of promised logits has found the hits."""
+
+    def counts(mtp_logits: Tensor, mtp_labels: Tensor, loss_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = mtp_logits.terms.hits if isinstance(mtp_logits, PromisedLogits) else None
+        if found is None or found[0] is not mtp_labels:
+            return original(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)
+        with torch.no_grad():
+            valid_SB = loss_mask.transpose(0, 1).bool()
+            return (found[1] & valid_SB).sum().float(), valid_SB.sum().float()
+
+    return counts

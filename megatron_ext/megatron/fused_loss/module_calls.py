@@ -55,38 +55,44 @@ class _Dispatched:
     calls: int = 0
 
 
-_NOTHING: Mapping[tuple[int, str], Any] = MappingProxyType({})
-_here: ContextVar[Mapping[tuple[int, str], Any]] = ContextVar("_here", default=_NOTHING)
+Place = tuple[Any, str, Callable[..., Any]]  # an owner, a name, and what stands there in a call
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+_here: ContextVar[Mapping[int, Mapping[str, Any]]] = ContextVar("_here", default=_NOTHING)  # by the owner's id
 _dispatched: "weakref.WeakKeyDictionary[Any, dict[str, _Dispatched]]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 @contextmanager
-def in_this_call(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def in_this_call(*places: Place) -> Iterator[None]:
     """A call of `owner.name` is one of `function` for a while, in this thread's context alone.
 
     It stays a method of the owner. When the last thread leaves, the instance has (or lacks) its own one as before.
     """
+    here = dict(_here.get())
     with _lock:
-        names = _dispatched.setdefault(owner, {})
-        if name not in names:
-            names[name] = _Dispatched(vars(owner).get(name, _ABSENT), getattr(owner, name))
-            setattr(owner, name, MethodType(_dispatching(names[name].stock, (id(owner), name)), owner))
-        names[name].calls += 1
-    token = _here.set({**_here.get(), (id(owner), name): function})
+        for owner, name, function in places:
+            names = _dispatched.setdefault(owner, {})
+            if name not in names:
+                names[name] = _Dispatched(vars(owner).get(name, _ABSENT), getattr(owner, name))
+                setattr(owner, name, MethodType(_dispatching(id(owner), name, names[name].stock), owner))
+            names[name].calls += 1
+            here[id(owner)] = {**here.get(id(owner), _NOTHING), name: function}
+    token = _here.set(here)
     try:
         yield
     finally:
         _here.reset(token)
         with _lock:
-            names[name].calls -= 1
-            if not names[name].calls:
-                _put_back(owner, name, names.pop(name).before)
+            for owner, name, _ in places:
+                names = _dispatched[owner]
+                names[name].calls -= 1
+                if not names[name].calls:
+                    _put_back(owner, name, names.pop(name).before)
 
 
-def stands_in_this_call(owner: Any, name: str) -> bool:
-    """Tell whether `in_this_call` has put something in the place of `owner.name`, in this context."""
-    return (id(owner), name) in _here.get()
+def stands_in_this_call(owner: Any) -> bool:
+    """Tell whether `in_this_call` has put something in the place of a method of the owner, in this context."""
+    return id(owner) in _here.get()
 
 
 def standing(owner: Any, name: str) -> Any:
@@ -95,9 +101,9 @@ def standing(owner: Any, name: str) -> Any:
     return getattr(owner, name) if found is None else found.stock
 
 
-def _dispatching(stock: Any, key: tuple[int, str]) -> Any:
+def _dispatching(owner: int, name: str, stock: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _here.get().get(key, stock)(*args, **kwargs)
+        return _here.get().get(owner, _NOTHING).get(name, stock)(*args, **kwargs)
 
     return method
 
@@ -142,12 +148,6 @@ def call_with_hooks(layer: Any, forward: Callable[..., Any], hooks: Hooks, *args
                 hook(layer, args, *([kwargs] if key in layer._forward_hooks_with_kwargs else []), None)
         raise
     return results
-
-
-def has_backward_hooks(layer: Any) -> bool:
-    """Tell whether a hook waits for a module's gradients, its own or one of all modules."""
-    of_all = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
-    return bool(layer._backward_hooks or layer._backward_pre_hooks or of_all)
 
 
 def call_known(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

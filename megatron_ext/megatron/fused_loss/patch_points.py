@@ -6,6 +6,7 @@ Models differ in names and versions, and agree in this: an output layer makes lo
 (HybridModel, MambaModel, BertModel, T5Model). So models are found by what they have, not by their names.
 """
 
+import functools
 import inspect
 from collections.abc import Iterator
 from types import MethodType
@@ -16,8 +17,9 @@ import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer import multi_token_prediction
+from torch.nn.modules import module as torch_module
 
-from megatron_ext.megatron.fused_loss.module_calls import has_backward_hooks, standing
+from megatron_ext.megatron.fused_loss.module_calls import standing
 from megatron_ext.proof import why_fusion_is_off
 
 FORWARD = "forward"
@@ -52,6 +54,7 @@ def region(kind: type) -> str:
     return POSTPROCESS if callable(method) and label_argument(method) is not None else FORWARD
 
 
+@functools.lru_cache(256)
 def label_argument(method: Any) -> str | None:
     """The name under which a method takes labels; None where it takes none."""
     parameters = inspect.signature(method).parameters
@@ -117,15 +120,10 @@ def missing(kind: type) -> list[str]:
     return lacking
 
 
-def own_loss(model: Any) -> Any:
-    """The model's `compute_language_model_loss`, also while a patched call has ours in its place."""
-    return standing(model, LOSS)
-
-
 def why_not_fused(model: Any) -> str | None:
     """Return why the logits of this model cannot be promised, whatever its output layer is; None if they can.
 
-    Whether they are a product, and its loss a cross entropy, is for `known_code` and the proof to say.
+    Whether they are a product, and its loss a cross entropy, is for `fusion_decision` and the proof to say.
     """
     return why_fusion_is_off() or why_not_promised(output_layer(model))
 
@@ -134,7 +132,8 @@ def why_not_promised(layer: Any) -> str | None:
     """Return why an output layer's logits cannot be promised; None if they can."""
     if not isinstance(layer, torch.nn.Module):
         return f"its output layer is a {type(layer).__name__} and no torch.nn.Module"
-    if lacking := [name for name in _ATTRIBUTES if not hasattr(layer, name)]:
+    if not all(map(functools.partial(hasattr, layer), _ATTRIBUTES)):
+        lacking = [name for name in _ATTRIBUTES if not hasattr(layer, name)]
         return f"its output layer is a {type(layer).__name__}, which lacks {', '.join(lacking)} of Megatron's"
     if type(call := standing(layer, CALL)) is not MethodType or call.__func__ is not torch.nn.Module._call_impl:
         return f"its output layer has a {CALL} of its own, which would not run"
@@ -157,6 +156,7 @@ def why_not_promised(layer: Any) -> str | None:
             f"its output layer rounds logits to {rounded} (logit_dtype) and multiplies in {operands}, and the fused "
             f"head rounds to the operands' dtype or not at all; for the fused head set logit_dtype to None or float32"
         )
-    if has_backward_hooks(layer):
+    of_all = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
+    if layer._backward_hooks or layer._backward_pre_hooks or of_all:
         return "its output layer has backward hooks, which need real logits"
     return None

@@ -19,6 +19,7 @@ Shapes: S positions of the sequence, B batch, H hidden size, V vocabulary, R ten
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,10 +72,12 @@ class Terms:
     with_grad: bool = field(default_factory=torch.is_grad_enabled)
     batch_outermost: bool = False
 
-    @property
-    def columns(self) -> int:
-        own = getattr(self.layer, "output_size_per_partition", None)  # a sharded weight may not know
-        return self.own_weight.shape[0] if own is None else own
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """`(S, B, V/R)`."""
+        positions = self.hidden.shape[0] * (group_size(tp_group(self.layer)) if self.layer.sequence_parallel else 1)
+        columns = getattr(self.layer, "output_size_per_partition", None)  # a sharded weight may not know
+        return (positions, *self.hidden.shape[1:-1], self.own_weight.shape[0] if columns is None else columns)
 
     @property
     def own_weight(self) -> Tensor:
@@ -89,11 +92,6 @@ class Terms:
     @property
     def dtype(self) -> torch.dtype:
         return getattr(self.layer, "output_dtype", None) or self.hidden.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        positions = self.hidden.shape[0] * (group_size(tp_group(self.layer)) if self.layer.sequence_parallel else 1)
-        return (positions, *self.hidden.shape[1:-1], self.columns)
 
     def read(self, compute: Callable[[Tensor, Tensor], Any]) -> Any:
         """`compute(hidden, weight)`, by a call of the output layer with its weight gathered.
@@ -231,7 +229,7 @@ def tp_group(layer: Any):
 
 def operands(terms: Terms, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states and this rank's whole shard `[V/R, H]` of the weight, in the dtype to compute in."""
-    weight = terms.own_weight
+    weight = terms.layer.weight if terms.weight is None else terms.weight
     if isinstance(weight, DTensor):  # of an embedding that is tied to the output and sharded by FSDP2
         weight = _gathered(weight).to(hidden.dtype)
     if hidden.element_size() == 2 and terms.dtype == torch.float32 and not hidden.is_cuda:
@@ -269,9 +267,13 @@ def _refuse_function(gradient: Tensor | None = None) -> None:
 
 
 def _requires_grad(promise: PromisedLogits) -> bool:
+    if promise.detached or not torch.is_grad_enabled():
+        return False
     terms, layer = promise.terms, promise.terms.layer
-    parts = (terms.hidden, terms.weight, layer.weight, layer.bias)
-    return torch.is_grad_enabled() and not promise.detached and any(x is not None and x.requires_grad for x in parts)
+    for part in (terms.hidden, terms.weight, layer.weight, layer.bias):
+        if part is not None and part.requires_grad:
+            return True
+    return False
 
 
 def _kept(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> PromisedLogits | None:

@@ -1,4 +1,6 @@
-"""Training steps on global batches, each at once or in parts, and the optimizer that makes them.
+"""Training steps on global batches, each at once or in parts: from their passes to the optimizer's step.
+
+The loss of a global batch is one once all ranks know that it is.
 
 In parts, by NeMo-RL's protocol:
 
@@ -11,23 +13,93 @@ count that the loss function names in `metric_normalizations`.
 Legend: B rows of this data-parallel rank, S positions.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
 
+from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.dtensor import clip_grad_by_total_norm_
 from megatron_ext.head.checks import token_bound
 from megatron_ext.policy.backend.base import Backend
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.data.batch_plan import Counts, MicroBatchBounds, training_steps
+from megatron_ext.policy.data.agreement_of_ranks import RuntimeErrorElsewhere
+from megatron_ext.policy.data.batch_plan import Counts, MicroBatchBounds, Step, training_steps
 from megatron_ext.policy.data.timer import Timer, timed
-from megatron_ext.policy.losses.worker_protocol import LossFunction
-from megatron_ext.policy.worker.loss_inputs import loss_inputs
-from megatron_ext.policy.worker.loss_pass import loss_pass
-from megatron_ext.policy.worker.open_step import OpenStep, StepMetrics
+from megatron_ext.policy.losses.worker_protocol import LossFunction, LossType
+from megatron_ext.policy.worker.loss_inputs import LossInputs, loss_inputs
 from megatron_ext.policy.worker.optimizer import LossScale, make_optimizer, make_scheduler
 from megatron_ext.policy.worker.reader import MicroBatchReader
+
+Metrics = list[dict[str, float]]  # of each micro-batch
+
+
+@dataclass
+class OpenStep:
+    """Step that is not finished, with what it has gathered. Rows and tokens are those of all data-parallel ranks."""
+
+    loss_fn: LossFunction
+    bounds: MicroBatchBounds
+    parts: int = 0
+    loss: float = 0.0
+    counts: Counts = field(default_factory=lambda: Counts(0.0, 0.0))
+    metrics: Metrics = field(default_factory=list)
+
+    def add(self, counts: Counts, loss: float, metrics: Metrics) -> None:
+        """One more part of the step."""
+        self.parts += 1
+        self.loss += loss
+        self.counts = Counts(*(a + b for a, b in zip(self.counts, counts, strict=True)))
+        self.metrics += metrics
+
+    def scale(self, name: str) -> float:
+        """Return the factor of a metric of this name."""
+        kinds = getattr(self.loss_fn, "metric_normalizations", None)
+        kind = kinds.get(name) if isinstance(kinds, Mapping) else None
+        return self.scale_of_loss if kind is None else 1 / self._divisors()[kind.value]
+
+    @property
+    def scale_of_loss(self) -> float:
+        """Return the factor that makes the loss a mean: over rows or tokens, as its `loss_type` says."""
+        kind = getattr(getattr(self.loss_fn, "loss_type", None), "value", None)
+        return 1 / self._divisors()["sequences" if kind == LossType.SEQUENCE_LEVEL.value else "tokens"]
+
+    def _divisors(self) -> dict[str, float]:
+        """By the names of NeMo-RL's `MetricNormalizer`; where nothing counts 1, of sums that are 0."""
+        rows, tokens = self.counts
+        return {"tokens": tokens or 1.0, "sequences": rows or 1.0, "none": 1.0}
+
+
+class StepMetrics:
+    """The metrics of micro-batches by name, as `train` returns them."""
+
+    def __init__(self, optimizer: Optimizer | None):
+        self._optimizer = optimizer
+        self._found: defaultdict[str, list[float]] = defaultdict(list)
+
+    def add(self, found: Metrics, counts: Counts, scale: Callable[[str], float]) -> None:
+        """The metrics of micro-batches, times `scale` of their names, without those of which no row counts."""
+        for numbers in found:
+            valid = numbers.pop("num_valid_samples", 1.0)
+            if valid <= 0:
+                continue
+            row = {}
+            for name, value in numbers.items():
+                extreme = "_min" in name or "_max" in name  # these are not added up, as in NeMo-RL
+                row[name] = value if extreme else value * scale(name)
+            row |= {"num_valid_samples": valid, **counts._asdict()}
+            if self._optimizer is not None:
+                row["lr"] = self._optimizer.param_groups[0]["lr"]
+            for name, value in row.items():
+                self._found[name].append(value)
+
+    def by_name(self) -> dict[str, list[float]]:
+        return dict(self._found)
 
 
 class Trainer:
@@ -234,3 +306,97 @@ class Trainer:
             "rank": self.backend.rank,
             "all_mb_metrics": metrics.by_name(),
         }
+
+
+def loss_pass(
+    backend: Backend,
+    inputs: LossInputs,
+    number: int,
+    step: Step,
+    batch: BatchedDataDict,
+    counts: Counts,
+    loss_scale: float,
+) -> tuple[float, Metrics]:
+    """Forward and backward over global batch `number`, or a part of it: its loss, and the metrics of this rank's
+    micro-batches. Gradients are of the loss times `loss_scale`.
+
+    Args:
+        counts: divisors of the loss.
+
+    Raises:
+        ValueError, RuntimeError: a loss failed or is not finite; on every rank, with gradients cleared.
+    """
+    divisors = {name: torch.tensor(n, device=backend.device) for name, n in counts._asdict().items()}
+    total = torch.zeros((), dtype=torch.float64, device=backend.device)
+    fault: Exception | None = None
+    metrics: Metrics = []
+
+    def loss_of(output: Tensor, micro_batch: BatchedDataDict, _: list[int], real: bool) -> Tensor | None:
+        nonlocal fault, total
+        nothing = output[:0].sum()  # 0, through which backward reaches every weight on every rank
+        loss, found = nothing, None
+        if real and fault is None:
+            try:
+                loss, found = _validated(inputs.call(output, micro_batch, divisors))
+            except Exception as error:  # the other ranks wait for this one's share of the model
+                fault = error
+        total += loss.detach()
+        if found is not None:
+            metrics.append(found)
+        if not torch.is_grad_enabled():
+            return None
+        # FSDP2 and Megatron average gradients over the data-parallel ranks, whose losses add up.
+        return (loss + nothing) * loss_scale * backend.dp_size
+
+    with backend.mode():
+        backend.run_passes(step, batch, inputs.read, loss_of)
+    try:
+        return _agreed_loss(backend, number, total, fault), backend.from_last_stage(metrics)
+    except Exception:
+        backend.zero_grad()
+        raise
+
+
+def _agreed_loss(backend: Backend, number: int, own: Tensor, fault: Exception | None) -> float:
+    """The sum of all data-parallel ranks' losses, unless one of them is none."""
+    mine = torch.stack([own, own.new_tensor(float(fault is not None))])
+    found = all_gather(mine[None], dist.group.WORLD)
+    if fault is not None:
+        raise fault
+    if failed := found[:, 1].nonzero().flatten().tolist():
+        raise RuntimeErrorElsewhere(
+            f"loss_fn failed on ranks {failed} in global batch {number}; see what it raised there"
+        )
+    if not bool(torch.isfinite(found[:, 0]).all()):
+        wrong = {rank: value for rank, value in enumerate(found[:, 0].tolist()) if not abs(value) < float("inf")}
+        raise ValueError(
+            f"the loss of global batch {number} is not finite, by rank {wrong}: the weights are those before it; "
+            f"look into its data, or lower the learning rate"
+        )
+    return float(found[list(backend.coordinates.first_ranks(backend.coordinates.stages - 1)), 0].sum())
+
+
+def _validated(returned: Any) -> tuple[Tensor, dict[str, float]]:
+    """Return what a loss function returned, if it can be trained on and its metrics are numbers."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
+        raise ValueError(
+            f"loss_fn returned {_kinds(returned)}: it must return the loss, a 0-d tensor, and a dict of metrics"
+        )
+    loss, metrics = returned
+    if not isinstance(loss, Tensor) or loss.dim() or (torch.is_grad_enabled() and not loss.requires_grad):
+        raise ValueError("loss_fn's loss must be a 0-d tensor with a gradient to the log-probabilities; reduce it")
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"loss_fn's metric {name!r} must be one number, a 0-d tensor or a Python number: {error}"
+            ) from None
+    return loss, found
+
+
+def _kinds(returned: Any) -> str:
+    if isinstance(returned, tuple | list):
+        return f"{len(returned)} things ({', '.join(type(one).__name__ for one in returned)})"
+    return "None" if returned is None else f"a {type(returned).__name__}"
