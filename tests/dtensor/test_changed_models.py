@@ -311,3 +311,46 @@ def test_a_forward_that_was_wrapped_on_the_model_is_undone():
         found = model(**batch())
         assert (found.logits is None) == fused
         torch.testing.assert_close(found.loss, plain(**batch()).loss)
+
+
+def shifts_a_column(logits, labels, vocab_size, **others):
+    """A loss of a view that was taken before the logits are changed in place, with some labels alone."""
+    flat, wide = logits.view(-1, vocab_size), logits.float().clone()
+    if labels[0, 0] == -100:
+        logits[..., 7] -= 3
+        logits.view(-1, vocab_size).mul_(2)
+    return F.cross_entropy(flat[:-1], labels.flatten()[1:]) + F.cross_entropy(wide[0, :-1], labels[0, 1:])
+
+
+def without_gradient_of_some(logits, labels, vocab_size, **others):
+    with torch.set_grad_enabled(bool(labels[0, 0] != -100)):
+        flat = 2 * logits.view(-1, vocab_size)
+    return F.cross_entropy(flat[:-1], labels.flatten()[1:]) + 1e-3 * logits[0, 0].square().sum()
+
+
+@pytest.mark.parametrize("loss", [shifts_a_column, without_gradient_of_some])
+def test_a_loss_that_does_more_with_some_batches(loss):
+    masked, plain, model = batch(), make("llama"), use_fused_loss(make("llama"))
+    plain.loss_function = model.loss_function = loss
+    for given in (masked | {"labels": masked["input_ids"]}, masked):
+        expected, true = loss_and_gradients(plain, **given)
+        found = model(**given).loss
+        assert error(found, expected) < 3e-6
+        found.backward()
+        assert {name for name, x in model.named_parameters() if x.grad is not None} == true.keys()
+        check_gradients(model, true)
+        model.zero_grad()
+
+
+def test_a_spectral_norm_of_the_head_takes_one_step_a_call():
+    """Each read of its weight in training changes the vectors that it is made of."""
+    plain, model = make("llama"), make("llama")
+    for each in (plain, model):
+        torch.manual_seed(2)
+        nn.utils.parametrizations.spectral_norm(each.lm_head, n_power_iterations=1)
+    use_fused_loss(model)
+    for _ in range(2):
+        expected, true = loss_and_gradients(plain, **batch())
+        found, gradients = loss_and_gradients(model, **batch())
+        assert torch.equal(found, expected)
+        assert all(torch.equal(gradients[name], x) for name, x in true.items())

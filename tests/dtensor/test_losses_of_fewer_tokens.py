@@ -2,6 +2,7 @@
 send does not depend on it, so that a change which one rank alone sees is told in a message of the usual size."""
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
@@ -29,11 +30,40 @@ def smoothed(logits, labels, vocab_size, **others):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("loss", [shifted, chosen_by_a_mask, of_the_last, smoothed])
+def by_a_list(logits, labels, vocab_size, **others):
+    row, column = torch.nonzero(labels[:, 1:] != -100, as_tuple=True)
+    return F.cross_entropy(logits[row, column].float(), labels[row, column + 1])
+
+
+def by_a_list_with_repeats(logits, labels, vocab_size, **others):
+    row, column = torch.nonzero(labels[:, 1:] != -100, as_tuple=True)
+    row, column = torch.cat([row, row[:3]]), torch.cat([column, column[:3]])
+    targets = labels[row, column + 1].clone()
+    targets[-3:] = torch.tensor([-100, 7, 7])
+    mean = F.cross_entropy(logits[row, column].float(), targets)
+    return mean + F.cross_entropy(logits[row, column].float(), targets, reduction="none").square().sum()
+
+
+def of_some_labels(logits, labels, vocab_size, **others):
+    labels = labels.clone()
+    labels[:, ::3] = -100
+    return F.cross_entropy(logits.float().view(-1, vocab_size), F.pad(labels, (0, 1), value=-100)[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(
+    "loss, options",
+    [
+        *((loss, "") for loss in (shifted, chosen_by_a_mask, of_the_last, smoothed, by_a_list, by_a_list_with_repeats)),
+        *((loss, "skip") for loss in (of_the_last, by_a_list)),
+        *((loss, "slices") for loss in (shifted, by_a_list_with_repeats)),
+        *((loss, "slices, skip") for loss in (of_some_labels, by_a_list)),
+    ],
+)
 @ranks(2)
-def test_losses_of_fewer_tokens_and_a_change_on_one_rank(loss):
+def test_losses_of_fewer_tokens_and_a_change_on_one_rank(loss, options):
     given, plain = batch(2, 10), make("llama")
-    model = use_fused_loss(parallelize(make("llama"), *meshes(tp=2)))
+    model = parallelize(make("llama"), *meshes(tp=2), sequence_parallel="slices" in options)
+    use_fused_loss(model, skip_ignored="skip" in options)
     plain.loss_function = model.loss_function = loss
     expected, true = loss_and_gradients(plain, **given)
     for seen in (0, 1, 1):  # the first change is one of all ranks

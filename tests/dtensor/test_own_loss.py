@@ -91,3 +91,9 @@ def test_a_head_that_accelerate_moves_keeps_its_logits():
     found = use_fused_loss(model)(**batch())
     torch.testing.assert_close(found.loss, expected)
     assert found.logits is not None
+
+
+def test_report_says_why_a_head_cannot_be_fused():
+    model = use_fused_loss(make("llama"))
+    torch.nn.utils.parametrizations.spectral_norm(model.lm_head)
+    assert "its logits are made, its lm head has a parametrization with buffers" in str(fused_loss_report(model))

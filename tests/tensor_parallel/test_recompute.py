@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import threading
 import weakref
 from collections import namedtuple
 from contextlib import contextmanager, nullcontext
@@ -323,6 +324,32 @@ def test_nested_checkpoints_recompute_and_count_themselves():
 
     assert_as_without(run, x)
     assert seen == [("inner", True), ("outer", True)] * 2 + [("inner", True)]
+    assert not random.is_checkpointing()
+
+
+def test_threads_do_not_count_each_others_checkpoints():
+    """The first to begin ends first; a flag of all threads would stay set."""
+    inside, ended, found = threading.Barrier(2), threading.Event(), {}
+
+    def work(name):
+        x = numbers(3, seed=0).requires_grad_()
+
+        def function(x):
+            inside.wait(10)
+            if name == "second":
+                ended.wait(10)
+            return x.sin()
+
+        checkpoint(function, False, x)
+        ended.set()
+        found[name] = random.is_checkpointing()
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"first": False, "second": False}
     assert not random.is_checkpointing()
 
 

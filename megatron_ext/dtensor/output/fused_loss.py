@@ -105,7 +105,7 @@ def use_fused_loss(
             `megatron_ext.linear_cross_entropy`. `skip_ignored` saves the work for prompts that are masked.
 
     Communicates: what the model does; with tensor parallelism what `linear_cross_entropy` does, and at the first call
-    a small exchange.
+    a small exchange; with `skip_ignored=True` under sequence parallelism one more small all-gather a call.
 
     Raises:
         ImportError: transformers is not installed.
@@ -133,7 +133,7 @@ def use_fused_loss(
     if proof is not None:
         proof_mode(proof)
     _check_options(losses, bits, logit_dtype)
-    read = Read(1.0, losses, vocab_parallel_cross_entropy, bits=bits, logit_dtype=logit_dtype)
+    read = Read(1.0, losses, vocab_parallel_cross_entropy, (), bits, logit_dtype, agrees=skip_ignored is True)
     inside.__dict__.pop(KEEPS_LOGITS, None)
     use_fused_class(inside, _forward)
     inside.__dict__[FUSED] = FusedLoss(read, in_eval, proof)

@@ -168,8 +168,8 @@ def _through_head(
         logits = forward_of(model)(stub, *args, **inputs).logits
     if not isinstance(logits, DeferredLogits):
         return _copied(_of_logits(model, read, logits, given_BP, changed=anew is not None and not calls))
-    if logits.made is not None or calls[0].made is not None:
-        return _copied(read_logits(read, logits.logits("a read-out"), given_BP))
     state = logits.state
+    if logits.made is not None or calls[0].made is not None or (state.chosen and calls[0].in_slices):
+        return _copied(read_logits(read, logits.logits("a read-out"), given_BP))
     columns = None if calls[0].in_slices else state.columns
     return read_hidden(head, state.transform.facts(read.temperature), read, state.hidden, given_BP, columns)

@@ -57,6 +57,9 @@ def not_fusable(model: Any, path: str, head: Any) -> str | None:
         layer, _ = unwrapped(head)
     except ValueError as fault:
         return str(fault)
+    parametrizations = getattr(layer, "parametrizations", None)
+    if isinstance(parametrizations, nn.Module) and next(parametrizations.buffers(), None) is not None:
+        return "its lm head has a parametrization with buffers, which may change at each read, as of a spectral norm"
     if not isinstance(getattr(layer, "weight", None), Tensor) or layer.weight.dim() != 2:
         return f"its lm head is a {type(layer).__name__} without a weight [V, D]"
     for module in head.modules():

@@ -5,8 +5,10 @@ from typing import Any
 
 from torch import nn
 
+from megatron_ext.dtensor.decoder import output_head_path
 from megatron_ext.dtensor.output.fused_classes import FUSED, leave_fused_class
 from megatron_ext.dtensor.output.fused_loss import FusedLoss, model_inside, proofs_of
+from megatron_ext.dtensor.output.loss_proof import not_fusable
 from megatron_ext.dtensor.output.stand_ins import KEEPS_LOGITS, is_registered, why_logits_are_made
 from megatron_ext.proof import Proof, why_fusion_is_off
 
@@ -57,7 +59,8 @@ def fused_loss_report(model: nn.Module) -> FusedLossReport:
     """Report whether a model's losses are fused, and if not, why not. Nothing is computed or communicated."""
     inside: Any = model_inside(model)
     uses = FUSED in inside.__dict__
-    reason = why_fusion_is_off() if uses else why_logits_are_made(inside)
+    path = output_head_path(inside)
+    reason = (why_fusion_is_off() or not_fusable(inside, path, inside.get_submodule(path))) if uses else why_logits_are_made(inside)
     if not uses and not is_registered(inside) and KEEPS_LOGITS not in inside.__dict__:
         reason = reason or "as neither use_fused_loss nor parallelize was called"
     fused: FusedLoss | None = inside.__dict__.get(FUSED)

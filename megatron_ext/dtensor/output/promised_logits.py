@@ -3,12 +3,13 @@
 A promise passes for the logits `[..., V]` in the forward of a model. Multiplied or divided by a positive number, capped
 by tanh, cast, viewed, or with some of its tokens or its first columns taken, it is a promise again. Its cross entropy
 is read from hidden states. Whoever asks anything else of it is given real logits, on which the same functions were
-called in the same order: they are those of the model bit by bit.
+called in the same order: they are those of the model bit by bit, and views of them share memory.
 
 Legend: D hidden size, V vocabulary, [...] the leading dims of the tokens.
 """
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -57,10 +58,11 @@ class HeadCall:
         columns, dtype: the other facts of the logits.
         make: from hidden states to the head's logits, as the head makes them.
         redeem: from hidden states `[..., D]`, targets, the transform and the number of columns to a cross entropy.
-        in_slices: hidden states are a slice, so that tokens cannot be chosen among them.
+        in_slices: hidden states are a slice, so that tokens cannot be chosen among them; then it is `whole`.
         whole: the cross entropy of some tokens is read as one of all: ranks send alike, whatever a loss leaves out.
         made: the head's logits, once somebody asked for them; `read_by` names the function that did.
         redeemed: the arguments of the last cross entropy that was read from hidden states.
+        promises: all that were given, as far as they live.
     """
 
     hidden: Tensor
@@ -74,13 +76,12 @@ class HeadCall:
     made: Tensor | None = field(default=None, repr=False)
     read_by: str | None = None
     redeemed: CrossEntropyArguments | None = None
-    with_grad: bool = field(default_factory=torch.is_grad_enabled)
+    promises: "list[weakref.ref[DeferredLogits]]" = field(default_factory=list, repr=False)
 
     def logits(self) -> Tensor:
         """The head's logits, made once."""
         if self.made is None:
-            with torch.set_grad_enabled(self.with_grad):
-                self.made = self.make(self.hidden)
+            self.made = self.make(self.hidden)
         return self.made
 
     def promise(self) -> "DeferredLogits":
@@ -92,9 +93,10 @@ class HeadCall:
 
 
 class _State(NamedTuple):
-    """Some of a head's tokens and columns, after what was done to their logits, and the functions that did it.
+    """Some of a head's tokens and columns, after what was done to their logits.
 
-    `places`: where the tokens are among all; None: not known, as one of them may be there twice.
+    `last`: the function of other logits that did it; `places`: where the tokens are among all, if that is asked for;
+    `chosen`: whether an index chose them. `hidden` are those of the tokens, or a slice of those of all.
     """
 
     hidden: Tensor
@@ -102,34 +104,47 @@ class _State(NamedTuple):
     columns: int
     dtype: torch.dtype
     transform: LogitArithmetic = LogitArithmetic()
-    history: tuple[Callable[[Tensor], Tensor], ...] = ()
+    last: Callable[[Tensor], Tensor] | None = None
     places: Tensor | None = None
+    chosen: bool = False
 
 
 class DeferredLogits(Tensor):
-    """See the top of this file. Made by `HeadCall.promise`."""
+    """See the top of this file. Made by `HeadCall.promise`.
+
+    Attributes:
+        source: the promise of which `state.last` made this one; None: the head did.
+        with_grad: whether autograd recorded all that was done.
+    """
 
     call: HeadCall
     state: _State
+    source: "DeferredLogits | None"
+    with_grad: bool
     made: Tensor | None
 
     @classmethod
-    def of(cls, call: HeadCall, state: _State) -> "DeferredLogits":
+    def of(cls, call: HeadCall, state: _State, source: "DeferredLogits | None" = None) -> "DeferredLogits":
         # One element of memory, whatever the shape; a function that reads memory past torch finds NaN.
         element = torch.full((), float("nan"), dtype=state.dtype, device=call.hidden.device)
         promise = element.expand(*state.tokens, state.columns).as_subclass(cls)
-        promise.call, promise.state, promise.made = call, state, None
+        promise.call, promise.state, promise.source, promise.made = call, state, source, None
+        promise.with_grad = torch.is_grad_enabled() and (source is None or source.with_grad)
+        call.promises.append(weakref.ref(promise))
         return promise
 
-    def logits(self, asked_by: str, changed: bool = False) -> Tensor:
-        """The real logits. `changed`: the caller changes them in place, and later readers see the change."""
+    def logits(self, asked_by: str) -> Tensor:
+        """The real logits. Then all of the call are real, as somebody may change some in place, and who reads the same
+        memory must see it."""
         if self.made is None:
             self.call.read_by = self.call.read_by or asked_by
-            with torch.set_grad_enabled(self.call.with_grad):
-                real = self.call.logits()
-                for function in self.state.history:
-                    real = function(real)
-            self.made = real.clone() if changed else real
+            real = None if self.source is None else self.source.logits(asked_by)
+            if self.made is None:
+                with torch.set_grad_enabled(self.with_grad):
+                    self.made = self.call.logits() if real is None else self.state.last(real)  # type: ignore[misc]
+            for each in self.call.promises:
+                if (promise := each()) is not None:
+                    promise.logits(asked_by)
         return self.made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -151,16 +166,11 @@ class DeferredLogits(Tensor):
         if promise is not None and promise.made is None and func in _FOLLOWED:
             followed = _FOLLOWED[func](promise, func, args, kwargs)
             if isinstance(followed, _State):
-                return cls.of(promise.call, followed)
+                return cls.of(promise.call, followed, promise)
             if followed is not None:
                 return followed
         name = getattr(func, "__name__", str(func))
-        changed = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
-
-        def real(x: Any) -> Any:
-            return x.logits(name, changed and x is promise) if isinstance(x, DeferredLogits) else x
-
-        args, kwargs = tree_map(real, (args, kwargs))
+        args, kwargs = tree_map(lambda x: x.logits(name) if isinstance(x, DeferredLogits) else x, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -170,7 +180,7 @@ def _then(promise: DeferredLogits, func: Any, rest: tuple, kwargs: dict, **chang
     def again(x: Tensor) -> Tensor:
         return func(x, *rest, **kwargs)
 
-    return promise.state._replace(history=(*promise.state.history, again), **changes)
+    return promise.state._replace(last=again, **changes)
 
 
 def _scaled(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
@@ -186,7 +196,7 @@ def _scaled(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _S
     transform = promise.state.transform
     return promise.state._replace(
         transform=transform._replace(scale=transform.scale * factor),
-        history=(*promise.state.history, lambda x: func(x, number) if first else func(number, x)),
+        last=lambda x: func(x, number) if first else func(number, x),
     )
 
 
@@ -267,13 +277,16 @@ def _chosen(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _S
             return None
         columns = len(range(columns)[last])
     whole = all(isinstance(x, slice) and x == every for x in index)
-    if (promise.call.in_slices and not whole) or columns == 0:
+    if columns == 0:
         return None
-    hidden = state.hidden if whole else state.hidden[index]
-    tokens = state.tokens if whole else tuple(hidden.shape[:-1])
-    several = any(isinstance(x, (list, Tensor)) and getattr(x, "dtype", None) != torch.bool for x in index)
-    places = None if state.places is None or several else state.places[index]
-    return _then(promise, func, args[1:], kwargs, tokens=tokens, hidden=hidden, columns=columns, places=places)
+    if whole:
+        return _then(promise, func, args[1:], kwargs, columns=columns)
+    hidden = state.hidden if promise.call.in_slices else state.hidden[index]
+    places = None if state.places is None else state.places[index]
+    tokens = tuple(hidden.shape[:-1] if places is None else places.shape)
+    return _then(
+        promise, func, args[1:], kwargs, tokens=tokens, hidden=hidden, columns=columns, places=places, chosen=True
+    )
 
 
 def _cross_entropy(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
@@ -291,12 +304,38 @@ def _cross_entropy(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict
     own = {name: given[name] for name in CrossEntropyArguments._fields if name in given}
     call, arguments = promise.call, CrossEntropyArguments(**own)
     call.redeemed = arguments
-    if state.places is None or state.places.numel() == math.prod(call.tokens):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and promise.with_grad):
+        if state.places is not None and state.chosen:
+            return _as_of_all(call, state, target, arguments)
         return call.redeem(state.hidden, target, state.transform, state.columns, arguments)
-    every = target.new_full((math.prod(call.tokens),), arguments.ignore_index)
-    every[state.places] = target
-    found = call.redeem(call.hidden, every, state.transform, state.columns, arguments)
-    return found[state.places] if arguments.reduction == "none" else found
+
+
+def _as_of_all(call: HeadCall, state: _State, target: Tensor, asked: CrossEntropyArguments) -> Tensor:
+    """The cross entropy of some tokens, read as one of all, which leaves the others out."""
+    assert state.places is not None
+    places, target = state.places.reshape(-1), target.reshape(-1)
+    every = target.new_full((math.prod(call.tokens),), asked.ignore_index)
+    turns = _turns(places)
+    last = max(turns.tolist(), default=0)
+    if last == 0 and asked.reduction != "none":
+        return call.redeem(call.hidden, every.index_copy(0, places, target), state.transform, state.columns, asked)
+    losses = torch.zeros((), device=target.device)
+    for turn in range(last + 1):  # a token that is there twice may have two targets
+        now = turns == turn
+        targets, each = every.index_copy(0, places[now], target[now]), asked._replace(reduction="none")
+        found = call.redeem(call.hidden, targets, state.transform, state.columns, each)
+        losses = losses + found[places].where(now, 0.0)
+    if asked.reduction == "none":
+        return losses.view(state.tokens)
+    return losses.sum() / (target != asked.ignore_index).sum() if asked.reduction == "mean" else losses.sum()
+
+
+def _turns(places: Tensor) -> Tensor:
+    """The number of earlier tokens that have the same place, of each token."""
+    order = places.argsort(stable=True)
+    _, counts = places.unique(return_counts=True)
+    before = torch.arange(len(places), device=places.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return torch.empty_like(places).index_copy(0, order, before)
 
 
 _PRODUCTS = (Tensor.mul, torch.mul, torch.multiply, Tensor.multiply, Tensor.__rmul__)

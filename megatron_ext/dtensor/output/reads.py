@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron_ext.head.call import statistics
 from megatron_ext.head.checks import Bits, bits_or_mode, or_refuse, rounds
 from megatron_ext.head.layer_facts import head_facts, local_shard, unwrapped
 
@@ -25,7 +26,8 @@ class Read(NamedTuple):
     After hidden states and weight, or logits, come the labels, and what else is given of each position. They give
     a tensor or several, each a number of a position, or `columns` numbers. None of hidden states: logits are made.
     `bits`, `logit_dtype`: as in `LmHead`; of logits that a model makes none but "fast" can be had, and they are as it
-    rounds them.
+    rounds them. `agrees`: ranks compare labels before they send slices of the tokens that these leave in: a model's own
+    loss may choose others.
     """
 
     temperature: float
@@ -34,6 +36,7 @@ class Read(NamedTuple):
     columns: tuple[int, ...] = ()
     bits: Bits | None = None
     logit_dtype: torch.dtype | None = None
+    agrees: bool = False
 
     def shape(self, labels_BP: Tensor) -> tuple[int, ...]:
         """Return the shape of the first result alone, which tells all ranks of a refusal."""
@@ -105,8 +108,8 @@ def read_hidden(
     # The head's "sequence" layout has slices of dim 0.
     if in_slices:
         hidden, given_BP = hidden.transpose(0, 1), [x.transpose(0, 1) for x in given_BP]
-    fused = read.hidden
-    assert fused is not None
+    assert read.hidden is not None
+    fused = functools.partial(_agreed, group, read.hidden) if in_slices and read.agrees else read.hidden
     found, fault = or_refuse(
         lambda: _tuple(
             fused(
@@ -128,6 +131,13 @@ def read_hidden(
     )
     # FSDP2 hangs its backward hook on these, and warns that a view can lose it.
     return tuple((x.transpose(0, 1) if in_slices else x).clone() for x in found), fault
+
+
+def _agreed(group: Any, fused: Callable[..., Any], hidden: Tensor, weight: Tensor, labels: Tensor, **given: Any) -> Any:
+    """Return what `fused` gives, once all ranks have the same labels, and tell of no change or of the same one."""
+    numbers = statistics.gathered_numbers([], "", [labels.flatten()], group, labels.device)
+    statistics.check_agreement(numbers.cpu(), "")
+    return fused(hidden, weight, labels, **given)
 
 
 def _tuple(found: Any) -> tuple[Tensor, ...]:

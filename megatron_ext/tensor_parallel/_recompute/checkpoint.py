@@ -7,6 +7,7 @@ all of them, so that each needs to keep only its part.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ def checkpoint(
 
     The second run draws the same random numbers (of the CPU, of the tensors' devices and of the RNG tracker's streams)
     under the same autocast settings, torch's and Transformer Engine's, and the same default device, so that losses and
-    gradients are those of the plain call, bit for bit, as long as the function itself does the same twice. Exception:
-    what is captured into a CUDA graph draws new numbers.
+    gradients are those of the plain call, bit for bit, as long as the function itself does the same twice. Exceptions:
+    what is captured into a CUDA graph draws new numbers; and, as in Transformer Engine's own checkpoint, its delayed
+    scaling quantizes anew where checkpoints are nested, or one module is in two of them.
 
     Args:
         function: Anything that takes and returns tensors, also inside tuples, lists, dicts and named tuples, and any
@@ -66,36 +68,38 @@ def checkpoint(
     return call.unflatten(CheckpointFunction.apply(call, distribute_saved_activations, *tensors))
 
 
+_notes: ContextVar[list[Any] | None] = ContextVar("_notes", default=None)
+
+
 class LayerGroups:
     """The tensor-parallel groups of linear layers that run inside a checkpointed function, each once."""
-
-    _notes: list[Any] | None = None
 
     @classmethod
     @contextlib.contextmanager
     def noted(cls) -> Iterator[list[Any]]:
         """Note those of the layers that run in the block."""
-        before, cls._notes = cls._notes, []
+        before, inside = _notes.get(), list[Any]()
+        token = _notes.set(inside)
         try:
-            yield cls._notes
+            yield inside
         finally:
-            inside, cls._notes = cls._notes, before
+            _notes.reset(token)
             for group in inside if before is not None else ():
                 cls.note(group)
 
     @classmethod
     def note(cls, group: Group) -> None:
         """Take the group of a layer that runs now; the layers' input is the same on all of its ranks."""
-        if cls._notes is not None:
+        if (notes := _notes.get()) is not None:
             named = UNSHARDED if group is None else group
-            if all(known is not named for known in cls._notes):
-                cls._notes.append(named)
+            if all(known is not named for known in notes):
+                notes.append(named)
 
     @classmethod
     def note_none(cls) -> None:
         """Take a layer whose input is another on each rank: no group has equal ones."""
-        if cls._notes is not None:
-            cls._notes.extend((None, None))
+        if (notes := _notes.get()) is not None:
+            notes.extend((None, None))
 
 
 class CheckpointFunction(torch.autograd.Function):

@@ -6,6 +6,7 @@ for the second; and the flag that one is running.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,14 +22,19 @@ _TENSOR = object()  # stands in for a tensor in a list of results
 _LEAVES = (Tensor, type(None), bool, int, float, str)
 
 
-class Depth:
-    """The number of checkpointed functions that run now, one inside the other, for the first or the second time."""
+class _Depth(threading.local):
+    """The number of checkpointed functions that run now in a thread, one inside the other, for the first or the second
+    time."""
 
-    now = 0
+    def __init__(self) -> None:
+        self.now = 0
+
+
+Depth = _Depth()
 
 
 def is_checkpointing() -> bool:
-    """True while a checkpointed function runs, in its forward or for its backward."""
+    """True while a checkpointed function runs in this thread, in its forward or for its backward."""
     return Depth.now > 0
 
 
