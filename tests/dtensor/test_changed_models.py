@@ -3,6 +3,7 @@ the same model without the fused loss does, with the same gradients."""
 
 import contextlib
 import copy
+import functools
 from types import MethodType
 
 import pytest
@@ -311,3 +312,15 @@ def test_a_forward_that_was_wrapped_on_the_model_is_undone():
         found = model(**batch())
         assert (found.logits is None) == fused
         torch.testing.assert_close(found.loss, plain(**batch()).loss)
+
+
+def test_accelerate_unwraps_a_model_to_its_fused_forward():
+    """After `prepare` in bf16 and `use_fused_loss`; the loss stays fused."""
+    from accelerate.utils import extract_model_from_parallel
+
+    plain, model = make("llama"), make("llama")
+    model._original_forward, own = model.forward, model.forward.__func__
+    model.forward = MethodType(functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs)), model)
+    found = extract_model_from_parallel(use_fused_loss(model), keep_fp32_wrapper=False)(**batch())
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, plain(**batch()).loss)

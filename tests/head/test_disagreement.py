@@ -108,6 +108,7 @@ OF_OPTIONS = [
     {"return_entropy": True, "return_hits": True, "softcap": 3.0},
     {"label_smoothing": 0.1, "softcap": 3.0},
     {"ignore_index": -1},
+    {"logit_dtype": torch.bfloat16},
 ]
 
 
@@ -118,6 +119,8 @@ def test_an_option_of_one_rank(layout):
     hidden, weight, labels = parts()
     hidden = cut(hidden) if layout == "sequence" else hidden
     for chosen in OF_OPTIONS:
+        if "logit_dtype" in chosen:
+            hidden, weight = hidden.bfloat16(), weight.bfloat16()
         own = chosen if dist.get_rank() == 1 else {}
         calls = [linear_cross_entropy] if {"label_smoothing", "z_loss"} & chosen.keys() else [linear_log_probs]
         for call in [linear_cross_entropy, linear_log_probs] if {"softcap"} == chosen.keys() else calls:

@@ -19,6 +19,19 @@ from tests.ranks import ranks
 CACHES = [0, 0.5, 1]
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_hidden_states_so_wide_that_rows_go_in_pieces(smoothing):
+    hidden, weight = (torch.randn(rows, 1 << 19, requires_grad=True) for rows in (3, 4))
+    labels = torch.tensor([1, -100, 3])
+    found = linear_cross_entropy(hidden, weight, labels, label_smoothing=smoothing, temperature=1000.0)
+    logits = hidden @ weight.t() / 1000.0
+    true = torch.nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+    torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-5)
+    both = [torch.autograd.grad(losses.sum(), (hidden, weight)) for losses in (found, true)]
+    for own, wanted in zip(*both, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("cache", CACHES)
 def test_backward_twice(cache):
     problem = Problem(dtype=torch.bfloat16, options={"bias": True})

@@ -165,6 +165,7 @@ def test_bad_input():
         (lambda: kl_divergence(z, z, "both"), "direction is 'both'"),
         (lambda: soft_cross_entropy(z, z[:3]), r"teacher_logits have shape \(3, 10\)"),
         (lambda: soft_cross_entropy(z, z[:, :9]), "teacher_logits has 9"),
+        (lambda: linear_kl_divergence(x, w, x.long(), w), "teacher_hidden is torch.int64"),
         (lambda: linear_kl_divergence(x, w, x[:3], w), r"teacher_hidden has shape \(3, 3\)"),
         (lambda: linear_kl_divergence(x, w, x, w[:9], vocab=VocabShard(0, 10, 10)), wrong),
         (lambda: linear_kl_divergence(x, w, x, w, temperature=0), "temperature is 0"),

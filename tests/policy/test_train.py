@@ -121,3 +121,9 @@ def test_metrics_are_those_of_the_global_batches():
     assert sums[1] == data["sample_mask"].sum()
     wanted = [max(one["probs_ratio_max"] for one in true), -min(one["probs_ratio_min"] for one in true)]
     torch.testing.assert_close(extremes, torch.tensor([float(x) for x in wanted]), rtol=1e-4, atol=0.0)
+
+    def without_metrics(*given):
+        return GRPO(*given)[0], {}
+
+    metrics = worker.train(mine, without_metrics, eval_mode=True)["all_mb_metrics"]
+    assert metrics["num_valid_samples"] == [1.0] * len(mine["sample_mask"])  # as in NeMo-RL
