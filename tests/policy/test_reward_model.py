@@ -119,3 +119,10 @@ def test_a_reward_model_without_a_linear_score_is_refused():
     small = BertConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
     with pytest.raises(ValueError, match="BertForSequenceClassification is not a reward model .*linear layer `score`"):
         DTensorPolicyWorker(tiny_config(small, reward_model_cfg=REWARDS), init_reference_model=False)
+
+
+@ranks(1)
+def test_a_causal_language_model_has_no_scores():
+    worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False, init_optimizer=False)
+    with pytest.raises(ValueError, match="is of reward models, and this worker has a causal language model"):
+        worker.score(tiny_batch())

@@ -101,6 +101,12 @@ def test_eval_mode_gives_the_loss_and_changes_nothing():
 
 
 @ranks(2)
+def test_weights_are_fp32_whatever_the_config_says():
+    worker = DTensorPolicyWorker(tiny_config(tiny_model(dtype="bfloat16")), init_reference_model=False)
+    assert {x.dtype for x in worker.return_state_dict().values()} == {torch.float32}
+
+
+@ranks(2)
 def test_metrics_are_those_of_the_global_batches():
     """Sums over micro-batches and ranks, and the extremes of all. A micro-batch of which no row counts has none."""
     data = tiny_batch(16)
