@@ -108,7 +108,6 @@ OF_OPTIONS = [
     {"return_entropy": True, "return_hits": True, "softcap": 3.0},
     {"label_smoothing": 0.1, "softcap": 3.0},
     {"ignore_index": -1},
-    {"logit_dtype": torch.bfloat16},
 ]
 
 
@@ -119,8 +118,6 @@ def test_an_option_of_one_rank(layout):
     hidden, weight, labels = parts()
     hidden = cut(hidden) if layout == "sequence" else hidden
     for chosen in OF_OPTIONS:
-        if "logit_dtype" in chosen:
-            hidden, weight = hidden.bfloat16(), weight.bfloat16()
         own = chosen if dist.get_rank() == 1 else {}
         calls = [linear_cross_entropy] if {"label_smoothing", "z_loss"} & chosen.keys() else [linear_log_probs]
         for call in [linear_cross_entropy, linear_log_probs] if {"softcap"} == chosen.keys() else calls:
@@ -147,6 +144,10 @@ READ_OUTS = {
     "large top-k": (partial(sampled, top_k=5000), {"top_k": 6000}),
     "top-p": (partial(sampled, top_p=0.5), {"top_p": 0.6}),
     "chunks of top-p": (partial(sampled, top_p=0.5), {"chunk_tokens": 2}),
+    "rounded logits": (
+        lambda x, w, ids, **of: head.linear_gather_log_probs(x.bfloat16(), w.bfloat16(), ids, **of),
+        {"logit_dtype": torch.bfloat16},
+    ),
     "direction": (lambda x, w, ids, **of: head.linear_kl_divergence(x, w, x, w + 1, **of), {"direction": "reverse"}),
     "beta": (jensen_shannon, {"beta": 0.3}),
     "chunks of Jensen-Shannon": (jensen_shannon, {"chunk_tokens": 2}),
