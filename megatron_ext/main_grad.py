@@ -82,10 +82,9 @@ def finish(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def _keep_gradients_of_lookups(weight: Tensor) -> None:
-    """Have Megatron add autograd's gradient too for a table of embeddings that a later pipeline stage has a copy of.
+    """Have Megatron add autograd's gradient too for a weight that pipeline stages share: a stage may look it up.
 
-    Of weights that stages share Megatron marks the output layer's own one by `is_embedding_or_output_parameter`, and of
-    tables that of the first stage.
+    With multi-token prediction the last stage does. No other mark of Megatron's says so in all its versions.
     """
-    if getattr(weight, "shared_embedding", False) and not getattr(weight, "is_embedding_or_output_parameter", False):
+    if getattr(weight, "shared_embedding", False):
         weight.zero_out_wgrad = True  # type: ignore[attr-defined]

@@ -122,8 +122,10 @@ def test_the_lines_for_a_laptop():
     """Of the README, and of the pages about NCCL's rules and pipelines."""
     laptop = python_blocks(section(README, "Megatron-Core on a laptop"))
     assert len(laptop) == 1
-    done = python("-c", laptop[0].replace("...", "import megatron.core.tensor_parallel; print('inside')"))
-    assert done.stdout == "inside\n", done.stderr
+    inside = "print(parallel_state.get_tensor_model_parallel_rank(), torch.empty(1, device='cuda').device)"
+    inside += "; torch.distributed.barrier()"  # rank 0 has the store that the other still asks
+    done = python("-c", laptop[0].replace("...", inside), ranks=2)
+    assert sorted(done.stdout.splitlines()) == ["0 cpu", "1 cpu"], done.stderr
     rules = python_blocks(section(DOCS / "nccl_rules.md", "Switch it on"))
     assert len(rules) == 1
     exchange = "x = torch.ones(2)\ntorch.distributed.all_reduce(x)\nprint(x.tolist())\n"

@@ -73,7 +73,8 @@ def test_each_framework_is_listed_with_what_its_way_in_would_do(monkeypatch):
     ways = doctor.ways()
     for package, way in (("trl", "integrations.trl.apply()"), ("verl", "integrations.verl.apply()"),
                          ("nemo_rl", "integrations.nemo_rl.apply()"), ("ray", "policy.RayPolicy"),
-                         ("transformers", "dtensor, policy.DTensorPolicyWorker")):  # fmt: skip
+                         ("transformers", "dtensor (use_fused_loss, parallelize), policy.DTensorPolicyWorker"),
+                         ):  # fmt: skip
         there = importlib.util.find_spec(package) is not None
         assert (ways[way] is None) is there, ways[way]
         assert there or f"{package} is not installed" in ways[way]

@@ -20,14 +20,14 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1383,
+    "megatron_ext/*.py": 1382,
     "megatron_ext/distributed": 862,
     "megatron_ext/dtensor": 4967,
     "megatron_ext/experimental": 2380,
-    "megatron_ext/head": 10465,
+    "megatron_ext/head": 10472,
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1330,
-    "megatron_ext/megatron": 4480,
+    "megatron_ext/megatron": 4482,
     "megatron_ext/memory": 716,
     "megatron_ext/model_utils": 1514,
     "megatron_ext/numerics": 1048,

@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 TEXT = README.partition("<!-- first screen -->")[2].partition("<!-- end of the first screen -->")[0]
 ROWS = {
     "Megatron-Core 0.16.1": "megatron unfused",
-    "Liger-Kernel 0.8.5, Triton": "liger",
+    "Liger-Kernel 0.8.5 (its Triton kernels; mean loss only)": "liger",
     "megatron_ext": "ours, default",
     "megatron_ext, `cache=0`": "ours, cache 0",
 }
@@ -35,6 +35,10 @@ def test_table_has_the_measured_rows():
 def test_first_screen_is_a_screen():
     lines = [line for line in TEXT.splitlines() if line.strip()]
     assert len(lines) <= 25
+
+
+def test_changelog_is_a_screen_until_the_first_release():
+    assert len((ROOT / "docs" / "changelog.md").read_text().splitlines()) <= 40
 
 
 # Rows of the demo's table whose numbers are the same in each run; the times are of one run.

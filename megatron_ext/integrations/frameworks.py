@@ -14,7 +14,7 @@ _OURS = {
 }
 # Ways that need packages alone, as they are imported.
 _NEED = {
-    "dtensor, policy.DTensorPolicyWorker": ("transformers",),
+    "dtensor (use_fused_loss, parallelize), policy.DTensorPolicyWorker": ("transformers",),
     "policy.RayPolicy": ("ray", "psutil", "transformers"),
 }
 

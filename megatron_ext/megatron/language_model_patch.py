@@ -16,6 +16,7 @@ come before those of its layer spec (see `spec_head`), and these before those of
 
 import functools
 import inspect
+import weakref
 from typing import Any
 
 import megatron.core.utils
@@ -51,6 +52,7 @@ def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
     else:
         for one in models:
             function_wrapping.wrap_model(one, _MAKES, settings)
+            weakref.finalize(one, _guard_megatron).atexit = False
     _guard_megatron()
 
 
@@ -160,7 +162,7 @@ _GUARDS = (
 
 
 def _guard_megatron() -> None:
-    """Megatron's functions are wrapped with the first patch and come back with the last."""
+    """Megatron's functions are wrapped with the first patch and come back with the last patch or patched model."""
     patched = function_wrapping.models_of_their_own() or function_wrapping.models_are_wrapped()
     for guard in _GUARDS:
         if patched and hasattr(guard.owner, guard.name):

@@ -46,6 +46,7 @@ def test_places_are_those_of_torch():
         (linear_cross_entropy, {"input": X, "linear_weight": W, "target": Y}, 'reduction is "none" unless it is given'),
         (linear_log_probs, {"hidden": X, "weight": W, "labels": Y, "linear_bias": None}, "linear_bias is bias"),
         (linear_topk_log_probs, {"input": X, "weight": W, "k": 2}, "input is hidden, linear_weight is"),
+        (linear_cross_entropy, {"hidden": X, "weight": W, "labels": Y, "chunk_size": 2}, "chunk_size is chunk_tokens"),
         (token_log_probs, {"input": X, "labels": Y}, "input is logits, target is labels"),
         (vocab_parallel_cross_entropy, {"logits": X, "target": Y}, "input is logits, target is labels"),
     ],

@@ -1,6 +1,7 @@
 """What the GPTModel patch promises beside its numbers: how it comes and goes, its options, its errors, its costs."""
 
 import functools
+import gc
 import inspect
 import tempfile
 from contextlib import nullcontext
@@ -275,6 +276,22 @@ def test_megatron_drains_what_was_deferred_and_nothing_else():
         finally:
             utils.drain_embedding_wgrad_compute = schedules.drain_embedding_wgrad_compute = stock
         assert calls == [("config", ["input"], ["grad"], "weight", "group")]
+
+
+@ranks(1)
+def test_wrapped_functions_go_with_the_last_patched_model():
+    with model_parallel():
+        from megatron.core.pipeline_parallel import schedules
+
+        stock = schedules.forward_step_calc_loss, schedules.drain_embedding_wgrad_compute
+        first, last = one_gpt(), one_gpt()
+        patch(model=[first, last])
+        del first
+        gc.collect()
+        assert schedules.forward_step_calc_loss is not stock[0]
+        del last
+        gc.collect()
+        assert (schedules.forward_step_calc_loss, schedules.drain_embedding_wgrad_compute) == stock
 
 
 @ranks(2)

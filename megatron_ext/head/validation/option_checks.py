@@ -39,11 +39,18 @@ _RULES: dict[str, tuple[tuple[str | None, ...], str, Callable[[float], bool], st
     ),
 }
 
-_OURS = {"input": ("hidden", "logits"), "linear_weight": ("weight",), "target": ("labels",), "linear_bias": ("bias",)}
+# Names of arguments in torch, and of the chunk in NeMo-RL, each with the names that this package has for it.
+_OURS = {
+    "input": ("hidden", "logits"),
+    "linear_weight": ("weight",),
+    "target": ("labels",),
+    "linear_bias": ("bias",),
+    "chunk_size": ("chunk_tokens",),
+}
 
 
 def tells_torchs_names(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which raises TypeError for an argument by torch's name, and says by which name it takes it."""
+    """The function, which raises TypeError for an argument by torch's or NeMo-RL's name, and says its name here."""
     parameters = inspect.signature(function).parameters
     renamed = {torchs: name for torchs, ours in _OURS.items() for name in ours if name in parameters}
     text = ", ".join(f"{torchs} is {ours}" for torchs, ours in renamed.items())
@@ -54,7 +61,7 @@ def tells_torchs_names(function: Callable[P, R]) -> Callable[P, R]:
     def call(*given: P.args, **named: P.kwargs) -> R:
         for name in named:
             if name in renamed:
-                raise TypeError(f"{function.__name__} has other names than torch.nn.functional: {text}")
+                raise TypeError(f"{function.__name__} takes {name} by another name: {text}")
         return function(*given, **named)
 
     return call

@@ -131,8 +131,8 @@ def unwrap_model(model: Any) -> None:
 
 
 def models_of_their_own() -> bool:
-    """Return whether a model has a patch of its own."""
-    return bool(_of_models)
+    """Return whether a model that is alive has a patch of its own."""
+    return any(True for _ in _of_models)
 
 
 def _patches_of(model: Any) -> list[Patch]:
