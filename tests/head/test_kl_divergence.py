@@ -94,13 +94,13 @@ def test_a_teacher_of_another_dtype_in_slices():
     wrong = torch.zeros(10, 5 + rank).bfloat16()
     with pytest.raises(ValueError, match=message):
         linear_kl_divergence(hidden[rows], weight[own], teacher_hidden[rows], wrong, "forward", group, "sequence")
-    many = hidden.unsqueeze(1).expand(-1, 2, -1)  # of each of the teacher's tokens two of the student's
+    many = hidden.unsqueeze(1).expand(-1, 5, -1)  # of each of the teacher's tokens five of the student's
     with pytest.raises(ValueError, match=message):
         linear_kl_divergence(many[rows], weight[own], teacher_hidden[rows], wrong, "forward", group, "sequence")
     found = linear_kl_divergence(
         many[rows], weight[own], teacher_hidden[rows], teacher_weight[own], "forward", group, "sequence"
     )
-    torch.testing.assert_close(found, want.unsqueeze(1).expand(-1, 2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, want.unsqueeze(1).expand(-1, 5), rtol=1e-5, atol=1e-5)
 
 
 def test_in_bf16_as_exact_as_plain_pytorch():
