@@ -22,6 +22,15 @@ from tests.ranks import TIMEOUT_S
 ROOT = Path(__file__).parents[1]
 
 
+def test_nccl_has_a_version_where_torch_is_made_for_cuda(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
+    for cuda, nccl in ((None, None), ("13.0", "2.30.1")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        found = doctor.versions()
+        assert (found["CUDA"], found["NCCL"]) == (cuda, nccl)
+
+
 @pytest.mark.slow
 def test_the_program_prints_json():
     done = subprocess.run(

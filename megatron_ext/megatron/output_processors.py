@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -71,13 +71,17 @@ class _Processor:
                 f"{type(self).__name__} reads hidden states, not logits: {reason}; leave output_processor out and use "
                 "the logits"
             )
-        logits: Any = promise_logits(output_layer, hidden_states, output_weight, False, _never, hooks)
-        scaled = logits if scale_logits is None else scale_logits(logits)
-        if not isinstance(scaled, PromisedLogits):
+
+        def refuse(*_: Any) -> NoReturn:
             raise ValueError(
                 f"scale_logits is {scale_logits!r} and does more than multiply logits with a positive number: "
                 "read-outs of hidden states allow nothing else; leave output_processor out and use the logits"
             )
+
+        logits: Any = promise_logits(output_layer, hidden_states, output_weight, False, refuse, hooks)
+        scaled = logits if scale_logits is None else scale_logits(logits)
+        if not isinstance(scaled, PromisedLogits):
+            refuse()
         return self.read(scaled.terms, given)
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Any:
@@ -210,7 +214,3 @@ def _processed(model, original, settings, processor, context, args, kwargs) -> A
         config=model.config,
         **{name: given.get(name) for name in names},
     )
-
-
-def _never(terms: Terms, hidden: Tensor) -> Tensor:
-    raise AssertionError("a read-out makes no logits")

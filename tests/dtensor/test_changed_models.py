@@ -3,6 +3,7 @@ the same model without the fused loss does, with the same gradients."""
 
 import contextlib
 import copy
+import functools
 from types import MethodType
 
 import pytest
@@ -354,3 +355,15 @@ def test_a_spectral_norm_of_the_head_takes_one_step_a_call():
         found, gradients = loss_and_gradients(model, **batch())
         assert torch.equal(found, expected)
         assert all(torch.equal(gradients[name], x) for name, x in true.items())
+
+
+def test_accelerate_unwraps_a_model_to_its_fused_forward():
+    """After `prepare` in bf16 and `use_fused_loss`; the loss stays fused."""
+    from accelerate.utils import extract_model_from_parallel
+
+    plain, model = make("llama"), make("llama")
+    model._original_forward, own = model.forward, model.forward.__func__
+    model.forward = MethodType(functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs)), model)
+    found = extract_model_from_parallel(use_fused_loss(model), keep_fp32_wrapper=False)(**batch())
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, plain(**batch()).loss)

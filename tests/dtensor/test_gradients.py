@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -5,7 +6,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from megatron_ext.dtensor import clip_grad_by_total_norm_, get_grad_norm, to_local_if_dtensor
-from tests.dtensor.models import meshes
+from megatron_ext.dtensor.experts import ExpertsByExpert
+from tests.dtensor.models import make, meshes
 from tests.ranks import ranks
 
 NORM_TYPES = [1, 2, 3.5, math.inf]
@@ -94,3 +96,22 @@ def test_clip_writes_into_shards():
     assert type(local) is torch.Tensor
     assert not local.requires_grad
     assert to_local_if_dtensor(whole) is whole
+
+
+@ranks(2)
+def test_a_rank_without_tokens_adds_nothing_to_its_experts():
+    """All tokens choose experts of the first rank; on the second FSDP2 still wants gradients, which are 0."""
+    whole = make("olmoe").model.layers[0].mlp.experts
+    own, mesh = copy.deepcopy(whole), meshes(tp=2)[0]["tp"]
+    ExpertsByExpert()._apply(own, mesh)
+    found = []
+    for experts in (whole, own):
+        hidden = torch.linspace(-1, 1, 3 * 32).view(3, 32).requires_grad_()
+        weights = torch.tensor([[0.5, 0.5], [0.2, 0.8], [0.9, 0.1]]).requires_grad_()
+        out = experts(hidden, torch.tensor([[0, 1], [1, 0], [0, 1]]), weights)
+        out.square().sum().backward()
+        found.append([out, hidden.grad, weights.grad, *(to_local_if_dtensor(p.grad) for p in experts.parameters())])
+    half = slice(0, 2) if mesh.get_local_rank() == 0 else slice(2, 4)
+    wanted = [*found[0][:3], *(grad[half] for grad in found[0][3:])]
+    for a, b in zip(found[1], wanted, strict=True):
+        torch.testing.assert_close(a, b)

@@ -87,6 +87,14 @@ def test_weights_are_readable_by_those_who_can_read_the_config():
 
 
 @ranks(2)
+def test_the_config_that_is_saved_has_the_dtype_of_the_weights():
+    folder = shared_folder()
+    save_pretrained(parallelize(make("llama").bfloat16(), mesh_of(tp=2), torch.float32), folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+
+
+@ranks(2)
 def test_a_folder_that_cannot_be_written():
     """The rank that writes says why, the other that it did; nobody waits."""
     folder, mesh = shared_folder(), mesh_of(tp=2)

@@ -12,6 +12,7 @@ from megatron_ext.experimental import pipeline_vocabulary
 from megatron_ext.experimental.pipeline_vocabulary import multi_token_stage, paused_forward
 from megatron_ext.experimental.pipeline_vocabulary.vocabulary_sharing import check_config
 from megatron_ext.megatron.build_check import check_models
+from megatron_ext.run import why_no_pipeline_vocabulary
 from tests.batch_invariant_mode import switched_on
 from tests.experimental.test_pipeline_vocabulary import MTP, VARIABLE, shared
 from tests.gpt import (
@@ -199,6 +200,8 @@ def test_a_check_knows_the_shared_vocabulary():
 
 
 def test_what_is_missing_is_named(monkeypatch):
+    assert why_no_pipeline_vocabulary() is None
     monkeypatch.setattr(paused_forward, "greenlet", None)
     with pytest.raises(RuntimeError, match="pip install greenlet"):
         pipeline_vocabulary.share_vocabulary()
+    assert "pip install greenlet" in why_no_pipeline_vocabulary()

@@ -16,6 +16,7 @@ from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import pass_
 from megatron_ext.experimental.pipeline_vocabulary.order.passes import Shape
 from megatron_ext.experimental.pipeline_vocabulary.packed_messages import Marks
 from megatron_ext.experimental.pipeline_vocabulary.schedule import estimated_times, sharing_of
+from megatron_ext.megatron.fusion_report import counters_of
 from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.versions import megatron_version
 from tests.gpt import (
@@ -90,6 +91,8 @@ def trained(
 ):
     """The losses of some steps with what is logged of multi-token prediction, and the weights after them."""
     with model_parallel(**sizes), layers(), shared(ours):
+        from megatron.core import parallel_state
+
         arguments = {"tied": tied, **more}
         chunks = tiny_hybrid_chunks(**arguments) if hybrid else tiny_gpt(spec, weights=weights, **arguments)
         seed_ranks()
@@ -100,6 +103,8 @@ def trained(
         optimizer = make_optimizer(wrapped, lr=3e-3, adam_eps=1e-4)
         losses = [train_step(wrapped, optimizer, t, step=step)[0] for t in tiny_batches(steps=steps, batch=8)]
         evaluated = run_schedule(wrapped, tiny_batches(batch=8, seed=1)[0], step=step, forward_only=True)
+        if ours and parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            assert counters_of(chunks[-1]).losses_fused > steps
         return torch.tensor([*losses, evaluated, *logged()], dtype=torch.float64), whole_state(chunks)
 
 
@@ -178,6 +183,7 @@ EACH_VERSION = (pytest.mark.slow, pytest.mark.each_version)
         pytest.param(True, {"pp": 2}, {**MTP, **RECOMPUTE}, id="tied-mtp-recompute", marks=pytest.mark.slow),
         pytest.param(False, {"pp": 2, "vp": 2}, {**MTP, **DEEP}, id="mtp-interleaved", marks=EACH_VERSION),
         pytest.param(True, {"pp": 2}, {**MTP, **VARIABLE}, id="tied-mtp-variable", marks=pytest.mark.slow),
+        pytest.param(True, {"pp": 2}, {**VARIABLE, "steps": 2}, id="tied-variable"),
         pytest.param(True, {"pp": 2}, FUSED, id="tied-accumulation-fused", marks=pytest.mark.slow),
     ],
 )

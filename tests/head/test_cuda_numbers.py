@@ -14,11 +14,15 @@ def _as_on_cuda():
         yield
 
 
+# From a softcap of 16 on exponentials are kept, not logits.
+LARGE_SOFTCAP = {"large softcap": {"softcap": 20.0, "temperature": 0.7}}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32, torch.float16)], ids=str)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS | LARGE_SOFTCAP)
 def test_values_and_gradients(options, dtype):
     """As tests/head/test_gpu.py has it."""
-    problem = Problem((12, 16), 32, 301, dtype, options=OPTIONS[options])
+    problem = Problem((12, 16), 32, 301, dtype, options=(OPTIONS | LARGE_SOFTCAP)[options])
     for what in ("loss", "log_probs"):
         for cache, chunk_tokens in ((0, None), (0.5, 50), (1, None)):
             for ours, truth, theirs in problem.beside_plain(what, None, cache=cache, chunk_tokens=chunk_tokens):

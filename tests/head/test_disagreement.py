@@ -144,6 +144,10 @@ READ_OUTS = {
     "large top-k": (partial(sampled, top_k=5000), {"top_k": 6000}),
     "top-p": (partial(sampled, top_p=0.5), {"top_p": 0.6}),
     "chunks of top-p": (partial(sampled, top_p=0.5), {"chunk_tokens": 2}),
+    "rounded logits": (
+        lambda x, w, ids, **of: head.linear_gather_log_probs(x.bfloat16(), w.bfloat16(), ids, **of),
+        {"logit_dtype": torch.bfloat16},
+    ),
     "direction": (lambda x, w, ids, **of: head.linear_kl_divergence(x, w, x, w + 1, **of), {"direction": "reverse"}),
     "beta": (jensen_shannon, {"beta": 0.3}),
     "chunks of Jensen-Shannon": (jensen_shannon, {"chunk_tokens": 2}),

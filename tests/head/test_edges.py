@@ -13,10 +13,36 @@ from megatron_ext import (
     vocab_parallel_cross_entropy,
 )
 from megatron_ext.distributed.groups import group_rank, group_size
+from megatron_ext.head.row_passes.logit_passes import row_gradient
 from tests.head.problems import OPTIONS, Problem, error, loss_and_grads
 from tests.ranks import ranks
 
 CACHES = [0, 0.5, 1]
+
+
+def test_gradients_from_exponentials_are_those_from_logits():
+    """The slope of a large softcap, whose exponentials are kept on CUDA."""
+    z_TV, target_T = 15 * torch.randn(4, 9), torch.tensor([0, 8, -1, 3])
+    bent_TV = 16.0 * torch.tanh(z_TV / 16.0) / 0.7
+    shift_T, given = bent_TV.amax(1), {"counted": 9, "softcap": 16.0, "temperature": 0.7}
+    given |= {"scale_T": torch.rand(4), "value_T": torch.rand(4)}
+    found = [torch.empty(4, 9) for _ in range(2)]
+    row_gradient(z_TV, target_T, shift_T, found[0], **given)
+    row_gradient((bent_TV - shift_T[:, None]).exp(), target_T, shift_T, found[1], source_is_exp=True, **given)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_hidden_states_so_wide_that_rows_go_in_pieces(smoothing):
+    hidden, weight = (torch.randn(rows, 1 << 19, requires_grad=True) for rows in (3, 4))
+    labels = torch.tensor([1, -100, 3])
+    found = linear_cross_entropy(hidden, weight, labels, label_smoothing=smoothing, temperature=1000.0)
+    logits = hidden @ weight.t() / 1000.0
+    true = torch.nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+    torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-5)
+    both = [torch.autograd.grad(losses.sum(), (hidden, weight)) for losses in (found, true)]
+    for own, wanted in zip(*both, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("cache", CACHES)

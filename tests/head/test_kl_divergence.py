@@ -94,6 +94,13 @@ def test_a_teacher_of_another_dtype_in_slices():
     wrong = torch.zeros(10, 5 + rank).bfloat16()
     with pytest.raises(ValueError, match=message):
         linear_kl_divergence(hidden[rows], weight[own], teacher_hidden[rows], wrong, "forward", group, "sequence")
+    many = hidden.unsqueeze(1).expand(-1, 5, -1)  # of each of the teacher's tokens five of the student's
+    with pytest.raises(ValueError, match=message):
+        linear_kl_divergence(many[rows], weight[own], teacher_hidden[rows], wrong, "forward", group, "sequence")
+    found = linear_kl_divergence(
+        many[rows], weight[own], teacher_hidden[rows], teacher_weight[own], "forward", group, "sequence"
+    )
+    torch.testing.assert_close(found, want.unsqueeze(1).expand(-1, 5), rtol=1e-5, atol=1e-5)
 
 
 def test_in_bf16_as_exact_as_plain_pytorch():
@@ -165,6 +172,7 @@ def test_bad_input():
         (lambda: kl_divergence(z, z, "both"), "direction is 'both'"),
         (lambda: soft_cross_entropy(z, z[:3]), r"teacher_logits have shape \(3, 10\)"),
         (lambda: soft_cross_entropy(z, z[:, :9]), "teacher_logits has 9"),
+        (lambda: linear_kl_divergence(x, w, x.long(), w), "teacher_hidden is torch.int64"),
         (lambda: linear_kl_divergence(x, w, x[:3], w), r"teacher_hidden has shape \(3, 3\)"),
         (lambda: linear_kl_divergence(x, w, x, w[:9], vocab=VocabShard(0, 10, 10)), wrong),
         (lambda: linear_kl_divergence(x, w, x, w, temperature=0), "temperature is 0"),

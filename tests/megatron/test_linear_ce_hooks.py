@@ -130,6 +130,8 @@ def test_autograd_function_is_refused_and_served_as_advised(function):
         model = one_gpt(tied=False)
         with patched(), pytest.raises(ValueError, match=r"an autograd.Function .* apply it to logits.clone\(\)"):
             losses(model, function.apply).sum().backward()
+        with patched(), pytest.raises(ValueError, match=r"an autograd.Function .* apply it to logits.clone\(\)"):
+            losses(model, lambda logits: torch.maximum(logits, function.apply(logits)))
         # The second clone is for stock, whose loss works in place.
         assert_as_stock(model, lambda logits: function.apply(logits.clone()).clone())
 

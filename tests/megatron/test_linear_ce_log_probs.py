@@ -110,6 +110,11 @@ def test_context_parallel(packed):
             with patched(chunk_size=3):
                 ours = model(own, own_positions, None, labels=labels, **extra, **ASKED)
             torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=2e-6)
+            mask = (torch.arange(16)[None] % 7 != 2).float()
+            for given in (mask, parts.split(mask, 1)):
+                with patched(skip_ignored=True):
+                    masked = model(own, own_positions, None, labels=labels, loss_mask=given, **extra, **ASKED)
+                torch.testing.assert_close(masked, wanted * mask[:, 1:], rtol=1e-6, atol=2e-6)
             grads = grads_of(model, ours, weights / 2)  # both ranks take the loss of the whole sequence
             for grad in grads.values():
                 dist.all_reduce(grad)

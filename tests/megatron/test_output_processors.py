@@ -68,15 +68,14 @@ def test_a_model_that_multiplies_its_logits(case):
 
         z = log_softmax(0.3 * hidden @ layer.weight.t())
         expected = expect(z, ids, log_softmax(teacher_hidden @ teacher_weight.t()))
-        found = make(teacher_weight, teacher_hidden)(
-            hidden_states=hidden,
-            output_layer=layer,
-            output_weight=layer.weight,
-            input_ids=ids,
-            scale_logits=lambda logits: 0.3 * logits,
-        )
+        given = {"hidden_states": hidden, "output_layer": layer, "output_weight": layer.weight, "input_ids": ids}
+        processor = make(teacher_weight, teacher_hidden)
+        found = processor(**given, scale_logits=lambda logits: 0.3 * logits)
         first = found[0] if isinstance(found, tuple) else found
         torch.testing.assert_close(first, expected, rtol=2e-6, atol=2e-6)
+        for scale_logits in (torch.tanh, torch.zeros_like, lambda logits: hidden):
+            with pytest.raises(ValueError, match="scale_logits is .* and does more than multiply logits"):
+                processor(**given, scale_logits=scale_logits)
 
 
 @ranks(1)

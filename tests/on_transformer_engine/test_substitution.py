@@ -86,7 +86,7 @@ def test_tracker_asked_for_before_is_seeded_by_default():
 def test_settings_of_fp8_are_found_where_they_live_now():
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
-        recompute = Fp8Recompute()
+        recompute = Fp8Recompute(told=True)
         with recompute.first():
             pass
         with recompute.second():

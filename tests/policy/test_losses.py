@@ -225,9 +225,12 @@ def test_positive_examples():
     data["rewards"] = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.0, 3.0])
     rows = dict(counting_tokens(data))
     own = [-log_probs[b, t].item() for b in (0, 2, 5) for t in rows.get(b, [])]
-    found = whole_loss(ClippedPGLoss(positive_example_nll_weight=0.5), log_probs, data)
+    loss_fn = ClippedPGLoss(positive_example_nll_weight=0.5)
+    found, metrics = loss_fn(log_probs, data, *counts_for(loss_fn, data))
     want = whole_loss(ClippedPGLoss(), log_probs, data) + 0.5 * sum(own) / len(own)
     assert found.item() == pytest.approx(want.item(), rel=1e-6)
+    assert metrics["positive_nll_loss"].item() == pytest.approx(sum(own) / len(own), rel=1e-6)
+    assert not any(x.requires_grad for x in metrics.values())
 
 
 @pytest.mark.parametrize("name", ["advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"])
@@ -282,6 +285,19 @@ def test_metrics_of_a_generator_that_differs():
     }
     for name, value in wanted.items():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-4), name
+
+
+def test_share_of_weights_outside_their_bounds_is_a_metric():
+    log_probs, data = problem()
+    loss_fn = ClippedPGLoss(
+        **TRUNCATED | {"truncated_importance_sampling_ratio_min": 0.9}, truncated_importance_sampling_ratio=1.1
+    )
+    _, metrics = loss_fn(log_probs, data, *counts_for(loss_fn, data))
+    drift = [(data["prev_logprobs"] - data["generation_logprobs"])[b, places] for b, places in counting_tokens(data)]
+    weights = torch.cat(drift).exp()
+    outside = (weights < 0.9) | (weights > 1.1)
+    assert 0 < outside.sum() < outside.numel()
+    assert metrics["is_oob_ratio"].item() == pytest.approx(outside.float().mean().item())
 
 
 @pytest.mark.parametrize("fill", [-torch.inf, torch.nan])

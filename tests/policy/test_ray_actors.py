@@ -1,6 +1,7 @@
 """Actors that start, are called and end together, with a stand-in for Ray that runs them in this process, at once."""
 
 import os
+import time
 
 import pytest
 
@@ -92,9 +93,10 @@ def test_a_dead_rank_ends_the_group_until_it_is_restarted(ray):  # noqa: F811
 
 
 def test_ranks_that_do_not_answer_are_named(ray):  # noqa: F811
-    group = started(ray)
+    group, began = started(ray), time.monotonic()
     with pytest.raises(RuntimeError, match=r"^ranks \[1\] of 2 did not answer within 0.05 s$"):
         group._collect(group._begin("on", 1, "never"), 0.05)
+    assert time.monotonic() - began >= 0.05  # they had that long
     assert not ray.killed  # they go on
     with pytest.raises(RuntimeError, match=r"^ranks \[1\] of 2 did not answer; rank 0 raised ValueError: enough\. The"):
         group._all("on", "all", ValueError("enough"), "never")

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BertConfig
 
 from megatron_ext.policy import DTensorPolicyWorker, LossInputType, LossType, NLLLoss
 from tests.dtensor.models import family_config
@@ -112,3 +112,17 @@ def test_padding_behind_a_row_is_left_out_as_in_transformers():
     with torch.no_grad():
         true = model(input_ids=data["input_ids"], use_cache=False).logits[:, 0]
     torch.testing.assert_close(worker.score(data)["scores"], true, rtol=2e-5, atol=2e-5)
+
+
+@ranks(1)
+def test_a_reward_model_without_a_linear_score_is_refused():
+    small = BertConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+    with pytest.raises(ValueError, match="BertForSequenceClassification is not a reward model .*linear layer `score`"):
+        DTensorPolicyWorker(tiny_config(small, reward_model_cfg=REWARDS), init_reference_model=False)
+
+
+@ranks(1)
+def test_a_causal_language_model_has_no_scores():
+    worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False, init_optimizer=False)
+    with pytest.raises(ValueError, match="is of reward models, and this worker has a causal language model"):
+        worker.score(tiny_batch())

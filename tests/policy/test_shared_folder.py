@@ -18,8 +18,6 @@ from megatron_ext.policy.checkpoint.sharded_files import Part
 from tests.policy.test_checkpoint import damage_file
 from tests.ranks import ranks, shared_folder
 
-pytestmark = pytest.mark.slow
-
 
 def save(path, value):
     checkpoint.save_together(Part("weights", path, {"x": torch.full((3,), value)}, {}))
@@ -105,6 +103,7 @@ def test_files_that_one_rank_does_not_see_are_not_published(how):
         assert not list(folder.glob("weights?*"))
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_file_system_that_shows_new_files_late_to_one_rank():
     with in_a_hurry() as (folder, patch):

@@ -101,6 +101,12 @@ def test_eval_mode_gives_the_loss_and_changes_nothing():
 
 
 @ranks(2)
+def test_weights_are_fp32_whatever_the_config_says():
+    worker = DTensorPolicyWorker(tiny_config(tiny_model(dtype="bfloat16")), init_reference_model=False)
+    assert {x.dtype for x in worker.return_state_dict().values()} == {torch.float32}
+
+
+@ranks(2)
 def test_metrics_are_those_of_the_global_batches():
     """Sums over micro-batches and ranks, and the extremes of all. A micro-batch of which no row counts has none."""
     data = tiny_batch(16)
@@ -121,3 +127,9 @@ def test_metrics_are_those_of_the_global_batches():
     assert sums[1] == data["sample_mask"].sum()
     wanted = [max(one["probs_ratio_max"] for one in true), -min(one["probs_ratio_min"] for one in true)]
     torch.testing.assert_close(extremes, torch.tensor([float(x) for x in wanted]), rtol=1e-4, atol=0.0)
+
+    def without_metrics(*given):
+        return GRPO(*given)[0], {}
+
+    metrics = worker.train(mine, without_metrics, eval_mode=True)["all_mb_metrics"]
+    assert metrics["num_valid_samples"] == [1.0] * len(mine["sample_mask"])  # as in NeMo-RL

@@ -7,6 +7,10 @@ import torch
 from torch.nn.init import zeros_
 
 from megatron_ext.tensor_parallel._layers.vocab_parallel_embedding import padded_vocab_size
+from megatron_ext.tensor_parallel.layers import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 from tests.tensor_parallel.sharded import CLASSES, build
 
 
@@ -56,6 +60,9 @@ def test_inputs_and_strides(kind):
 def test_weights_and_padding():
     with pytest.raises(ValueError, match="weight is str: it must be a tensor of floating"):
         make("column")(torch.zeros(2, 4), weight="shared")
+    for function in (linear_with_grad_accumulation_and_async_allreduce, linear_with_frozen_weight):
+        with pytest.raises(ValueError, match="weight is list: it must be a tensor of floating"):
+            function(torch.zeros(2, 4), [[1.0] * 4], None, False, False, False)
     for arguments, said in (
         ((None, 2), "vocab_size is None, a NoneType"),
         ((3.5, 2), "vocab_size is 3.5, a float"),

@@ -3,8 +3,10 @@
 import functools
 import gc
 import importlib.util
+import pkgutil
 import subprocess
 import sys
+import types
 from unittest import mock
 
 import pytest
@@ -66,6 +68,26 @@ def test_streams_go_on_where_they_are():
         got.append(draw())
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(a, b)
+
+
+@ranks(1)
+def test_layer_specs_of_users_hold_ours_meanwhile(monkeypatch):
+    """In local variables, and in modules, where one may lead back to itself."""
+    with model_parallel():
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        mlp = get_gpt_layer_local_spec().submodules.mlp.submodules
+        ring = ModuleSpec(ColumnParallelLinear)
+        ring.submodules, user = ring, types.ModuleType("user")
+        user.specs = [ring]
+        monkeypatch.setitem(sys.modules, "user", user)
+        ours = importlib.import_module("megatron_ext.tensor_parallel").ColumnParallelLinear
+        assert mlp.linear_fc1 is ring.module is ColumnParallelLinear
+        with ours_everywhere():
+            assert mlp.linear_fc1 is ring.module is ours
+        assert mlp.linear_fc1 is ring.module is ColumnParallelLinear
 
 
 @ranks(1)
@@ -206,23 +228,26 @@ def test_other_names_are_none_of_the_package():
 @ranks(1)
 @pytest.mark.parametrize(
     "place",
-    ["mappings._reduce", "layers.RowParallelLinear.forward", "layers.ColumnParallelLinear", "cross_entropy"],
+    [
+        "tensor_parallel.mappings._reduce",
+        "tensor_parallel.layers.RowParallelLinear.forward",
+        "tensor_parallel.layers.ColumnParallelLinear",
+        "tensor_parallel.cross_entropy.vocab_parallel_cross_entropy",
+        "utils.drain_embedding_wgrad_compute",
+    ],
 )
 def test_substitution_refuses_what_users_replaced(place):
     """A decorator that copies names is no Megatron function; ours would stand there without a word."""
     from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
 
     with model_parallel(), pytest.MonkeyPatch.context() as monkeypatch:
-        place = {"cross_entropy": "cross_entropy.vocab_parallel_cross_entropy"}.get(place, place)
-        module, *names, last = place.split(".")
-        owner = importlib.import_module(f"megatron.core.tensor_parallel.{module}")
-        for name in names:
-            owner = getattr(owner, name)
+        path, last = f"megatron.core.{place}".rsplit(".", 1)
+        owner = pkgutil.resolve_name(path)
         original = getattr(owner, last)
         own = type(last, (original,), {"forward": lambda *args: None}) if isinstance(original, type) else None
         monkeypatch.setattr(owner, last, own or functools.wraps(original)(lambda *args: original(*args)))
         before = references()
-        with pytest.raises(RuntimeError, match=rf"megatron\.core\.tensor_parallel\.{place} \(.*nothing was replaced"):
+        with pytest.raises(RuntimeError, match=rf"megatron\.core\.{place} \(.*nothing was replaced"):
             substitute_tensor_parallel()
         assert references() == before
         assert restore_tensor_parallel() is None

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ext import compare
 from megatron_ext.verify import two_runs
+from megatron_ext.verify.picture import draw
 from megatron_ext.verify.side_by_side import RecordedStep, TwoRuns, relative_difference
 from megatron_ext.verify.step_recorder import read_steps
 from megatron_ext.verify.two_runs import check_ranks
@@ -130,6 +131,20 @@ def test_a_table_shows_milliseconds():
     assert str(TwoRuns(*steps, tolerance=1e-3)).splitlines()[2].split()[-2:] == ["250", "125"]
 
 
+def test_picture_shows_differences_on_a_log_axis(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    draw(runs([(2.0, 1.0), (1.0, 1.0)], [(2.0, 1.5), (1.25, None)]), tmp_path / "new" / "folder" / "both.png")
+    assert (tmp_path / "new" / "folder").is_dir()
+    _, panel, *_ = drawn[0].axes
+    assert (panel.get_title(), panel.get_xlabel(), panel.get_yscale()) == ("relative difference", "step", "log")
+    shown = {line.get_label(): line.get_ydata() for line in panel.lines}
+    assert list(shown["loss"]) == [2.0**-26, 0.25]
+    assert list(shown["gradient norm"]) == [0.5, 2.0**-26]
+    assert list(shown["tolerance of the loss"]) == [1e-3, 1e-3]
+
+
 @pytest.mark.parametrize(
     "stock, ours, fault",
     [
@@ -146,8 +161,10 @@ def test_a_table_shows_milliseconds():
     ],
 )
 def test_faults_are_those_beyond_the_tolerance(stock, ours, fault):
-    found = runs(stock, ours).fault
-    assert found == fault if fault is None else fault in found
+    both = runs(stock, ours)
+    assert both.fault == fault if fault is None else fault in both.fault
+    if None in dict(stock):
+        assert both.largest == (0.0, 0.0)
 
 
 def test_difference_is_relative_to_stock():

@@ -60,7 +60,10 @@ def fused_loss_report(model: nn.Module) -> FusedLossReport:
     inside: Any = model_inside(model)
     uses = FUSED in inside.__dict__
     path = output_head_path(inside)
-    reason = (why_fusion_is_off() or not_fusable(inside, path, inside.get_submodule(path))) if uses else why_logits_are_made(inside)
+    if uses:
+        reason = why_fusion_is_off() or not_fusable(inside, path, inside.get_submodule(path))
+    else:
+        reason = why_logits_are_made(inside)
     if not uses and not is_registered(inside) and KEEPS_LOGITS not in inside.__dict__:
         reason = reason or "as neither use_fused_loss nor parallelize was called"
     fused: FusedLoss | None = inside.__dict__.get(FUSED)

@@ -119,7 +119,7 @@ class ReadOut:
     call: ResolvedHead
     parts: list[slice]  # how all ranks cut the tokens
     all_count: bool = False  # all labels were seen to be ids of the vocabulary that count
-    masked_later: bool = False  # gradients through the softmax are taken at `counts_T` alone
+    masked_later: bool  # gradients through the softmax are taken at `counts_T` alone
     _written: ClassVar[tuple[str, ...]] = ()  # the attributes that methods of the class write
 
     def __init_subclass__(cls) -> None:

@@ -111,7 +111,7 @@ class Fp8Recompute:
         told: Tell Transformer Engine of both runs also where the forward runs without fp8.
     """
 
-    def __init__(self, told: bool = True) -> None:
+    def __init__(self, told: bool) -> None:
         self._phase = transformer_engine("distributed", needed_for="fp8").activation_recompute_forward
         try:
             fp8 = import_module("transformer_engine.pytorch.quantization")
