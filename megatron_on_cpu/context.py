@@ -4,7 +4,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -89,33 +89,55 @@ def _enter(transformer_engine: bool, nccl_rules: NcclRules | None) -> ExitStack:
     with torch.device("cpu"):
         torch.empty(0)
     torch.compile(lambda: None, backend="eager")
-    undo = ExitStack()
+    undo, copies = ExitStack(), Copies()
+    undo.callback(copies.replace_in_megatron)  # the last thing on leaving
     try:
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         replace_products(undo)
-        _replace(redirections(*undo.enter_context(two_generators()), nccl_rules), undo)
+        _replace(redirections(*undo.enter_context(two_generators()), nccl_rules), undo, copies)
         modules = MODULES
         if transformer_engine:
-            _replace(engine.redirections(undo), undo)
+            _replace(engine.redirections(undo), undo, copies)
             modules = MODULES | engine.MODULES
-        _replace_in(modules, undo)
+        _replace_in(modules, undo, copies)
     except BaseException:
         undo.close()
         raise
     return undo
 
 
-def _replace(rows: Iterable[tuple[Any, dict[str, Any]]], undo: ExitStack) -> None:
+class Copies:
+    """Replacements that Megatron's modules have copied: those that were imported inside hold them under other names."""
+
+    def __init__(self) -> None:
+        self._replaced: dict[int, list[tuple[Any, str, Any]]] = {}  # by id: replacement, name, original
+
+    def note(self, new: Any, name: str, original: Any) -> None:
+        self._replaced.setdefault(id(new), []).append((new, name, original))
+
+    def replace_in_megatron(self) -> None:
+        """Put originals in the place of copies; where one replacement stands for several, that of the same name."""
+        for module in [module for name, module in sys.modules.items() if name.startswith("megatron.")]:
+            for name, value in list(vars(module).items()):
+                found = self._replaced.get(id(value), [])
+                originals = {id(row[2]): row[2] for row in found if len(found) == 1 or row[1] == name}
+                if len(originals) == 1:
+                    setattr(module, name, *originals.values())
+
+
+def _replace(rows: Iterable[tuple[Any, dict[str, Any]]], undo: ExitStack, copies: Copies) -> None:
     for owner, replacements in rows:
         for name, new in replacements.items():
+            if isinstance(new, (FunctionType, type)) and hasattr(owner, name):
+                copies.note(new, name, getattr(owner, name))
             undo.enter_context(patch.object(owner, name, new, create=True))
 
 
-def _replace_in(modules: Modules, undo: ExitStack) -> None:
+def _replace_in(modules: Modules, undo: ExitStack, copies: Copies) -> None:
     """In those that are imported, and in each of the others as soon as it is."""
 
     def replace(module: ModuleType) -> None:
-        _replace(modules[module.__name__](module), undo)
+        _replace(modules[module.__name__](module), undo, copies)
 
     for name in [name for name in modules if name in sys.modules]:
         replace(sys.modules[name])

@@ -36,7 +36,7 @@ LINES = {
     "megatron_ext/sequence": 1508,
     "megatron_ext/tensor_parallel": 4657,
     "megatron_ext/verify": 324,
-    "megatron_on_cpu/*.py": 1373,
+    "megatron_on_cpu/*.py": 1395,
     "megatron_on_cpu/nccl_rules": 2119,
     "megatron_on_cpu/transformer_engine": 2929,
 }

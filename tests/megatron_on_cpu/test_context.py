@@ -499,6 +499,26 @@ def test_nothing_that_torch_remembers_is_left_behind():
     subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_USE], check=True, timeout=TIMEOUT_S)
 
 
+FIRST_IMPORT = """
+import sys
+from megatron_on_cpu import megatron_on_cpu
+
+with megatron_on_cpu():
+    import torch
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+    assert buffers.dist_reduce_scatter_func is torch.distributed.reduce_scatter_tensor
+assert buffers.dist_reduce_scatter_func is torch.distributed.reduce_scatter_tensor
+modules = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
+left = [value for module in modules for value in vars(module).values() if hasattr(value, "__globals__")]
+assert not [value for value in left if value.__globals__["__name__"].startswith("megatron_on_cpu")]
+"""
+
+
+@pytest.mark.slow
+def test_modules_imported_inside_hold_originals_outside():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_IMPORT], check=True, timeout=TIMEOUT_S)
+
+
 @pytest.mark.parametrize("entered", ["before", "after"])
 def test_megatron_lm_builds_no_kernels(tmp_path, monkeypatch, entered):
     """Before or after Megatron-LM's module is imported; `megatron` is a namespace, so a folder of ours can hold it."""
