@@ -58,9 +58,10 @@ def promise(weight: Tensor) -> None:
     """While a forward pass is compiled: tell Megatron already, since a compiled backward cannot set attributes."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return
-    if weight.requires_grad and torch.is_grad_enabled() and torch.compiler.is_compiling():
-        weight.grad_added_to_main_grad = True
-        _keep_gradients_of_lookups(weight)
+    if weight.requires_grad and torch.is_grad_enabled():
+        _keep_gradients_of_lookups(weight)  # before any layer's backward makes a dummy
+        if torch.compiler.is_compiling():
+            weight.grad_added_to_main_grad = True
 
 
 def finish(weight: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -20,14 +20,14 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1382,
+    "megatron_ext/*.py": 1383,
     "megatron_ext/distributed": 862,
-    "megatron_ext/dtensor": 5025,
+    "megatron_ext/dtensor": 5027,
     "megatron_ext/experimental": 2379,
-    "megatron_ext/head": 10237,
+    "megatron_ext/head": 10239,
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1329,
-    "megatron_ext/megatron": 4443,
+    "megatron_ext/megatron": 4473,
     "megatron_ext/memory": 714,
     "megatron_ext/model_utils": 1513,
     "megatron_ext/numerics": 1065,

@@ -26,6 +26,7 @@ from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.lora import adapters_of, low_rank, options_of, rows_fault, widened
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.teacher import Teacher, teacher_fault, teacher_logits_fault
+from megatron_ext.head.row_passes.dispatch import passes_of
 from megatron_ext.numerics.fixed_order import products_fault
 from megatron_ext.numerics.matrices import accumulation_dtype
 from megatron_ext.numerics.readable_values import has_values, raise_if
@@ -189,8 +190,8 @@ def _run(
             rounds = checks.rounds(t.head.logit_dtype)
             transforms.append(LogitTransform(None, t.head.softcap, t.head.logit_scale, rounds))
             inputs += [None if x is None else x.detach() for x in _inputs(t.head, side, head)]
-        given = plan, transforms, sizes, keep, x_TD, weight, bias, low, *inputs
-        return _apply_eagerly(ChunkedHead, *given) if plan.fixed else ChunkedHead.apply(*given)
+        given = transforms, sizes, keep, x_TD, weight, bias, low, *inputs
+        return _apply_eagerly(ChunkedHead, plan, *given) if plan.fixed else ChunkedHead.apply(plan, *given)
     if weight.shape[0] == 0:
         plan.take_a_column()
         weight, bias = F.pad(numbers(weight), (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
@@ -209,8 +210,9 @@ def _inputs(given: Any, x_TD: Tensor, head: ResolvedHead) -> tuple[Tensor, Tenso
 
 
 @_disable_dynamo  # what holds of this processor's products is found out by running some
-def _apply_eagerly(function: Any, *arguments: Any) -> Sequence[Tensor]:
-    return function.apply(*arguments)
+def _apply_eagerly(function: Any, plan: Plan, *arguments: Any) -> Sequence[Tensor]:
+    plan.passes = passes_of(plan.target_T)  # the plan may have been made while compiling
+    return function.apply(plan, *arguments)
 
 
 def read_logits(head: ResolvedHead, given: Any, asked: Sequence[ReadOut], callers: ValueError | None) -> Any:

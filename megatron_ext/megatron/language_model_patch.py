@@ -18,6 +18,7 @@ wrapper.
 
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,8 @@ SettingsFor = Callable[[Any], HeadSettings | None]  # of a model; None where it 
 Make = Callable[[Any, SettingsFor], Any]  # from an original to what stands in its place
 _FUTURE = "__init_subclass__"
 HEAD = "megatron_ext_head"  # the attribute of a layer spec that names settings
+_guarding = threading.Lock()
+_watched: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models after whose end Megatron's functions are looked at
 
 
 def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
@@ -59,7 +62,9 @@ def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
     else:
         for one in models:
             wrap_model(one, _MAKES, settings)
-            weakref.finalize(one, _guard_megatron).atexit = False
+            if one not in _watched:
+                _watched.add(one)
+                weakref.finalize(one, _guard_megatron, False).atexit = False
     _guard_megatron()
 
 
@@ -297,17 +302,25 @@ _GUARDS = (
 )
 
 
-def _guard_megatron() -> None:
-    """Megatron's functions are wrapped with the first patch and come back with the last patch or patched model."""
-    patched = models_of_their_own() or models_are_wrapped()
-    for guard in _GUARDS:
-        if patched and hasattr(guard.owner, guard.name):
-            guard.apply()
-        elif guard is _DRAIN and guard.stands():
-            guard.restore()  # and what `substitute_tensor_parallel()` put into Megatron meanwhile stays
-            setattr(guard.owner, guard.name, getattr(megatron.core.utils, guard.name, guard.original))
-        else:
-            guard.restore()
+def _guard_megatron(wait: bool = True) -> None:
+    """Megatron's functions are wrapped with the first patch and come back with the last patch or patched model.
+
+    The garbage collector, which may run in the midst of this, does not `wait`.
+    """
+    if not _guarding.acquire(wait):
+        return
+    try:
+        patched = models_of_their_own() or models_are_wrapped()
+        for guard in _GUARDS:
+            if patched and hasattr(guard.owner, guard.name):
+                guard.apply()
+            elif guard is _DRAIN and guard.stands():
+                guard.restore()  # and what `substitute_tensor_parallel()` put into Megatron meanwhile stays
+                setattr(guard.owner, guard.name, getattr(megatron.core.utils, guard.name, guard.original))
+            else:
+                guard.restore()
+    finally:
+        _guarding.release()
 
 
 def _models_in(model: Any) -> list[Any]:

@@ -343,6 +343,24 @@ def test_a_loss_that_does_more_with_some_batches(loss):
         model.zero_grad()
 
 
+def in_fp32_without_gradient(logits, labels, vocab_size, **others):
+    with torch.no_grad():
+        logits = logits.float()
+    return F.cross_entropy(logits.view(-1, vocab_size)[:-1], labels.flatten()[1:])
+
+
+def test_logits_of_fp32_that_are_cast_to_it_keep_their_gradient():
+    """Under `no_grad` too: torch gives the tensor itself."""
+    plain, model = make("llama"), use_fused_loss(make("llama"), proof="off")
+    plain.loss_function = model.loss_function = in_fp32_without_gradient
+    expected, true = loss_and_gradients(plain, **batch())
+    found = model(**batch())
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, expected)
+    found.loss.backward()
+    check_gradients(model, true)
+
+
 def test_a_spectral_norm_of_the_head_takes_one_step_a_call():
     """Each read of its weight in training changes the vectors that it is made of."""
     plain, model = make("llama"), make("llama")

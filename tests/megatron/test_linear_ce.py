@@ -4,6 +4,7 @@ import functools
 import gc
 import inspect
 import tempfile
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -285,7 +286,12 @@ def test_wrapped_functions_go_with_the_last_patched_model():
 
         stock = schedules.forward_step_calc_loss, schedules.drain_embedding_wgrad_compute
         first, last = one_gpt(), one_gpt()
-        patch(model=[first, last])
+        for _ in range(2):
+            patch(model=[first, last])
+        watched = [
+            one for one in weakref.finalize._registry.values() if one.func is language_model_patch._guard_megatron
+        ]
+        assert len(watched) == 2
         del first
         gc.collect()
         assert schedules.forward_step_calc_loss is not stock[0]

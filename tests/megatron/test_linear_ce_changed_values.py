@@ -1,8 +1,15 @@
 """What a proved loss or output layer reads beside its arguments may change later: then the proof holds no longer."""
 
+import functools
+import gc
+import weakref
+from unittest import mock
+
 import pytest
 import torch
 
+from megatron_ext.megatron.fused_loss import fusion_proof
+from megatron_ext.megatron.fused_loss.patch_points import label_argument
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
 from tests.gpt import model_parallel
 from tests.megatron.patching import assert_same, batch, grads_of, later_gpt, one_gpt, patched, run
@@ -152,3 +159,35 @@ def test_a_loss_that_counts_its_calls_is_warned_of():
             with pytest.warns(UserWarning, match="has changed 10 times since its first call"):
                 run(model, labels)
         assert calls["count"] == 11
+
+
+@ranks(1)
+def test_a_loss_that_is_bound_anew_is_proved_once():
+    with model_parallel():
+        model, labels = one_gpt(), batch()[1]
+        own = type(model).compute_language_model_loss
+
+        def loss(model, *args, **kwargs):
+            return own(model, *args, **kwargs)
+
+        stock = run(model, labels)
+        with patched(), mock.patch.object(fusion_proof, "proof_of", wraps=fusion_proof.proof_of) as proofs:
+            for _ in range(3):
+                model.compute_language_model_loss = functools.partial(loss, model)
+                torch.testing.assert_close(run(model, labels), stock, rtol=1e-6, atol=1e-6)
+            assert proofs.call_count == 1
+
+
+def test_what_a_method_holds_is_not_kept_alive():
+    def method_of(held):
+        def forward(self, labels):
+            return held
+
+        return forward
+
+    held = Schedule()
+    assert label_argument(method_of(held)) == "labels"
+    left = weakref.ref(held)
+    del held
+    gc.collect()
+    assert left() is None

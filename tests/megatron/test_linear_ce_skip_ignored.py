@@ -1,5 +1,7 @@
 """Tokens that a loss mask leaves out make no product in a patched model: all else is stock's."""
 
+from types import MethodType
+
 import pytest
 import torch
 
@@ -85,3 +87,22 @@ def test_log_probs_of_tokens_that_count():
                 found = run(model, tokens, tokens, return_logprobs_for_linear_ce_fusion=True, loss_mask=MASK)
             torch.testing.assert_close(found, expected * (MASK[:, 1:] != 0), rtol=1e-6, atol=1e-6)
             assert whole.flops - left.flops == each * (tokens.numel() - multiplied)
+
+
+@ranks(1)
+def test_a_loss_put_on_later_is_given_the_labels_that_came():
+    """In the first call with it as in all others: ids of the vocabulary."""
+    with model_parallel():
+        model, labels, seen = one_gpt(), batch()[1], []
+        own = type(model).compute_language_model_loss
+
+        def loss(self, labels, logits):
+            seen.append(int(labels.min()))
+            return own(self, labels, logits)
+
+        with patched(skip_ignored=True, proof="off"):
+            for _ in range(3):
+                run(model, labels, loss_mask=MASK)
+                model.compute_language_model_loss = MethodType(loss, model)
+        assert seen
+        assert min(seen) >= 0

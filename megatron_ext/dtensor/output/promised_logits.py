@@ -207,13 +207,15 @@ def _capped(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _S
     return _then(promise, func, (), {}, transform=LogitArithmetic(1.0, transform.scale))
 
 
-def _cast(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
+def _cast(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> Any:
     """A cast to another floating dtype; to the device where the logits are."""
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty((), dtype=promise.state.dtype, device=promise.call.hidden.device)
         after = func(probe, *args[1:], **kwargs)
     if not isinstance(after, Tensor) or not after.is_floating_point() or after.device != probe.device:
         return None
+    if after is probe:  # torch gives the tensor itself, with its gradient also under `no_grad`
+        return promise
     return _then(promise, func, args[1:], kwargs, dtype=after.dtype)
 
 

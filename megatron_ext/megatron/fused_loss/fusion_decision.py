@@ -123,7 +123,8 @@ def decision_of(model: Any, settings: HeadSettings, loss: bool = True) -> Decisi
         return decide(model, settings, loss)
     if not found.alone:
         return found
-    if loss and found.left is None:  # what else may have changed is looked at when the loss is taken
+    # What else may have changed is looked at when the loss is taken; by then `skip_ignored` has masked labels.
+    if loss and found.left is None and not settings.skip_ignored:
         changed = _left(patch_points.output_layer(model)) is not None
     else:
         changed = has_changed(model, found, loss)
@@ -228,8 +229,8 @@ def _basis(model: Any, layer: Any, known: bool) -> ProofBasis:
     and the loss are what the head takes them for. By identity."""
     kind, own = type(layer), getattr(layer, "__dict__", {})
     parts = [
-        *(type(model), standing(model, patch_points.LOSS), layer, kind, own.get("forward")),
-        *(getattr(layer, "_forward_impl", None), hasattr(layer, "softcap"), hasattr(layer, "to_wrap")),
+        *(type(model), _taken_apart(standing(model, patch_points.LOSS)), layer, kind, _taken_apart(own.get("forward"))),
+        *(_taken_apart(getattr(layer, "_forward_impl", None)), hasattr(layer, "softcap"), hasattr(layer, "to_wrap")),
     ]
     for one in kind.__mro__:
         parts.append(vars(one).get("forward"))
@@ -246,6 +247,11 @@ def _basis(model: Any, layer: Any, known: bool) -> ProofBasis:
         None if weight is None else weight.dtype,
         [getattr(config, name, None) for name in _CONFIG],
     )
+
+
+def _taken_apart(value: Any) -> Any:
+    """A partial, which may be made anew at each step, as its function and what it binds."""
+    return (value.func, value.args) if type(value) is partial and not value.keywords else value
 
 
 def _values(owner: Any) -> list[tuple[str, Any]]:

@@ -8,8 +8,9 @@ Models differ in names and versions, and agree in this: an output layer makes lo
 
 import functools
 import inspect
+import weakref
 from collections.abc import Iterator
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import megatron.core
@@ -54,9 +55,19 @@ def region(kind: type) -> str:
     return POSTPROCESS if callable(method) and label_argument(method) is not None else FORWARD
 
 
-@functools.lru_cache(256)
+_labels_of: "weakref.WeakKeyDictionary[Any, str | None]" = weakref.WeakKeyDictionary()  # by function
+
+
 def label_argument(method: Any) -> str | None:
     """The name under which a method takes labels; None where it takes none."""
+    if type(method) is not FunctionType:
+        return _label_argument(method)
+    if method not in _labels_of:
+        _labels_of[method] = _label_argument(method)
+    return _labels_of[method]
+
+
+def _label_argument(method: Any) -> str | None:
     parameters = inspect.signature(method).parameters
     named = [name for name in LABELS if name in parameters]
     catches = inspect.Parameter.VAR_KEYWORD in [each.kind for each in parameters.values()]
