@@ -6,8 +6,8 @@ all of them, so that each needs to keep only its part.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -68,7 +68,12 @@ def checkpoint(
     return call.unflatten(CheckpointFunction.apply(call, distribute_saved_activations, *tensors))
 
 
-_notes: ContextVar[list[Any] | None] = ContextVar("_notes", default=None)
+class _Notes(threading.local):  # which torch.compile can trace, as it cannot a ContextVar
+    def __init__(self) -> None:
+        self.groups: list[Any] | None = None
+
+
+_notes = _Notes()
 
 
 class LayerGroups:
@@ -78,19 +83,19 @@ class LayerGroups:
     @contextlib.contextmanager
     def noted(cls) -> Iterator[list[Any]]:
         """Note those of the layers that run in the block."""
-        before, inside = _notes.get(), list[Any]()
-        token = _notes.set(inside)
+        before, inside = _notes.groups, list[Any]()
+        _notes.groups = inside
         try:
             yield inside
         finally:
-            _notes.reset(token)
+            _notes.groups = before
             for group in inside if before is not None else ():
                 cls.note(group)
 
     @classmethod
     def note(cls, group: Group) -> None:
         """Take the group of a layer that runs now; the layers' input is the same on all of its ranks."""
-        if (notes := _notes.get()) is not None:
+        if (notes := _notes.groups) is not None:
             named = UNSHARDED if group is None else group
             if all(known is not named for known in notes):
                 notes.append(named)
@@ -98,7 +103,7 @@ class LayerGroups:
     @classmethod
     def note_none(cls) -> None:
         """Take a layer whose input is another on each rank: no group has equal ones."""
-        if (notes := _notes.get()) is not None:
+        if (notes := _notes.groups) is not None:
             notes.extend((None, None))
 
 
