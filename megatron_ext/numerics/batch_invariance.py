@@ -59,7 +59,8 @@ def switched_on() -> bool:
 
 def is_on(config: Any = None) -> bool:
     """Return whether the mode is on: ours, by Megatron's global switch, or by a config's `batch_invariant_mode`."""
-    if _entered or (KERNELS in sys.modules and switched_on()):
+    kernels = sys.modules.get(KERNELS)
+    if _entered or (kernels is not None and kernels.is_batch_invariant_mode_enabled()):
         return True
     return config is not None and bool(getattr(config, "batch_invariant_mode", False))
 
