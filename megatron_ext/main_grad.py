@@ -55,12 +55,12 @@ def add_product(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> None:
 
 
 def promise(weight: Tensor) -> None:
-    """While a forward pass is compiled: tell Megatron already, since a compiled backward cannot set attributes."""
+    """In forward, mark a weight that is shared before any backward, and all weights where backward will be compiled."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return
     if weight.requires_grad and torch.is_grad_enabled():
-        _keep_gradients_of_lookups(weight)  # before any layer's backward makes a dummy
-        if torch.compiler.is_compiling():
+        _keep_gradients_of_lookups(weight)  # the dummy of an earlier backward is zeros then
+        if torch.compiler.is_compiling():  # a compiled backward cannot set attributes
             weight.grad_added_to_main_grad = True
 
 
