@@ -20,9 +20,9 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1383,
+    "megatron_ext/*.py": 1396,
     "megatron_ext/distributed": 862,
-    "megatron_ext/dtensor": 5027,
+    "megatron_ext/dtensor": 5028,
     "megatron_ext/experimental": 2379,
     "megatron_ext/head": 10239,
     "megatron_ext/integrations": 723,
@@ -32,10 +32,10 @@ LINES = {
     "megatron_ext/model_utils": 1513,
     "megatron_ext/numerics": 1066,
     "megatron_ext/policy": 7426,
-    "megatron_ext/proof": 744,
+    "megatron_ext/proof": 749,
     "megatron_ext/sequence": 1508,
     "megatron_ext/tensor_parallel": 4662,
-    "megatron_ext/verify": 324,
+    "megatron_ext/verify": 339,
     "megatron_on_cpu/*.py": 1395,
     "megatron_on_cpu/nccl_rules": 2119,
     "megatron_on_cpu/transformer_engine": 2929,
