@@ -9,12 +9,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import check_positive
 from megatron_ext.policy.data.agreement_of_ranks import agree
-from megatron_ext.policy.data.kept_ids import KEPT_IDS, check_kept_ids
-from megatron_ext.policy.data.micro_batches import fixed, packed, within_tokens
-from megatron_ext.policy.data.packed_rows import counted
+from megatron_ext.policy.data.batch import (
+    KEPT_IDS,
+    BatchedDataDict,
+    check_kept_ids,
+    counted,
+    fixed,
+    packed,
+    within_tokens,
+)
 from megatron_ext.policy.losses.worker_protocol import LossType, rows_together, valid_counts
 
 

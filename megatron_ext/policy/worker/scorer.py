@@ -11,10 +11,9 @@ from torch import Tensor
 
 from megatron_ext.head import LogSumExp, ReadOut, TopK
 from megatron_ext.policy.backend.base import Backend, Read
-from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.data.batch import KEPT_IDS, BatchedDataDict
 from megatron_ext.policy.data.batch_plan import MicroBatchBounds, scoring_step
-from megatron_ext.policy.data.kept_ids import KEPT_IDS
-from megatron_ext.policy.data.timer import Timer, timed
+from megatron_ext.policy.losses.worker_protocol import Timer, timed
 from megatron_ext.policy.worker.reader import MicroBatchReader
 
 

@@ -27,14 +27,12 @@ from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.dtensor import clip_grad_by_total_norm_
 from megatron_ext.head.checks import token_bound
 from megatron_ext.policy.backend.base import Backend
-from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import RuntimeErrorElsewhere
+from megatron_ext.policy.data.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Counts, MicroBatchBounds, Step, training_steps
-from megatron_ext.policy.data.timer import Timer, timed
-from megatron_ext.policy.losses.worker_protocol import LossFunction, LossType
-from megatron_ext.policy.worker.loss_inputs import LossInputs, loss_inputs
+from megatron_ext.policy.losses.worker_protocol import LossFunction, LossType, Timer, timed
 from megatron_ext.policy.worker.optimizer import LossScale, make_optimizer, make_scheduler
-from megatron_ext.policy.worker.reader import MicroBatchReader
+from megatron_ext.policy.worker.reader import LossInputs, MicroBatchReader, loss_inputs
 
 Metrics = list[dict[str, float]]  # of each micro-batch
 
@@ -131,7 +129,7 @@ class Trainer:
                 count), `input_lengths` `[B]` (needed for dynamic or packed micro-batches), and what the loss reads;
                 `kept_token_ids` as for `get_logprobs`.
             loss_fn: see `megatron_ext.policy.losses`; it gets log-probabilities `[rows, S]`, 0 in the first column, or
-                what its `input_type` says: see `megatron_ext.policy.worker.loss_inputs`. NeMo-RL's own may be given.
+                what its `input_type` says: see `megatron_ext.policy.worker.reader`. NeMo-RL's own may be given.
             gbs: rows of a global batch over all data-parallel ranks; None: `train_global_batch_size`.
             mbs: rows of a micro-batch on this rank; None: `train_micro_batch_size`.
             timer: as NeMo-RL's, measures "train".
