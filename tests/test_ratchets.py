@@ -27,7 +27,7 @@ LINES = {
     "megatron_ext/head": 10239,
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1329,
-    "megatron_ext/megatron": 4473,
+    "megatron_ext/megatron": 4465,
     "megatron_ext/memory": 714,
     "megatron_ext/model_utils": 1513,
     "megatron_ext/numerics": 1066,
