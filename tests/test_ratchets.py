@@ -31,7 +31,7 @@ LINES = {
     "megatron_ext/memory": 714,
     "megatron_ext/model_utils": 1513,
     "megatron_ext/numerics": 1066,
-    "megatron_ext/policy": 7373,
+    "megatron_ext/policy": 7275,
     "megatron_ext/proof": 728,
     "megatron_ext/sequence": 1508,
     "megatron_ext/tensor_parallel": 4662,

@@ -30,12 +30,17 @@ from torch import Tensor
 from megatron_ext.megatron import versions
 from megatron_ext.megatron.fused_loss import fusion_decision, megatron_log, model_methods
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.fused_loss.model_methods import FORWARD, MAKES, POSTPROCESS, Make
+from megatron_ext.megatron.fused_loss.model_methods import (
+    FORWARD,
+    MAKES,
+    POSTPROCESS,
+    Make,
+    settings_of_spec,
+)
 from megatron_ext.megatron.fused_loss.module_calls import in_this_call
 from megatron_ext.replace import Replacement, original_of
 
 _FUTURE = "__init_subclass__"
-HEAD = "megatron_ext_head"  # the attribute of a layer spec that names settings
 _guarding = threading.Lock()
 _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models after whose end Megatron's functions are looked at
 
@@ -119,14 +124,6 @@ def settings_of(model: Any, name: str) -> HeadSettings:
     kinds = (_of_classes.get((kind, name)) for kind in type(model).__mro__)
     of_class = next((patch.settings for patch in kinds if patch is not None), None)
     return own or settings_of_spec(model) or of_class or HeadSettings()
-
-
-def settings_of_spec(model: Any, otherwise: HeadSettings | None = None) -> HeadSettings | None:
-    """Return the settings that the model's layer spec names; `otherwise` if it names none."""
-    for spec in vars(model).values():
-        if HEAD in getattr(spec, "__dict__", ()):
-            return vars(spec)[HEAD]
-    return otherwise
 
 
 def _made(make: Make, settings: Any, original: Any) -> Any:

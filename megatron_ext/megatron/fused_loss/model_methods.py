@@ -26,6 +26,7 @@ from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
 from megatron_ext.megatron.output_processors import OPTIONS, forward_with_output_processor
 
 POSTPROCESS = "_postprocess"
+HEAD = "megatron_ext_head"  # the attribute of a layer spec that names settings
 LABELS = ("labels", "lm_labels")
 
 SettingsFor = Callable[[Any], HeadSettings | None]  # of a model; None where it is left alone
@@ -115,6 +116,14 @@ def takes_losses_without_labels(model: Any) -> bool:
     if function is None or not multi_token_layers(model):
         return False
     return model.training and "input_ids" in inspect.signature(function).parameters
+
+
+def settings_of_spec(model: Any, otherwise: HeadSettings | None = None) -> HeadSettings | None:
+    """Return the settings that the model's layer spec names; `otherwise` if it names none."""
+    for spec in vars(model).values():
+        if HEAD in getattr(spec, "__dict__", ()):
+            return vars(spec)[HEAD]
+    return otherwise
 
 
 def _fused(original: Any, settings_for: SettingsFor, name: str) -> Any:

@@ -18,9 +18,9 @@ from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_g
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import ReadOut, batch_invariant_mode
 from megatron_ext.policy import device_memory
-from megatron_ext.policy.config import Settings
+from megatron_ext.policy.config import Settings, check_positive
 from megatron_ext.policy.data.batch import BatchedDataDict, Rows
-from megatron_ext.policy.data.batch_plan import RankCoordinates, Step
+from megatron_ext.policy.data.batch_plan import MicroBatchBounds, RankCoordinates, Step
 
 T = TypeVar("T")
 Read = Callable[[BatchedDataDict], Tensor]
@@ -146,6 +146,12 @@ class Backend(ABC):
         micro_batch = batch.select_indices(rows)
         dynamic = self.settings.batching.kind == "dynamic"
         return micro_batch.cut(max(2, int(micro_batch["input_lengths"].max()))) if dynamic else micro_batch
+
+    def bounds(self, rows: int | None, usual: int, tokens: int, at_most: int | None = None) -> MicroBatchBounds:
+        """Bounds of a call's micro-batches; `rows` as the caller gives them, None: `usual`."""
+        rows = usual if rows is None else check_positive("mbs (micro_batch_size)", rows)
+        kind = self.settings.batching.kind
+        return MicroBatchBounds(kind, rows, tokens, self.vocabulary, self.places_multiple, at_most)
 
     def rows(self, micro_batch: Mapping[str, Any]) -> Rows:
         """The micro-batch's tokens as the model takes them."""

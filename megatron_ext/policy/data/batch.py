@@ -251,18 +251,20 @@ class Rows:
 
     def at_positions(self, found: Tensor) -> Tensor:
         """`[B, S, ...]` of `found`, one for each of `tokens`; 0 outside the rows."""
-        rows = found if self.place_BS is None else found[0][self.place_BS]
-        return rows.where(self._like(self.inside_BS, rows), 0)
+        return self._of_places(found).where(_along(self.inside_BS, found), 0)
 
     def at_tokens(self, found: Tensor) -> Tensor:
         """`[B, S, ...]` of what was computed at each token for the one after it; 0 for the first, and outside."""
-        rows = self.at_positions(found).roll(1, 1)
-        counts_BS = self.inside_BS.index_fill(1, torch.zeros(1, dtype=torch.int64, device=rows.device), False)
-        return rows.where(self._like(counts_BS, rows), 0)
+        counts_BS = self.inside_BS.index_fill(1, torch.zeros(1, dtype=torch.int64, device=found.device), False)
+        return self._of_places(found).roll(1, 1).where(_along(counts_BS, found), 0)
 
-    @staticmethod
-    def _like(mask_BS: Tensor, rows: Tensor) -> Tensor:
-        return mask_BS.view(*mask_BS.shape, *[1] * (rows.dim() - 2))
+    def _of_places(self, found: Tensor) -> Tensor:
+        return found if self.place_BS is None else found[0][self.place_BS]
+
+
+def _along(mask_BS: Tensor, found: Tensor) -> Tensor:
+    """A mask `[B, S, 1, ...]` of as many dims as `found`."""
+    return mask_BS.view(*mask_BS.shape, *[1] * (found.dim() - 2))
 
 
 def replayed(labels: Tensor, kept: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
