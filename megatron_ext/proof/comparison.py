@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.proof.diagnosis import Sides, columns_missing, relative, why_different
-from megatron_ext.proof.result import Proof
+from megatron_ext.proof.proofs import Proof
 
 Way = Callable[[Tensor], Tensor]
 
