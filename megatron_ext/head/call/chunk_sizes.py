@@ -17,8 +17,7 @@ from megatron_ext.head.call.gpu_properties import TILE_M, TILE_N, Device, device
 from megatron_ext.head.call.matmul import Operand
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.numerics import fixed_order
-from megatron_ext.numerics.matrices import on_tensor_cores
-from megatron_ext.numerics.readable_values import has_values
+from megatron_ext.numerics.tensors import has_values, on_tensor_cores
 
 # Logits of one chunk: on CUDA, where a read-out has dozens of launches a chunk, so many that the host keeps up; on CPU
 # fewer, as long as the product has 256 rows, and those that are all kept take no memory of their own.

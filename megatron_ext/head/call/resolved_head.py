@@ -23,12 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, group_rank
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard, group_rank
 from megatron_ext.head.call import matmul
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.fixed_order import aligned, functions_fault
-from megatron_ext.numerics.readable_values import has_values
+from megatron_ext.numerics.tensors import has_values
 from megatron_ext.numerics.tree_sums import in_tree
 
 Bits = Literal["fast", "batch", "tensor_parallel"]

@@ -1,7 +1,7 @@
 """Row statistics: of one rank, signed with its options and labels, exchanged, checked, and combined into those of the
 whole vocabulary.
 
-Legend: T tokens, K statistics of a shard (see `logit_passes.py`), R ranks, N ids of tokens, or parts of the vocabulary.
+Legend: T tokens, K statistics of a shard (see `passes.py`), R ranks, N ids of tokens, or parts of the vocabulary.
 Everything here is `[T]` or `[K, T]`: nothing of vocabulary size.
 
 Shards' statistics are fp32 (fp64 for fp64 input). What is made of them is fp64, a few numbers per token, and is rounded
@@ -26,11 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
-from megatron_ext.distributed.groups import Group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard
 from megatron_ext.head.call.resolved_head import ResolvedHead, added
-from megatron_ext.numerics.matrices import accumulation_dtype, part_of
-from megatron_ext.numerics.readable_values import has_values, raise_unless
+from megatron_ext.numerics.tensors import accumulation_dtype, has_values, part_of, raise_unless
 from megatron_ext.numerics.tree_sums import in_tree
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # of Fibonacci hashing (Knuth, The Art of Computer Programming 3)

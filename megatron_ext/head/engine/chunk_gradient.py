@@ -20,15 +20,13 @@ from torch import Tensor
 
 from megatron_ext.head.call import chunk_sizes, logit_gradient, matmul
 from megatron_ext.head.call.chunk_sizes import blocks
-from megatron_ext.head.call.matmul import WeightSums
+from megatron_ext.head.call.matmul import WeightSums, transformed
 from megatron_ext.head.engine.logit_sources import ComputedLogits
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
-from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.numerics import cpu_products, matrices
-from megatron_ext.numerics.matrices import accumulation_dtype, part_of, parts_of
-from megatron_ext.numerics.readable_values import has_values
+from megatron_ext.numerics import cpu_products, tensors
+from megatron_ext.numerics.tensors import accumulation_dtype, has_values, part_of, parts_of
 
 
 def logits_of_chunk(made: Sequence[Any], rows: slice, keep_raw: bool) -> tuple[Tensor | None, list[Tensor]]:
@@ -200,7 +198,7 @@ class KeptGradient:
             bad_t = ~out_tV.sum(1, dtype=accumulation_dtype(out_tV.dtype)).isfinite()
             self.bad_T[rows] = bad_t
             out_tV.masked_fill_(bad_t.unsqueeze(1), 0)
-        if transform.changes or matrices.widens(self._source.x_TD, transform.rounds):
+        if transform.changes or tensors.widens(self._source.x_TD, transform.rounds):
             self.unit_TV[rows] = out_tV
 
     def add_products(self, grad_T: Tensor | None, out: tuple[Tensor | None, WeightSums, Tensor | None]) -> None:
@@ -229,5 +227,5 @@ def of(plan: Plan, source: ComputedLogits) -> KeptGradient | None:
     tokens = chunk_sizes.kept_tokens(call, plan.tokens, w_VD.shape[0], x_TD)
     if not tokens:
         return None
-    source.memory_TV = matrices.new_matrix(x_TD, tokens, w_VD.shape[0])
+    source.memory_TV = tensors.new_matrix(x_TD, tokens, w_VD.shape[0])
     return KeptGradient(plan, source, source.memory_TV, torch.zeros(tokens, dtype=torch.bool, device=x_TD.device))

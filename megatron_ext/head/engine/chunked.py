@@ -22,9 +22,9 @@ from megatron_ext.head.engine import chunk_gradient, logit_sources
 from megatron_ext.head.engine.chunk_gradient import ChunkGradient, logits_of_chunk
 from megatron_ext.head.engine.logit_sources import ComputedLogits, LogitTransform, in_runs, new_gradient, rows_of
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.row_passes.dispatch import engine_combined, in_engine_order, write_engine_sums
-from megatron_ext.numerics import matrices
-from megatron_ext.numerics.matrices import accumulation_dtype, part_of
+from megatron_ext.head.row_passes.passes import engine_combined, in_engine_order, write_engine_sums
+from megatron_ext.numerics import tensors
+from megatron_ext.numerics.tensors import accumulation_dtype, part_of
 from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
 
 
@@ -160,7 +160,7 @@ def _gradients(
             continue
         tree = TreeSum()
         for (leaf, *_), gradient, own_sums, span in zip(made, gradients, of_leaf, spans, strict=True):
-            dz_tV, w_VD = matrices.new_matrix(x_TD, rows.stop - rows.start, width), leaf.w_VD
+            dz_tV, w_VD = tensors.new_matrix(x_TD, rows.stop - rows.start, width), leaf.w_VD
             gradient.write(rows, dz_tV)
             if dx_TD is not None:
                 tree.add(arithmetic.add_product(None, dz_tV, w_VD))

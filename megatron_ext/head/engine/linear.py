@@ -33,13 +33,9 @@ from megatron_ext.head.call.resolved_head import Leaf, leaves_of
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.weight_gradient import WeightGradient, weight_gradients
-from megatron_ext.head.row_passes.dispatch import (
-    engine_combined,
-    in_engine_order,
-    write_engine_sums,
-)
-from megatron_ext.numerics import fixed_order, matrices
-from megatron_ext.numerics.matrices import accumulation_dtype, part_of, parts_of, widens
+from megatron_ext.head.row_passes.passes import engine_combined, in_engine_order, write_engine_sums
+from megatron_ext.numerics import fixed_order, tensors
+from megatron_ext.numerics.tensors import accumulation_dtype, part_of, parts_of, widens
 from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
 
 
@@ -257,15 +253,15 @@ def statistics_pass(
     if fixed:
         cached = _kept_of_leaf(cached / max(w_VD.shape[0], 1), columns, plan, hidden_TD)
     as_logits = bool(cached) and (fixed or call.softcap is not None) and keeps_logits(plan, hidden_TD)
-    kept = matrices.logit_dtype(hidden_TD, call.rounds) if fixed and as_logits else None  # else the hidden states'
+    kept = tensors.logit_dtype(hidden_TD, call.rounds) if fixed and as_logits else None  # else the hidden states'
     # Logits turn into what is kept of them.
-    in_place = cached == columns and not (on_gpu and matrices.widens(hidden_TD, call.rounds))
+    in_place = cached == columns and not (on_gpu and tensors.widens(hidden_TD, call.rounds))
     # A kernel that also stores exponentials has other threads for its columns, which add in another order then.
     apart = bool(cached) and not as_logits and on_gpu and fixed
     found = []
     for _ in leaves:
         stats_KT = statistics.new_statistics(tokens, plan.shared_rows, plan.ranks, dtype, hidden_TD.device)
-        exp_TV = matrices.new_matrix(hidden_TD, tokens, cached, kept) if cached else hidden_TD.new_empty(tokens, 0)
+        exp_TV = tensors.new_matrix(hidden_TD, tokens, cached, kept) if cached else hidden_TD.new_empty(tokens, 0)
         found.append(FirstPass(stats_KT, exp_TV, stats_KT.new_empty(tokens)))
 
     def run(x_TD: Tensor, span: slice) -> None:
@@ -336,13 +332,13 @@ def keeps_logits(plan: Plan, x_TD: Tensor) -> bool:
     call = plan.call
     if plan.fixed:
         return call.softcap is not None or call.expected
-    return call.softcap is not None and (not matrices.widens(x_TD, call.rounds) or call.softcap < 16)
+    return call.softcap is not None and (not tensors.widens(x_TD, call.rounds) or call.softcap < 16)
 
 
 def _kept_of_leaf(share: float, columns: int, plan: Plan, x_TD: Tensor) -> int:
     """Return for how many of a leaf's columns something is kept, of the `share` of all that memory is for."""
     if keeps_logits(plan, x_TD):
-        share *= x_TD.element_size() / matrices.logit_dtype(x_TD, plan.call.rounds).itemsize
+        share *= x_TD.element_size() / tensors.logit_dtype(x_TD, plan.call.rounds).itemsize
     multiple = fixed_order.multiple(x_TD)
     return columns if share >= 1 else int(columns * share) // multiple * multiple
 
@@ -369,7 +365,7 @@ def gradient_tile(
     kept, width = block.stop <= exp_TV.shape[1], block.stop - block.start
     target_T = leaf.target_T - block.start
     bias_V = None if leaf.bias_V is None else leaf.bias_V[block]
-    g_TV = matrices.new_matrix(x_TD, tokens.stop - tokens.start, width)
+    g_TV = tensors.new_matrix(x_TD, tokens.stop - tokens.start, width)
     inside = grad.inside or (None, None, None)
     room = block_room(target_T.shape[0], leaf.w_VD.shape[0], x_TD)
     for rows in [tokens] if kept else product_chunks(tokens, None, width, x_TD, room):

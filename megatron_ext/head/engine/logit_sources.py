@@ -15,11 +15,10 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
-from megatron_ext.head.call.matmul import in_one, operand
+from megatron_ext.head.call.matmul import bend, in_one, operand, transformed
 from megatron_ext.head.call.resolved_head import FAST, FIXED, Arithmetic, ResolvedHead, leaves_of
-from megatron_ext.head.row_passes.logit_passes import bend, transformed
 from megatron_ext.numerics import fixed_order
-from megatron_ext.numerics.matrices import accumulation_dtype, new_matrix, part_of
+from megatron_ext.numerics.tensors import accumulation_dtype, new_matrix, part_of
 
 # Elements of rows that are copied after all, because their runs are too short to be worked on one by one.
 _FEW = 1 << 20

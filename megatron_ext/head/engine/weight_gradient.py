@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_ext.head.call.logit_gradient import GradientParts
 from megatron_ext.head.call.resolved_head import Leaf
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.row_passes.dispatch import PYTORCH
-from megatron_ext.numerics.matrices import pieces
+from megatron_ext.head.row_passes.passes import PYTORCH
+from megatron_ext.numerics.tensors import pieces
 
 # Elements of a piece of the scaled hidden states on CPU. On CUDA they are one: their product with G has as many tiles
 # as it can, in memory that dx's fp32 product has left or, while that is there, dW does not need in 16 bits.

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
-from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard, group_rank, tensor_parallel_group
 
 
 def whole_vocabulary(logits: Tensor, tp_group: Group, vocab: VocabShard) -> Tensor:
