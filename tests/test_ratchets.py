@@ -21,10 +21,10 @@ LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
     "megatron_ext/*.py": 1383,
-    "megatron_ext/distributed": 862,
+    "megatron_ext/distributed": 859,
     "megatron_ext/dtensor": 5027,
     "megatron_ext/experimental": 2379,
-    "megatron_ext/head": 10190,
+    "megatron_ext/head": 10180,
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1329,
     "megatron_ext/megatron": 4474,

@@ -24,9 +24,9 @@ from megatron_ext.head.call.matmul import numbers
 from megatron_ext.head.call.resolved_head import ResolvedHead, bits_fault
 from megatron_ext.head.checks import Bits, Cache, HiddenLayout, bits_or_mode, computed_dtype
 from megatron_ext.head.counted_tokens import CountedTokens, left_in
+from megatron_ext.head.engine.chunk_logits import LogitTransform, gather_tokens, of_each
 from megatron_ext.head.engine.chunked import ChunkedHead
 from megatron_ext.head.engine.linear import LinearHead
-from megatron_ext.head.engine.logit_sources import LogitTransform, gather_tokens, of_each
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.layer_facts import HeadFacts, head_facts
 from megatron_ext.head.lora import (

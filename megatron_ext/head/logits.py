@@ -8,9 +8,9 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, VocabShard, group_rank, tensor_parallel_group
 from megatron_ext.head import checks
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.engine.chunked import StoredLogitsHead
-from megatron_ext.head.engine.logit_sources import Flat, LogitTransform
+from megatron_ext.head.engine.chunk_logits import LogitTransform
 from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.engine.stored_logits import Flat, StoredLogitsHead
 from megatron_ext.head.lm_head import as_asked, checked
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.teacher import teacher_logits_fault

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group, VocabShard
-from megatron_ext.head.call.resolved_head import ResolvedHead, added
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.numerics.tensors import accumulation_dtype, has_values, part_of, raise_unless
 from megatron_ext.numerics.tree_sums import in_tree
 
@@ -277,6 +277,11 @@ def _merged(stats_RKT: Tensor, start_R1: Tensor, call: ResolvedHead) -> list[Ten
         first = start_R1.where(peaks_RT == largest, torch.inf).argmin(0, keepdim=True)
         rows.append(stats_RKT[:, len(rows)].gather(0, first).squeeze(0))
     return rows
+
+
+def added(x_RT: Tensor, call: ResolvedHead) -> Tensor:
+    """The sum of all shards' numbers, in the tree's order where bits are fixed."""
+    return in_tree(x_RT.unbind(0), torch.add) if call.bits != "fast" else x_RT.sum(0)
 
 
 def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: ResolvedHead, shift_T: Tensor) -> Statistics:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import VocabShard
-from megatron_ext.head.call import logit_gradient, statistics
-from megatron_ext.head.call.logit_gradient import Basis
+from megatron_ext.head.call import statistics
 from megatron_ext.head.call.resolved_head import FAST, FIXED, ResolvedHead, leaf_count, leaves_of
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut
@@ -277,15 +276,6 @@ class Plan:
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*plain)
         return tuple(found)
-
-    def basis(self, stats: Statistics, saved: list[list[Tensor]], grads: Sequence[Tensor | None]) -> Basis:
-        """The gradients of all of them in the form of a function of the softmax."""
-        parts = []
-        for r, each, grad in zip(self.readouts, saved, grads, strict=True):
-            part = None if grad is None else r.basis(stats, each, grad)
-            if part is not None:
-                parts.append(part)
-        return parts[0] if len(parts) == 1 else logit_gradient.added(parts)
 
     def _cut(self) -> "list[Plan]":
         """The plan of each leaf's columns alone."""

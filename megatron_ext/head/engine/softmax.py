@@ -15,7 +15,7 @@ from megatron_ext.head.call import statistics
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.engine.logit_sources import Flat
+from megatron_ext.head.engine.stored_logits import Flat
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.numerics.tensors import accumulation_dtype
 

@@ -240,7 +240,7 @@ class ReadOut:
 
     def added(self, x_RT: Tensor) -> Tensor:
         """The sum of all shards' numbers, with the bits that the call asks for."""
-        return resolved_head.added(x_RT, self.call)
+        return statistics.added(x_RT, self.call)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
         """Return what is read out, and what the gradient wants of it.
