@@ -180,7 +180,7 @@ def test_an_unknown_kernel_is_refused():
 
 def test_rows_of_the_kept_matrix_begin_at_16_bytes():
     """At any vocabulary: cuBLAS and Triton leave their fast paths where they do not."""
-    from megatron_ext.numerics.matrices import new_matrix
+    from megatron_ext.numerics.tensors import new_matrix
 
     with cuda_rank_of(1, lambda *launch: None):
         for dtype in (torch.bfloat16, torch.float32):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from benchmarks.meter import measure
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head import Kept, KeptEntropy, LmHead, Logits, linear_sampled_log_probs, sampled_log_probs
 from tests.fuzz import heads
 from tests.head.test_read import check_read
