@@ -28,7 +28,7 @@ LINES = {
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1328,
     "megatron_ext/megatron": 4473,
-    "megatron_ext/memory": 714,
+    "megatron_ext/memory": 715,
     "megatron_ext/model_utils": 1510,
     "megatron_ext/numerics": 1073,
     "megatron_ext/policy": 7167,
