@@ -125,7 +125,7 @@ def _ways() -> dict[str, str | None]:
     from megatron_ext.megatron import substitute
     from megatron_ext.megatron import versions as megatron_versions
 
-    patch, substitution = megatron_versions.why_incomplete("patch"), substitute.why_not_substituted()
+    patch, substitution = megatron_versions.why_no_patch(), substitute.why_not_substituted()
     return {
         "launcher --linear-ce": patch,
         "launcher --tensor-parallel": substitution,

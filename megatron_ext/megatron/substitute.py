@@ -260,8 +260,9 @@ def _has_its_group(layer: Any) -> bool:
 
 def why_not_substituted() -> str | None:
     """Return what of Megatron's tensor-parallel package ours do not know, or None: names, and arguments of names."""
-    if (missing := versions.why_incomplete("substitution")) is not None:
-        return missing
+    missing = versions.missing_seams("substitution")
+    if missing:
+        return f"this Megatron-Core has no {', '.join(missing)}"
     if _active is not None:
         return None
     pairs, lacking = _pairs()

@@ -177,10 +177,9 @@ LATER: tuple[Seam, ...] = (
 )
 
 
-def why_incomplete(way: str) -> str | None:
-    """The seams that a way in needs and this Megatron-Core lacks, each with the versions that have it, or None."""
-    missing = [f"{seam.address} ({seam.versions})" for seam in SEAMS[way] if not seam.is_there()]
-    return f"this Megatron-Core has no {', '.join(missing)}" if missing else None
+def missing_seams(way: str) -> list[str]:
+    """The seams that a way in needs and this Megatron-Core lacks, each with the versions that have it."""
+    return [f"{seam.address} ({seam.versions})" for seam in SEAMS[way] if not seam.is_there()]
 
 
 # ---- our layers in Megatron's place: the specs and the substitution
@@ -205,10 +204,17 @@ def unknown_arguments(theirs: Any, ours: Any) -> list[str]:
     ]
 
 
+def why_no_patch() -> str | None:
+    """Return why the fused head cannot go into this Megatron-Core's models; None if it can."""
+    missing = missing_seams("patch")
+    return f"this Megatron-Core has no {', '.join(missing)}" if missing else None
+
+
 def why_no_spec(way: str = "spec") -> str | None:
     """Return why our layers cannot be named in a layer spec ("spec" or "hybrid spec"); None if they can."""
-    if (missing := why_incomplete(way)) is not None:
-        return missing
+    missing = missing_seams(way)
+    if missing:
+        return f"this Megatron-Core has no {', '.join(missing)}"
     theirs = importlib.import_module("megatron.core.tensor_parallel.layers")
     unknown = [
         f"{ours.__name__}({argument}=...)"
