@@ -14,13 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
-<<<<<<< HEAD
-from megatron_ext.distributed.groups import Group, check_group, group_size
-from megatron_ext.head.checks import check_option
-from megatron_ext.model_utils.arguments import check_dims, columns_of, local, number, whole_if_none
-from megatron_ext.model_utils.top_k import gather_logits_at_global_indices
-from megatron_ext.numerics.tensors import accumulation_dtype
-=======
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_size
 from megatron_ext.head.checks import check_option, or_refuse
 from megatron_ext.model_utils.arguments import (
@@ -35,10 +28,9 @@ from megatron_ext.model_utils.arguments import (
     without_padding,
 )
 from megatron_ext.model_utils.dtensor import sequence_group, shard_of_dtensor
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.tensors import accumulation_dtype
 from megatron_ext.sequence.devices import on_device
 from megatron_ext.sequence.targets import PaddedParts
->>>>>>> patch
 from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 
