@@ -396,7 +396,7 @@ QUICK = {
         (compare_token_terms, (_FP32, ranks, *TOKEN_CALLS[number]))
         for ranks, number in ((1, 0), (1, 3), (3, 2), (3, 5))
     ],
-    "nucleus": [(compare_nucleus, (_FP32, 21, 3.0, temperature, (0.7,), 8)) for temperature in (1.0, 0.7)],
+    "nucleus": [(compare_nucleus, (_FP32, 21, 3.0, temperature, (0.7,), 8)) for temperature in (0.7,)],
     "selection": [(compare_selection, (_FP32, 130, (5,)))],
     "products": [
         (compare_products, (_BF16, False, False)),
