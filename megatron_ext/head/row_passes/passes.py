@@ -108,7 +108,7 @@ def row_statistics(
     for rows in blocks:
         whole = len(blocks) == 1 and counted == z_TV.shape[1]
         if scratch_TV is not None:
-            work = part_of(scratch_TV, slice(0, rows.stop - rows.start))
+            work = scratch_TV if len(blocks) == 1 else scratch_TV[: rows.stop - rows.start]
         else:
             assert exp_TV is not None
             work = exp_TV if whole else part_of(exp_TV, rows, counted)
