@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.policy.backend.base import Backend, whole_vocabulary
 from megatron_ext.policy.backend.megatron import Inputs
 from megatron_ext.policy.config import read_config

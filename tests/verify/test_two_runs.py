@@ -82,8 +82,9 @@ def test_compare_tells_another_loss(standin, capsys, tmp_path, monkeypatch):
     assert re.search(r"verify: the loss of a step differs by \d\.\de-0\d, and at most 1\.0e-03 is", ended.value.code)
 
 
-def test_compare_fails_where_no_loss_was_fused(standin, capsys, monkeypatch):
+def test_compare_fails_where_no_loss_was_fused(standin, capsys, tmp_path, monkeypatch):
     """Equal runs of which neither has a fused loss say nothing of the fused head; the launcher trains nevertheless."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEGATRON_EXT_FUSION", "off")
     with pytest.raises(SystemExit) as ended:
         compare.main(["--cpu", "--linear-ce", "--verify", "1", *standin])

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed import collectives
-from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard, group_rank, tensor_parallel_group
 from megatron_ext.head import ReadOut, batch_invariant_mode
 from megatron_ext.policy import device_memory
 from megatron_ext.policy.config import Settings, check_positive

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_ext.distributed.groups import Group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard
 from megatron_ext.dtensor import (
     _parallelize_model,
     causal_lm_from_logits,

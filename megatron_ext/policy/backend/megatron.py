@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_ext.distributed.collectives import all_gather_object, all_reduce
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head.checks import or_refuse, token_bound
 from megatron_ext.head.cross_entropy import side_by_side
 from megatron_ext.megatron.language_model_patch import forward_with_fused_head
