@@ -153,15 +153,18 @@ def _projected(gradient: Tensor | None, of: Tensor) -> Tensor:
 def _tolerance(tensors: list[Tensor], of_losses: torch.dtype) -> _Tolerance:
     """Return the tolerance of the coarsest dtype in which something is computed.
 
-    `of_losses`: the dtype of the model's own losses, as fp32 where a model in fp64 rounds its logits before the loss.
+    `of_losses`: the dtype of the model's own losses. A model in fp64 may round its logits to fp32 before the loss; one
+    in fp32 whose losses come in 16 bits gets no more than fp32 has, in which the fused ones are computed.
     """
-    dtypes = [*(x.dtype for x in tensors), of_losses]
+    dtypes = [x.dtype for x in tensors]
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device):
         dtypes.append(torch.get_autocast_dtype(device))
     tolerances = [_TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16]) for dtype in dtypes]
     if torch.float32 in dtypes and device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         tolerances.append(_TF32)
+    if of_losses != torch.float64:
+        tolerances.append(_TOLERANCES[torch.float32])
     return max(tolerances)
 
 

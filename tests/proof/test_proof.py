@@ -53,6 +53,13 @@ def test_equal_losses_are_proved(dtype):
     assert str(proof).startswith("proved on 48 tokens, largest difference ")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rounded", [torch.bfloat16, torch.float16])
+def test_losses_that_come_in_16_bits_hide_no_wrong_factor(dtype, rounded):
+    """The head computes no coarser for it: 0.4 % are another loss in fp32, whatever its dtype."""
+    assert not outcome(lambda h, w, y: (1.004 * losses(h, w, y)).to(rounded), dtype).fused
+
+
 class _NeighboursGradient(torch.autograd.Function):
     """The same losses, each with the gradient of the token before it."""
 
