@@ -68,6 +68,15 @@ def test_beats_come_each_period_while_a_call_lasts(moves):
     assert len(sent) == count
 
 
+def test_beats_come_after_a_moment_without_python_frames(moves, monkeypatch):
+    """Compiled extensions have none until they call Python again."""
+    lines, looks = heartbeat._lines, []
+    monkeypatch.setattr(
+        heartbeat, "_lines", lambda thread: looks.append(thread) or (lines(thread) if looks[1:] else [])
+    )
+    assert beats_of(stands)
+
+
 def test_a_call_is_idle_that_neither_moves_nor_waits_outside(moves):
     def outside(event):
         with outside_wait("a server"):

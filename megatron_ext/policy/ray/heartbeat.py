@@ -35,7 +35,9 @@ def beating(send: Callable[[dict[str, Any]], object], call: str) -> Iterator[Non
 
     def beat() -> None:
         before, since, used = None, 0.0, _used(process)
-        while not ended.wait(PERIOD_S) and (lines := _lines(thread)):
+        while not ended.wait(PERIOD_S):
+            if not (lines := _lines(thread)):  # before its first line, or in compiled code that has no frames
+                continue
             if lines != before or outside_waits.now or _moves(process, used):
                 since = time.monotonic()
             before, used = lines, _used(process)
