@@ -64,6 +64,10 @@ class LmHead:
             before scale, softcap and temperature, which are taken in fp32 as the softmax is, as inference engines do.
             Gradients take the rounding for the identity. None or torch.float32: on CUDA the product's fp32 sums are
             used as they are; a CPU's products of 16-bit operands come rounded in any case.
+        fused_epilogue: experimental, not measured yet: logits are not written, the products themselves take their
+            exponentials (kernels in Triton for Hopper): without gradient no memory for logits, and in backward none for
+            those that are recomputed. For read-outs of the softmax with bf16 on CUDA; other options and read-outs that
+            these kernels do not have are refused. docs/head.md#exponentials-in-the-product
         lora: `LoRA`, or several: low-rank parts of the logits, before scale, softcap and temperature. Given `bits`
             other than "fast", each pass makes one operand of weight and B.
 
@@ -83,6 +87,7 @@ class LmHead:
     gradient_accumulation_fusion: bool = field(default=False, kw_only=True)
     bits: Bits | None = field(default=None, kw_only=True)
     logit_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    fused_epilogue: bool = field(default=False, kw_only=True)
     lora: LoRA | Sequence[LoRA] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -190,6 +195,7 @@ class LmHead:
             rounds=self.logit_dtype is not None and self.logit_dtype.itemsize == 2,
             in_slices=in_slices,
             guessed=guessed,
+            fused_epilogue=self.fused_epilogue,
         )
 
 

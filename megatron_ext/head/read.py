@@ -26,7 +26,7 @@ from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.lora import adapters_of, low_rank, options_of, rows_fault, widened
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.teacher import Teacher, teacher_fault, teacher_logits_fault
-from megatron_ext.head.row_passes.dispatch import passes_of
+from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
 from megatron_ext.numerics.fixed_order import products_fault
 from megatron_ext.numerics.matrices import accumulation_dtype
 from megatron_ext.numerics.readable_values import has_values, raise_if
@@ -113,6 +113,8 @@ def read_hidden(
     fault = _tensors_fault(own, hidden, None if head.guessed else head.vocab, ranks) or found or fault
     if head.bits != "fast":
         fault = bits_fault(head, ranks, hidden, readouts) or fault
+    if head.fused_epilogue:
+        _check_fused_epilogue(head, own, hidden, readouts)
     if head.fuse_main_grad and torch.is_grad_enabled():
         fault = fault or _main_grad_fault(own.weight)
     for teacher in teachers:
@@ -306,6 +308,34 @@ def _tensors_fault(
         return found
     dtype = computed_dtype(hidden, given.weight)
     return checks.logit_dtype_fault(given.logit_dtype, dtype, f"{whose}hidden")
+
+
+def _check_fused_epilogue(head: ResolvedHead, own: Any, hidden: Tensor, readouts: Sequence[ReadOut]) -> None:
+    """Refuses what kernels with a fused epilogue do not have; every rank sees it.
+
+    Raises:
+        ValueError: an argument is not theirs, or there are no such kernels here.
+    """
+    dtype, width = computed_dtype(hidden, own.weight), hidden.shape[-1]
+    others = [type(r).__name__ for r in readouts if r.needs_logits or r.mean]
+    found = {
+        f"logits are computed in {dtype}, not bfloat16": dtype != torch.bfloat16,
+        f"hidden has {width} columns, no multiple of 8": width % 8 or not width,
+        f"softcap is {head.softcap}": head.softcap is not None,
+        f'bits is "{head.bits}"': head.fixed,
+        f"logit_dtype is {own.logit_dtype}": head.rounds,
+        f"chunk_tokens is {head.chunk_tokens}": head.chunk_tokens is not None,
+        "lora is given": bool(own.lora),
+        f"{', '.join(others)} read more than sums of exponentials": others,
+        f"hidden is on {hidden.device}, without Triton's kernels": passes_of(hidden) is PYTORCH,
+    }
+    for reason, holds in found.items():
+        if holds:
+            raise ValueError(
+                f"fused_epilogue is True and {reason}: it is for bf16 hidden states of a multiple of 8 columns on CUDA "
+                f"with Triton, for read-outs of the softmax without label smoothing, softcap, lora, logit_dtype and "
+                f'chunk_tokens, and bits "fast"; leave fused_epilogue out of this head'
+            )
 
 
 def _main_grad_fault(weight: Tensor) -> ValueError | None:

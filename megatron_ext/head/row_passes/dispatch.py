@@ -23,19 +23,21 @@ from torch import Tensor
 from megatron_ext.head.call import logit_gradient, statistics
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import MAX, SUM_EXP, Statistics
-from megatron_ext.head.row_passes import fixed_order_sums, label_terms, logit_passes, nucleus, selection
+from megatron_ext.head.row_passes import fixed_order_sums, fused_products, label_terms, logit_passes, nucleus, selection
 from megatron_ext.numerics.readable_values import has_values
 
 
 class RowPasses:
     """The passes over rows in plain PyTorch, which is their definition; another instance has other functions.
 
-    `logit_passes`, `label_terms`, `statistics`, `logit_gradient`, `nucleus`, `selection` and `fixed_order_sums` say
-    what each of them takes.
+    `logit_passes`, `fused_products`, `label_terms`, `statistics`, `logit_gradient`, `nucleus`, `selection` and
+    `fixed_order_sums` say what each of them takes.
     """
 
     row_statistics = staticmethod(logit_passes.row_statistics)
     row_gradient = staticmethod(logit_passes.row_gradient)
+    product_statistics = staticmethod(fused_products.product_statistics)
+    product_gradient = staticmethod(fused_products.product_gradient)
     add_label_rows = staticmethod(label_terms.add_label_rows)
     finish_dx = staticmethod(label_terms.finish_dx)
     scale_rows = staticmethod(label_terms.scale_rows)
@@ -106,6 +108,10 @@ class _OperatorPasses(RowPasses):
 
     row_statistics = _operator("row_statistics", logit_passes.row_statistics, ("stats_KT", "exp_TV", "shift_T"))
     row_gradient = _operator("row_gradient", logit_passes.row_gradient, ("out_TV",))
+    product_statistics = _operator(
+        "product_statistics", fused_products.product_statistics, ("stats_KT", "shift_T", "exp_TV")
+    )
+    product_gradient = _operator("product_gradient", fused_products.product_gradient, ("out_TV",))
     add_label_rows = _operator("add_label_rows", label_terms.add_label_rows, ("out_VD",))
     finish_dx = _operator("finish_dx", label_terms.finish_dx, ("out_TD",))
     scale_rows = _operator("scale_rows", label_terms.scale_rows, ("out_TD",))
