@@ -51,8 +51,11 @@ told-%:
 
 # torch goes first: packages that depend on it must find the pinned build and not fetch another one.
 $(VENV)/.ready: requirements-dev.txt setup.py
+	@test ! -e $(VENV) -o -e $(VENV)/.ready -o -e $(VENV)/.made || \
+		{ echo "$(VENV) was not made by make, which would empty it: call make with VENV=FOLDER, or remove it"; exit 2; }
 	@echo "$(VENV) is made first: a minute or two, once. 1 of 4: an empty environment of $(PYTHON)"
 	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $(VENV)/.made
 	@echo "2 of 4: torch, the largest download"
 	@$(PIP) $(INSTALL) $$(grep '^torch==' requirements-dev.txt)
 	@echo "3 of 4: the $$(grep -c '==' requirements-dev.txt) packages of requirements-dev.txt: Megatron-Core, transformers, Ray and what they need"

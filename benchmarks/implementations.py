@@ -59,7 +59,9 @@ def ours(cache: float | None) -> Implementation:
 
 def fused_epilogue(cache: float) -> Implementation:
     """Ours, whose products take the exponentials of logits."""
-    return Implementation(f"ours, fused epilogue, cache {cache:g}", partial(_with_fused_epilogue, cache), products=8 - 2 * cache)
+    return Implementation(
+        f"ours, fused epilogue, cache {cache:g}", partial(_with_fused_epilogue, cache), products=8 - 2 * cache
+    )
 
 
 def _with_fused_epilogue(cache: float, case: Case, group: Group) -> Head:

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu_run import Machine
 from benchmarks.interpreter import round_to_bfloat16
-from megatron_ext.head.row_passes import dispatch
+from megatron_ext.head.row_passes import passes
 from megatron_ext.memory.fake_cuda import kernels
 from megatron_on_cpu import megatron_on_cpu
 
@@ -77,8 +77,8 @@ def stood_in_for_cuda() -> Iterator[Machine]:
     round_to_bfloat16()
     chosen = (
         (torch.cuda, "device_of", lambda x: nullcontext()),
-        (dispatch, "_interpreted", lambda: False),
-        (dispatch, "triton_passes", kernels),
+        (passes, "_interpreted", lambda: False),
+        (passes, "triton_passes", kernels),
     )
     with replaced(*ON_CUDA, *chosen), megatron_on_cpu():
         yield Machine("cpu", Event, lambda: None, lambda: None, lambda: 0, lambda: 0, lambda: None)

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m megatron_ext.compare --cpu pretrain_gpt.py --num-layers 2 ...
 
 Takes the launcher's options; without one that changes the script, `--linear-ce`. Ends with a table and a picture,
-`compare.png` or `--picture FILE`. Exit code 1 if the losses or gradient norms differ by more than `--tolerance`.
+`compare.png` or `--picture FILE`. Exit code 1 if the losses or gradient norms differ by more than `--tolerance`, or if
+`--linear-ce` fused no loss.
 """
 
 import sys
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
         options.verify = 5
     if options.picture is None:
         options.picture = Path("compare.png")
-    run.verify(parser, options, given)
+    run.verify(parser, options, given, must_fuse=True)
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ def screen(found: dict[str, Any]) -> str:
 
 
 def _of_ways(ways: dict[str, str | None]) -> list[str]:
-    return [f"  {'no' if reason else 'ok'} {name:<36}{reason or ''}".rstrip() for name, reason in ways.items()]
+    return [f"  {'no' if reason else 'ok'} {name:<38} {reason or ''}".rstrip() for name, reason in ways.items()]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -257,8 +257,13 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
         stop_when_built(say_on_last_rank)
 
 
-def verify(parser: argparse.ArgumentParser, options: argparse.Namespace, argv: list[str]) -> None:
-    """Run the script's first steps stock and with `argv`, say how they differ, and end the process if they do."""
+def verify(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, argv: list[str], must_fuse: bool = False
+) -> None:
+    """Run the script's first steps stock and with `argv`, say how they differ, and end the process if they do.
+
+    The last rank prints the table. `must_fuse`: end the process with an error where `--linear-ce` fused no loss.
+    """
     from megatron_ext.verify.picture import draw
     from megatron_ext.verify.two_runs import run_twice
 
@@ -275,10 +280,17 @@ def verify(parser: argparse.ArgumentParser, options: argparse.Namespace, argv: l
     last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
     if last and options.picture is not None:
         print(draw(found, options.picture), file=sys.stderr, flush=True)
-    if found.fault is not None:
-        sys.exit(f"{found}\nverify: {found.fault}")
     if last:
-        print(f"{found}\nverify: the same, within {options.tolerance:g}", file=sys.stderr, flush=True)
+        print(found, file=sys.stderr, flush=True)
+    if found.fault is not None:
+        sys.exit(f"verify: {found.fault}")
+    if options.linear_ce and found.fuses_nothing:
+        nothing = "verify: --linear-ce fused no loss, so the fused head was not compared; --check reports why"
+        if must_fuse:
+            sys.exit(nothing)
+        print(nothing, file=sys.stderr, flush=True)
+    if last:
+        print(f"verify: the same, within {options.tolerance:g}", file=sys.stderr, flush=True)
 
 
 def _without_verify(ways: list[str]) -> list[str]:

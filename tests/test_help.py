@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.marks import slow
+from tests.marks import quick_if
 from tests.programs import python
 
 ROOT = Path(__file__).parents[1]
@@ -15,14 +15,13 @@ PROGRAMS = sorted(
     for path in (ROOT / folder).rglob("*.py")
     if '\nif __name__ == "__main__":\n' in path.read_text()
 )
-RAYS = Path("examples/grpo_tiny.py")  # seconds, for the import of Ray
 
 
 def test_all_programs_are_found():
     assert len(PROGRAMS) >= 28
 
 
-@pytest.mark.parametrize("program", [*(p for p in PROGRAMS if p != RAYS), *slow(RAYS)], ids=str)
+@pytest.mark.parametrize("program", quick_if(lambda program: program.parts[0] == "megatron_ext", PROGRAMS), ids=str)
 def test_program_answers_help(program, tmp_path):
     module = ".".join(program.with_suffix("").parts).removesuffix(".__main__")
     words = [str(ROOT / program)] if program.parts[0] == "examples" else ["-m", module]

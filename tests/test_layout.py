@@ -171,8 +171,8 @@ BY_KEYWORDS = [
 LAUNCHES = [
     "head/kernels/*",
     "numerics/fixed_order_kernels.py",
-    "head/row_passes/logit_passes.py row_*",
-    "head/row_passes/dispatch.py row_*",
+    "head/row_passes/passes.py row_*",
+    "head/row_passes/passes.py product_*",
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import megatron_ext.numerics.matrices
+import megatron_ext.numerics.tensors
 from tests.left_behind import LeftBehind, begin_file, end_file, groups, nothing_left_by_test, told
 from tests.ranks import ranks
 
@@ -93,7 +93,7 @@ def replace_a_function():
 
 
 def replace_a_function_of_the_package():
-    place = megatron_ext.numerics.matrices
+    place = megatron_ext.numerics.tensors
     original, place.pieces = place.pieces, lambda x: False
     return lambda: setattr(place, "pieces", original)
 
@@ -111,7 +111,7 @@ def keep_a_model():
     "leave,name",
     [
         (replace_a_function, "torch.optim.sgd.SGD.step: nothing became step_of_another"),
-        (replace_a_function_of_the_package, "numerics.matrices.pieces: nothing became replace_a_function_of_the"),
+        (replace_a_function_of_the_package, "numerics.tensors.pieces: nothing became replace_a_function_of_the"),
         (open_a_file, "open files .*test_left_behind.py: nothing became 1"),
         (keep_a_model, "models alive of .*Bilinear.*: nothing became 1"),
     ],
@@ -157,12 +157,12 @@ def test_what_a_rank_leaves_behind_fails_its_test():
 
 @ranks(1)
 def replaces_a_function(monkeypatch):
-    monkeypatch.setattr(megatron_ext.numerics.matrices, "pieces", None)
+    monkeypatch.setattr(megatron_ext.numerics.tensors, "pieces", None)
 
 
 @ranks(1)
 def finds_the_function():
-    assert callable(megatron_ext.numerics.matrices.pieces)
+    assert callable(megatron_ext.numerics.tensors.pieces)
 
 
 def test_monkeypatch_is_undone_on_ranks(monkeypatch):

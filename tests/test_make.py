@@ -53,3 +53,15 @@ def test_a_column_of_the_matrix_has_a_name(given, name):
     command = ["make", "--no-print-directory", "-n", "test-te-source", *given.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1].split() == ["--commit", name]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_an_environment_of_the_users_is_not_emptied(tmp_path):
+    mine = tmp_path / "venv" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
+    command = ["make", "--no-print-directory", "demo", f"VENV={mine.parent}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "was not made by make" in done.stdout
+    assert mine.exists()

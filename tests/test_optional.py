@@ -63,11 +63,11 @@ def test_all_names_at_once_without_megatron():
 
 
 def test_the_head_says_that_a_gpu_has_no_triton(monkeypatch):
-    from megatron_ext.head.row_passes import dispatch
+    from megatron_ext.head.row_passes import passes
 
-    dispatch._without_triton.cache_clear()
-    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(dispatch, "triton_passes", dispatch.triton_passes.__wrapped__)
-    monkeypatch.setattr(dispatch, "_interpreted", lambda: True)  # a CPU tensor goes the way of a CUDA tensor then
+    passes._without_triton.cache_clear()
+    monkeypatch.setattr(passes.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(passes, "triton_passes", passes.triton_passes.__wrapped__)
+    monkeypatch.setattr(passes, "_interpreted", lambda: True)  # a CPU tensor goes the way of a CUDA tensor then
     with pytest.warns(UserWarning, match="Triton is not installed: the head reads each row"):
-        assert dispatch.passes_of(torch.zeros(1)) is dispatch.PYTORCH
+        assert passes.passes_of(torch.zeros(1)) is passes.PYTORCH

@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 TEXT = README.partition("<!-- first screen -->")[2].partition("<!-- end of the first screen -->")[0]
 ROWS = {
     "Megatron-Core 0.16.1": "megatron unfused",
-    "Liger-Kernel 0.8.5 (its Triton kernels; mean loss only)": "liger",
+    "Liger-Kernel 0.8.5 (Triton kernels, mean loss)": "liger",
     "megatron_ext": "ours, default",
     "megatron_ext, `cache=0`": "ours, cache 0",
 }

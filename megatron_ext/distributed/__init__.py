@@ -1,5 +1,5 @@
 """Ranks and what they exchange: groups, collectives, vocabulary shards."""
 
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import VocabShard
 
 __all__ = ["VocabShard"]

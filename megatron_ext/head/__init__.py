@@ -24,14 +24,14 @@ from megatron_ext.head.distributions import (
     vocab_topk,
 )
 from megatron_ext.head.draft_vocabulary import DraftLabels, DraftVocabulary
-from megatron_ext.head.lm_head import LmHead, Logits
+from megatron_ext.head.lm_head import LmHead
+from megatron_ext.head.logits import Logits
 from megatron_ext.head.lora import LoRA
 from megatron_ext.head.readouts.gather import Gather, TopK
 from megatron_ext.head.readouts.kept import Kept, KeptEntropy
 from megatron_ext.head.readouts.kl_divergence import KL
-from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax, LogProbs
 from megatron_ext.head.readouts.normalised_divergences import AcceptanceRate, JensenShannon, TotalVariation
-from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.readouts.read_out import CrossEntropy, IsArgmax, LogProbs, ReadOut
 from megatron_ext.head.readouts.row_sums import Entropy, LogSumExp, MeanLogit, SumOfSquares, ZLoss
 from megatron_ext.head.readouts.sampling import Sampled
 from megatron_ext.head.readouts.teacher import Teacher

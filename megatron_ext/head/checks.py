@@ -17,14 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, group_size
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard, group_size
 from megatron_ext.head.call.matmul import is_quantised
 from megatron_ext.head.call.resolved_head import Bits as Bits
 from megatron_ext.head.call.resolved_head import Cache as Cache
 from megatron_ext.numerics.batch_invariance import is_on, say_once
-from megatron_ext.numerics.matrices import accumulation_dtype
-from megatron_ext.numerics.readable_values import check_plain, check_within
+from megatron_ext.numerics.tensors import accumulation_dtype, check_plain, check_within
 
 HiddenLayout = Literal["replicated", "sequence"]
 Reduction = Literal["none", "sum", "mean"]

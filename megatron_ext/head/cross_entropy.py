@@ -10,8 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard
 from megatron_ext.head.checks import (
     Bits,
     Cache,
@@ -23,10 +22,10 @@ from megatron_ext.head.checks import (
     tells_torchs_names,
     token_bound,
 )
-from megatron_ext.head.lm_head import LmHead, Logits
+from megatron_ext.head.lm_head import LmHead
+from megatron_ext.head.logits import Logits
 from megatron_ext.head.lora import LoRA
-from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax, LogProbs
-from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.readouts.read_out import CrossEntropy, IsArgmax, LogProbs, ReadOut
 from megatron_ext.head.readouts.row_sums import Entropy
 
 

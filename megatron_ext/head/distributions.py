@@ -28,12 +28,12 @@ from typing import Any, Unpack, get_args
 
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard
 from megatron_ext.head.checks import HiddenLayout, one_of, tells_torchs_names, token_bound
 from megatron_ext.head.engine.softmax import dense_softmax
 from megatron_ext.head.layer_facts import FactsBesideTemperature, HeadFacts
-from megatron_ext.head.lm_head import LmHead, Logits
+from megatron_ext.head.lm_head import LmHead
+from megatron_ext.head.logits import Logits
 from megatron_ext.head.readouts.gather import Gather, TopK
 from megatron_ext.head.readouts.kl_divergence import KL, Direction
 from megatron_ext.head.readouts.normalised_divergences import JensenShannon

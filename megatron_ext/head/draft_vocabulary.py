@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head.checks import check_labels
 
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.distributed.groups import UNSHARDED
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import UNSHARDED, VocabShard
 from megatron_ext.head.checks import Bits, Cache, rounds
 from megatron_ext.head.lora import LoRA
 

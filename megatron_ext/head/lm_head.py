@@ -1,7 +1,11 @@
-"""`LmHead`: the properties of an lm head, as given, and any set of read-outs of hidden states through it.
+"""`LmHead`: the properties of an lm head, as given, and any set of read-outs of hidden states through it, read in one
+call: check, bind, run, shape. `logits.py` is the same for logits that exist.
 
-`Logits` is the same for logits that exist. Shapes: `[...]` are the leading dims of the tokens, D the hidden size, V the
-vocabulary, R the ranks of `group`.
+What every rank sees wrong is raised before anything is sent. What one rank alone may see is collected in `read`, as
+`fault`: the one that was found last counts, and before all of them the caller's. `Plan.raise_on_all_ranks` tells the
+others.
+
+Shapes: `[...]` are the leading dims of the tokens, D the hidden size, V the vocabulary, R the ranks of `group`.
 """
 
 from collections.abc import Sequence
@@ -9,20 +13,39 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once, and that Triton
 
-from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext import main_grad
+from megatron_ext.distributed.groups import Group, VocabShard, group_rank, tensor_parallel_group
 from megatron_ext.head import checks
-from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.checks import Bits, Cache, HiddenLayout, bits_or_mode
+from megatron_ext.head.call.matmul import numbers
+from megatron_ext.head.call.resolved_head import ResolvedHead, bits_fault
+from megatron_ext.head.checks import Bits, Cache, HiddenLayout, bits_or_mode, computed_dtype
+from megatron_ext.head.counted_tokens import CountedTokens, left_in
+from megatron_ext.head.engine.chunk_logits import LogitTransform, gather_tokens, of_each
+from megatron_ext.head.engine.chunked import ChunkedHead
+from megatron_ext.head.engine.linear import LinearHead
+from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.layer_facts import HeadFacts, head_facts
-from megatron_ext.head.lora import LoRA, adapters_of, check_adapters, check_dropout
-from megatron_ext.head.read import read_hidden, read_logits
+from megatron_ext.head.lora import (
+    LoRA,
+    adapters_of,
+    check_adapters,
+    check_dropout,
+    low_rank,
+    options_of,
+    rows_fault,
+    widened,
+)
 from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.readouts.teacher import Teacher, teacher_fault
+from megatron_ext.head.row_passes.passes import PYTORCH, passes_of
+from megatron_ext.numerics.fixed_order import products_fault
+from megatron_ext.numerics.tensors import accumulation_dtype
 
 _NUMBERS = {"softcap": None, "temperature": 1.0, "logit_scale": 1.0, "cache": "bounded"}
-_NUMBERS_OF_LOGITS = {"softcap": None, "temperature": 1.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +187,72 @@ class LmHead:
         Raises:
             ValueError: an argument breaks its rule; the message says which, and the fix.
         """
-        return read_hidden(self.resolved(), self, hidden, readouts, counts, at_most, fault)
+        head, callers = self.resolved(), fault
+        checks.check_floating("hidden", hidden)
+        ranks = 1 if head.group is None else head.group.size()
+        asked, teachers, fault = checked(readouts, head)
+        leading, found = _leading(hidden, asked, ranks, head.in_slices)
+        fault = _tensors_fault(self, hidden, None if head.guessed else head.vocab, ranks) or found or fault
+        if head.bits != "fast":
+            fault = bits_fault(head, ranks, hidden, asked) or fault
+        if head.fused_epilogue:
+            _check_fused_epilogue(head, self, hidden, asked)
+        if head.fuse_main_grad and torch.is_grad_enabled():
+            fault = fault or _main_grad_fault(self.weight)
+        for teacher in teachers:
+            found = teacher_fault(teacher, hidden, head)
+            found = found or _tensors_fault(teacher.head, teacher.hidden, head.vocab, ranks, "teacher_")
+            fault = found or fault
+        fault, tokens = callers or fault, leading.numel()
+        sizes = [tokens // ranks] * ranks if head.in_slices and ranks > 1 else None
+
+        left: CountedTokens | None = None
+        if counts is not None:
+            checks.check_counts(counts, leading)
+            part = group_rank(head.group) if sizes else 0
+            left = left_in(counts.reshape(ranks if sizes else 1, -1), part, at_most)
+            fault = fault or left.fault
+            tokens, sizes = left.kept_T.shape[0], left.sizes if sizes else None
+        elif at_most is not None:
+            checks.check_no_bound(at_most)
+
+        def flat(x: Tensor) -> Tensor:
+            x_T = x if len(leading) == 1 else x.reshape((leading.numel(), *x.shape[len(leading) :]))
+            return x_T if left is None else left.of_all(x_T)
+
+        adapters = adapters_of(self.lora) if self.lora else ()
+        for teacher in teachers:
+            adapters = (*adapters, *adapters_of(teacher.head.lora))
+        options, places, held = options_of(adapters) if adapters else None, None, None
+        if left is not None and sizes is None:  # ranks that leave out others learn it then
+            places = left.kept_T, leading.numel() + left.fills
+        sides = [_computed(hidden, self.weight)]
+        for t in teachers:
+            sides.append(_computed(t.hidden.detach(), t.head.weight))
+        if sides[0].dtype != hidden.dtype and not self.lora and not torch.is_autocast_enabled(hidden.device.type):
+            held = hidden.dtype
+        plan = Plan(asked, head, flat, tokens, hidden, options, places, held)
+        if plan.fixed:
+            for side in sides:
+                fault = fault or products_fault(side)
+        if fault is not None:
+            if sizes is not None and tokens:
+                shared = [left is None and t.hidden.dim() < hidden.dim() for t in teachers]
+                repeats = [1, *(hidden.shape[-2] if each else 1 for each in shared)]
+                _gather_zeros(sides, [self, *(t.head for t in teachers)], repeats, sizes, head.group)
+            plan.raise_on_all_ranks(fault, accumulation_dtype(sides[0].dtype), hidden.device)
+        if plan.needs_logits:
+            plan.choose_columns()
+        if left is not None:
+            sides = [left.of_mine(of_each(x, len(sides[0]))) for x in sides]
+        if head.fuse_main_grad:
+            main_grad.promise(self.weight)
+        found_T = _run(self, sides, teachers, plan, sizes)
+        if left is not None:
+            found_T = [left.spread(x, leading.numel()) for x in found_T]
+        if len(leading) != 1:
+            found_T = [x.reshape((*leading, *x.shape[1:])) for x in found_T]
+        return as_asked(plan, found_T)
 
     def resolved(self) -> ResolvedHead:
         """Resolve the head for one call: group, shard and bits as they are now.
@@ -174,14 +262,14 @@ class LmHead:
         """
         group = tensor_parallel_group(self.tp_group)
         guessed, in_slices = self.vocab is None, self.hidden_layout == "sequence"
-        checks.check_marks(self.weight, alone=group is None and self.tp_group is None and guessed)
         ranks, vocab = 1 if group is None else group.size(), self.vocab
-        if self.lora is not None:
-            check_dropout(adapters_of(self.lora), ranks, in_slices)
         if vocab is None:
             rows = max(self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1, 1)
             start = rows * group_rank(group) if ranks > 1 else 0
             vocab = VocabShard(start, start + rows, rows * ranks)
+        checks.check_marks(self.weight, alone=group is None and self.tp_group is None and guessed)
+        if self.lora is not None:
+            check_dropout(adapters_of(self.lora), ranks, in_slices)
         return ResolvedHead(
             group,
             vocab,
@@ -199,49 +287,175 @@ class LmHead:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Logits:
-    """Logits that exist, `softcap * tanh(logits / softcap) / temperature` of them, for the same read-outs.
+def _run(
+    own: Any, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
+) -> Sequence[Tensor]:
+    """The results of all read-outs, one after the other, by the autograd function that serves them."""
+    head = plan.call
+    x_TD, weight, bias, low = _inputs(own, sides[0], head) if own.lora else (sides[0], own.weight, own.bias, None)
+    keep = torch.is_grad_enabled() and (
+        x_TD.requires_grad
+        or weight.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (low is not None and low.requires_grad)
+    )
+    if plan.needs_logits:
+        inputs: list[Tensor | None] = []
+        transforms = [LogitTransform(None, own.softcap, own.logit_scale, head.rounds)]
+        for side, t in zip(sides[1:], teachers, strict=True):
+            rounds = checks.rounds(t.head.logit_dtype)
+            transforms.append(LogitTransform(None, t.head.softcap, t.head.logit_scale, rounds))
+            inputs += [None if x is None else x.detach() for x in _inputs(t.head, side, head)]
+        given = transforms, sizes, keep, x_TD, weight, bias, low, *inputs
+        return _apply_eagerly(ChunkedHead, plan, *given) if plan.fixed else ChunkedHead.apply(plan, *given)
+    if weight.shape[0] == 0:
+        plan.take_a_column()
+        weight, bias = F.pad(numbers(weight), (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
+        low = None if low is None else F.pad(low, (0, 0, 0, 1))
+    if plan.fixed:
+        return _apply_eagerly(LinearHead, plan, sizes, keep, x_TD, weight, bias, low)
+    return LinearHead.apply(plan, sizes, keep, x_TD, weight, bias, low)
 
-    Attributes:
-        logits: `[..., V/R]`, this rank's columns, any floating dtype, in any memory order of the leading dims. -inf
-            columns of a token do not count.
-        tp_group, vocab, softcap, temperature, chunk_tokens: as for `LmHead`.
-        gradient_into_logits: backward writes the gradient into the memory of `logits` instead of new memory; it runs
-            once then, and who needs the logits afterwards gets an error from autograd. Of read-outs of the softmax, and
-            not into a leaf's memory.
+
+def _inputs(given: Any, x_TD: Tensor, head: ResolvedHead) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Hidden states, with the columns of the low rank if there is one, weight, bias and low rank."""
+    adapters = adapters_of(given.lora)
+    if adapters:
+        x_TD = widened(x_TD, adapters, head.group, head.in_slices, head.fixed)
+    return x_TD, given.weight, given.bias, low_rank(adapters)
+
+
+@_disable_dynamo  # what holds of this processor's products is found out by running some
+def _apply_eagerly(function: Any, plan: Plan, *arguments: Any) -> Sequence[Tensor]:
+    plan.passes = passes_of(plan.target_T)  # the plan may have been made while compiling
+    return function.apply(plan, *arguments)
+
+
+def checked(asked: Sequence[ReadOut], head: ResolvedHead) -> tuple[list[ReadOut], list[Any], ValueError | None]:
+    """Copies of the caller's read-outs for this call, which were checked, their teachers, and what this rank alone may
+    see wrong."""
+    fault, labels, vocab = None, None, None if head.guessed else head.vocab
+    found: list[ReadOut] = []
+    teachers: list[Any] = []
+    for given in asked:
+        if not isinstance(given, ReadOut):
+            raise ValueError(f"readouts hold {given!r}: each must be a read-out, as LogProbs(labels) or Entropy()")
+        r = given.copied()
+        found.append(r)
+        if r.teacher is not None:
+            teachers.append(r.teacher)
+        fault = r.check(head.vocab.size, vocab, head.group) or fault
+        if r.reads_labels:
+            labels = r if labels is None else labels
+            if r.labels is not labels.labels or r.ignore_index != labels.ignore_index:
+                raise ValueError(
+                    f"{type(labels).__name__} and {type(r).__name__} do not have the same labels: a call reads one "
+                    f"tensor of them, with one ignore_index; pass both the same tensor, or read the log-probabilities "
+                    f"of the other labels with Gather(labels.clamp(min=0).unsqueeze(-1)) and set those of ignored "
+                    f"tokens to 0"
+                )
+    if not found:
+        raise ValueError("readouts are none: there is nothing to read; pass LogProbs(labels), Entropy() or another")
+    return found, teachers, fault
+
+
+def _leading(
+    hidden: Tensor, readouts: Sequence[ReadOut], ranks: int, in_slices: bool
+) -> tuple[torch.Size, ValueError | None]:
+    """The leading dims of all ranks' tokens, and whether hidden states fit them."""
+    first: Any = None
+    fault = None
+    for r in readouts:
+        given = r.per_token()
+        if given is None:
+            continue
+        if first is None:
+            first = given[1]
+            fault = checks.layout_fault(hidden, first, in_slices, ranks, given[0])
+        elif given[1] is not first:
+            checks.check_same_shape(*given, first)
+    if first is not None:
+        return first.shape, fault
+    lead = hidden.shape[:-1]
+    return torch.Size((lead[0] * ranks, *lead[1:])) if in_slices and ranks > 1 else lead, None
+
+
+def _tensors_fault(
+    given: Any, hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = ""
+) -> ValueError | None:
+    """Return the fault of this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
+    found = checks.linear_fault(hidden, given.weight, given.bias, vocab, ranks, whose)
+    if found is None and given.lora:
+        found = rows_fault(adapters_of(given.lora), given.weight)
+    if found is not None or given.logit_dtype is None:
+        return found
+    dtype = computed_dtype(hidden, given.weight)
+    return checks.logit_dtype_fault(given.logit_dtype, dtype, f"{whose}hidden")
+
+
+def _check_fused_epilogue(head: ResolvedHead, own: Any, hidden: Tensor, readouts: Sequence[ReadOut]) -> None:
+    """Refuses what kernels with a fused epilogue do not have; every rank sees it.
+
+    Raises:
+        ValueError: an argument is not theirs, or there are no such kernels here.
     """
+    dtype, width = computed_dtype(hidden, own.weight), hidden.shape[-1]
+    others = [type(r).__name__ for r in readouts if r.needs_logits or r.mean]
+    found = {
+        f"logits are computed in {dtype}, not bfloat16": dtype != torch.bfloat16,
+        f"hidden has {width} columns, no multiple of 8": width % 8 or not width,
+        f"softcap is {head.softcap}": head.softcap is not None,
+        f'bits is "{head.bits}"': head.fixed,
+        f"logit_dtype is {own.logit_dtype}": head.rounds,
+        f"chunk_tokens is {head.chunk_tokens}": head.chunk_tokens is not None,
+        "lora is given": bool(own.lora),
+        f"{', '.join(others)} read more than sums of exponentials": others,
+        f"hidden is on {hidden.device}, without Triton's kernels": passes_of(hidden) is PYTORCH,
+    }
+    for reason, holds in found.items():
+        if holds:
+            raise ValueError(
+                f"fused_epilogue is True and {reason}: it is for bf16 hidden states of a multiple of 8 columns on CUDA "
+                f"with Triton, for read-outs of the softmax without label smoothing, softcap, lora, logit_dtype and "
+                f'chunk_tokens, and bits "fast"; leave fused_epilogue out of this head'
+            )
 
-    logits: Tensor
-    tp_group: Group = None
-    vocab: VocabShard | None = field(default=None, kw_only=True)
-    softcap: float | None = field(default=None, kw_only=True)
-    temperature: float = field(default=1.0, kw_only=True)
-    chunk_tokens: int | None = field(default=None, kw_only=True)
-    gradient_into_logits: bool = field(default=False, kw_only=True)
-    name: str = field(default="logits", kw_only=True)
 
-    def __post_init__(self) -> None:
-        checks.check_floating(self.name, self.logits)
-        checks.check_options(self, _NUMBERS_OF_LOGITS)
-        if self.chunk_tokens is not None:
-            checks.check_chunk_tokens(self.chunk_tokens)
-        if self.vocab is not None:
-            checks.check_vocab(self.vocab)
+def _main_grad_fault(weight: Tensor) -> ValueError | None:
+    if not weight.requires_grad or hasattr(weight, "get_main_grad"):
+        return None
+    try:
+        main_grad.buffer_of(weight)
+    except ValueError as fault:
+        return fault
+    return None
 
-    def read(self, *readouts: ReadOut, fault: ValueError | None = None) -> Any:
-        """Return what `readouts` read out; see `LmHead.read`. Nothing of vocabulary size is saved beside the logits,
-        whose dtype their gradient has.
 
-        Communicates: forward 1 collective at R > 1, backward none; what a read-out needs besides is said there.
-        """
-        return read_logits(self.resolved(), self, readouts, fault)
+def _gather_zeros(
+    sides: list[Tensor], heads: Sequence[Any], repeats: list[int], sizes: list[int], group: Group
+) -> None:
+    """Take part in the gather of hidden states, on a rank that refused its arguments. `repeats`: how many tokens a row
+    of each side is of."""
+    own = sizes[group_rank(group)]
+    widths = [
+        x.shape[1] + sum(len(each.A) for each in adapters_of(head.lora)) for x, head in zip(sides, heads, strict=True)
+    ]
+    zeros = [x.new_zeros(own // n, width) for x, n, width in zip(sides, repeats, widths, strict=True)]
+    gather_tokens(zeros, group, sizes)
 
-    def resolved(self) -> ResolvedHead:
-        """Resolve the logits for one call: group and shard as they are now."""
-        group, vocab = tensor_parallel_group(self.tp_group), self.vocab
-        if vocab is None:
-            columns = max(self.logits.shape[-1], 1)
-            ranks, rank = (1, 0) if group is None else (group.size(), group_rank(group))
-            vocab = VocabShard(rank * columns, (rank + 1) * columns, columns * ranks)
-        return ResolvedHead(group, vocab, self.softcap, self.temperature, self.chunk_tokens, guessed=self.vocab is None)
+
+def _computed(hidden: Tensor, weight: Any) -> Tensor:
+    """Hidden states `[T, D]` in the dtype to compute in; as they are where the weight, refused, has no dtype."""
+    dtype = getattr(weight, "dtype", None)
+    alike = dtype is None or (hidden.dtype == dtype and not torch.is_autocast_enabled(hidden.device.type))
+    x = hidden if alike else hidden.to(computed_dtype(hidden, weight))
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def as_asked(plan: Plan, found: Sequence[Tensor]) -> Any:
+    """The result of each read-out, a tuple where it gives several; alone where it is the only one."""
+    results, at = [], 0
+    for r in plan.readouts:
+        results.append(found[at] if r.count == 1 else tuple(found[at : at + r.count]))
+        at += r.count
+    return results[0] if len(results) == 1 else tuple(results)

@@ -22,7 +22,7 @@ from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.head.call import matmul
 from megatron_ext.head.checks import check_floating, check_number
 from megatron_ext.numerics import cpu_products, fixed_order
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.tensors import accumulation_dtype
 
 
 class LoRA(NamedTuple):

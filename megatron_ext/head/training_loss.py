@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_ext.head.checks import token_bound
-from megatron_ext.head.lm_head import LmHead, Logits
-from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax
-from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.lm_head import LmHead
+from megatron_ext.head.logits import Logits
+from megatron_ext.head.readouts.read_out import CrossEntropy, IsArgmax, ReadOut
 from megatron_ext.head.readouts.row_sums import Entropy
 
 

@@ -24,7 +24,7 @@ from megatron_ext.losses.checks import (
 )
 from megatron_ext.losses.from_hidden import FromHidden, Metrics, token_shape, widened
 from megatron_ext.losses.reductions import token_mean
-from megatron_ext.numerics.readable_values import has_values, raise_if
+from megatron_ext.numerics.tensors import has_values, raise_if
 
 DivergenceKind = Literal["forward", "reverse", "jsd"]
 TopKDivergenceKind = Literal["forward", "reverse", "mixed", "jsd"]

@@ -13,8 +13,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, group_size, tensor_parallel_group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard, group_size, tensor_parallel_group
 from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.checks import Bits, Cache, HiddenLayout, check_floating, token_bound
 from megatron_ext.head.layer_facts import with_options
@@ -26,7 +25,7 @@ from megatron_ext.losses.checks import (
     per_token_fault,
     raise_if_any,
 )
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.tensors import accumulation_dtype
 
 Metrics = dict[str, Tensor]
 # Arguments of `from_log_probs`: those of each label, and those that sums are divided by.

@@ -16,15 +16,11 @@ from typing import Any
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
-from megatron_ext.megatron.fused_loss import fusion_decision, patch_points
+from megatron_ext.megatron.fused_loss import fusion_decision
+from megatron_ext.megatron.fused_loss.fused_region import layers_of
+from megatron_ext.megatron.fused_loss.model_methods import models_inside
 from megatron_ext.megatron.fusion_report import name_of
-from megatron_ext.megatron.substitute import megatrons_own_layer
 from megatron_ext.replace import Replacement, apply_all, restore_all
-from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-
-# Ours and Megatron's own, also where ours stand in their place.
-_OURS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
-_LAYERS = {"megatron_ext": _OURS, "megatron": tuple(map(megatrons_own_layer, _OURS))}
 
 
 @dataclass(frozen=True)
@@ -87,29 +83,23 @@ def check_models(models: Iterable[Any]) -> BuildCheck:
 
     Nothing is computed, changed or communicated.
     """
-    return BuildCheck(tuple(_check(one) for model in models for one in patch_points.models_inside(model)))
+    return BuildCheck(tuple(_check(one) for model in models for one in models_inside(model)))
 
 
 def _check(model: Any) -> ModelCheck:
-    layer = patch_points.output_layer(model)
+    layer = fusion_decision.output_layer(model)
     has_output_layer, shared = layer is not None, getattr(layer, "promises", False)
-    why_not = patch_points.why_not_fused(model) if has_output_layer and not shared else None
+    why_not = fusion_decision.why_not_fused(model) if has_output_layer and not shared else None
     known = shared or not has_output_layer or why_not is not None
     return ModelCheck(
         model=name_of(model),
         has_output_layer=has_output_layer,
-        losses=1 + patch_points.multi_token_layers(model),
+        losses=1 + fusion_decision.multi_token_layers(model),
         why_not=why_not,
         layers=layers_of(model),
         to_prove=None if known else fusion_decision.what_is_not_known(model),
         shared=shared,
     )
-
-
-def layers_of(model: Any) -> Counter[str]:
-    """Count the tensor-parallel layers of a model by the package that they come from."""
-    homes = (next((home for home, kinds in _LAYERS.items() if isinstance(one, kinds)), "") for one in model.modules())
-    return Counter(filter(None, homes))
 
 
 def stop_when_built(say: Callable[[BuildCheck], None]) -> None:

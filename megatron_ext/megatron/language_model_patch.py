@@ -17,37 +17,30 @@ wrapper.
 """
 
 import functools
-import inspect
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import megatron.core.utils
-import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from torch import Tensor
 
 from megatron_ext.megatron import versions
-from megatron_ext.megatron.fused_loss import (
-    fusion_decision,
-    log_probs,
-    megatron_log,
-    patch_points,
-)
-from megatron_ext.megatron.fused_loss.fused_region import region_of
+from megatron_ext.megatron.fused_loss import fusion_decision, megatron_log, model_methods
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.fused_loss.model_methods import (
+    FORWARD,
+    MAKES,
+    POSTPROCESS,
+    Make,
+    settings_of_spec,
+)
 from megatron_ext.megatron.fused_loss.module_calls import in_this_call
-from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
-from megatron_ext.megatron.output_processors import OPTIONS, forward_with_output_processor
 from megatron_ext.replace import Replacement, original_of
 
-SettingsFor = Callable[[Any], HeadSettings | None]  # of a model; None where it is left alone
-Make = Callable[[Any, SettingsFor], Any]  # from an original to what stands in its place
 _FUTURE = "__init_subclass__"
-HEAD = "megatron_ext_head"  # the attribute of a layer spec that names settings
 _guarding = threading.Lock()
 _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models after whose end Megatron's functions are looked at
 
@@ -58,10 +51,10 @@ def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
     fusion_decision.forget()
     versions.warn_if_untested()
     if models is None:
-        wrap_models(_MAKES, settings)
+        wrap_models(MAKES, settings)
     else:
         for one in models:
-            wrap_model(one, _MAKES, settings)
+            wrap_model(one, MAKES, settings)
             if one not in _watched:
                 _watched.add(one)
                 weakref.finalize(one, _guard_megatron, False).atexit = False
@@ -72,7 +65,7 @@ def patch_for_specs() -> None:
     """Models whose layer spec names a head get it; a patch of the classes that is there already stays."""
     if not models_are_wrapped():
         versions.warn_if_untested()
-        wrap_models(_MAKES, None)
+        wrap_models(MAKES, None)
         _guard_megatron()
 
 
@@ -91,75 +84,15 @@ def forward_with_fused_head(model: Any, *args: Any, **kwargs: Any) -> Tensor:
 
     Arguments that are None are left to their defaults, so that those of one Megatron may be given to another.
     """
-    kind, name = type(model), patch_points.region(type(model))
+    kind, name = type(model), model_methods.loss_method(type(model))
     settings = settings_of(model, name)
 
     def patched(method: str) -> Any:
-        return _MAKES[method](original_of(getattr(kind, method)), lambda model: settings)
+        return MAKES[method](original_of(getattr(kind, method)), lambda model: settings)
 
     with in_this_call((model, name, functools.partial(patched(name), model))):
         given = {argument: value for argument, value in kwargs.items() if value is not None}
-        return patched(patch_points.FORWARD)(model, *args, **given)
-
-
-def _fused(original: Any, settings_for: SettingsFor, name: str) -> Any:
-    """A model's method that is given labels, with promised logits where it has them and an output layer."""
-    signature, labels = inspect.signature(original), patch_points.label_argument(original)
-
-    def method(self, *args, **kwargs):
-        settings = settings_for(self) if patch_points.region(type(self)) == name else None
-        if settings is None or not isinstance(self, torch.nn.Module):  # a stand-in, of which nothing is known
-            return original(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments | kwargs
-        with_labels = labels is not None and given.get(labels) is not None
-        wanted = with_labels or patch_points.takes_losses_without_labels(self)
-        region = region_of(self, settings) if wanted else None
-        if region is None:
-            return original(self, *args, **kwargs)
-        mask = given.get("loss_mask") if with_labels and settings.skip_ignored else None
-        if mask is not None and labels is not None:
-            counted = log_probs.masked(given[labels], mask)
-            if labels in kwargs:
-                kwargs = kwargs | {labels: counted}
-            else:
-                at = [*signature.parameters].index(labels) - 1  # without `self`
-                args = (*args[:at], counted, *args[at + 1 :])
-        results = region.run(functools.partial(original, self, *args, **kwargs))
-        if isinstance(results, PromisedLogits):  # without labels the caller wants logits, or an output processor
-            region.quiet = True
-            return results.logits().contiguous()
-        return results
-
-    return method
-
-
-def _forward(original: Any, settings_for: SettingsFor) -> Any:
-    """`forward` with the fused loss, log-probabilities of next tokens and output processors."""
-    fused = _fused(original, settings_for, patch_points.FORWARD)
-    if patch_points.label_argument(original) != "labels":  # BERT and T5, whose labels are no next tokens
-        return fused
-    processed = functools.cache(functools.partial(forward_with_output_processor, original, fused))
-    signature = inspect.signature(processed(HeadSettings()))
-    options = (log_probs.OPTION, *OPTIONS)
-
-    def forward(self, *args, **kwargs):
-        if kwargs.keys().isdisjoint(options):
-            return fused(self, *args, **kwargs)
-        if (settings := settings_for(self)) is None:
-            return original(self, *args, **kwargs)
-        call = functools.partial(processed(settings), self)
-        if not kwargs.pop(log_probs.OPTION, False) or not self.post_process:
-            return call(*args, **kwargs)
-        return log_probs.of_next_tokens(self, settings, call, signature.bind(self, *args, **kwargs))
-
-    forward.__signature__ = log_probs.with_argument(signature, log_probs.OPTION, False)  # type: ignore[attr-defined]
-    return forward
-
-
-_MAKES: dict[str, Make] = {
-    patch_points.FORWARD: _forward,
-    patch_points.POSTPROCESS: functools.partial(_fused, name=patch_points.POSTPROCESS),
-}
+        return patched(FORWARD)(model, *args, **given)
 
 
 class Patch(Replacement):
@@ -193,14 +126,6 @@ def settings_of(model: Any, name: str) -> HeadSettings:
     return own or settings_of_spec(model) or of_class or HeadSettings()
 
 
-def settings_of_spec(model: Any, otherwise: HeadSettings | None = None) -> HeadSettings | None:
-    """Return the settings that the model's layer spec names; `otherwise` if it names none."""
-    for spec in vars(model).values():
-        if HEAD in getattr(spec, "__dict__", ()):
-            return vars(spec)[HEAD]
-    return otherwise
-
-
 def _made(make: Make, settings: Any, original: Any) -> Any:
     """`make` for the method of one model; the patch of its class is left out."""
     return make(original_of(original), lambda model: settings)
@@ -221,7 +146,7 @@ def wrap_models(makes: dict[str, Make], settings: HeadSettings | None) -> None:
     """
 
     def wrap(kind: type) -> None:
-        for name in patch_points.methods(kind):
+        for name in model_methods.methods(kind):
             patch = _of_classes.setdefault((kind, name), Patch(kind, name))
             patch.set(makes[name], settings)
 
@@ -229,7 +154,7 @@ def wrap_models(makes: dict[str, Make], settings: HeadSettings | None) -> None:
         super(LanguageModule, kind).__init_subclass__(**arguments)
         wrap(kind)
 
-    for kind in patch_points.language_models():
+    for kind in model_methods.language_models():
         wrap(kind)
     LanguageModule.__init_subclass__ = classmethod(created)
 
@@ -249,13 +174,13 @@ def models_are_wrapped() -> bool:
 def wrap_model(model: Any, makes: dict[str, Make], settings: HeadSettings) -> None:
     """Patch the methods of one model, which come before those of its class."""
     patches = {patch.name: patch for patch in _patches_of(model)}
-    for name in (patch_points.FORWARD, patch_points.POSTPROCESS):
+    for name in (FORWARD, POSTPROCESS):
         if name in vars(model) and name not in patches:
             raise ValueError(
                 f"this {type(model).__name__} has a {name} of its own, which the patch would replace; patch first, or "
                 f"patch the classes (model=None)"
             )
-    for name in dict.fromkeys((patch_points.FORWARD, patch_points.region(type(model)))):
+    for name in dict.fromkeys((FORWARD, model_methods.loss_method(type(model)))):
         if name not in patches:
             patches[name] = Patch(model, name)
         patches[name].set(makes[name], settings)
@@ -325,4 +250,4 @@ def _guard_megatron(wait: bool = True) -> None:
 
 def _models_in(model: Any) -> list[Any]:
     models = list(model) if isinstance(model, (list, tuple)) else [model]
-    return [inside for one in models for inside in patch_points.models_inside(one)]
+    return [inside for one in models for inside in model_methods.models_inside(one)]

@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_map
 from megatron_ext.head import LmHead, ReadOut
 from megatron_ext.head.checks import Bits, Cache, or_refuse
 from megatron_ext.head.cross_entropy import log_prob_readouts
-from megatron_ext.megatron.fused_loss import fusion_decision, log_probs, patch_points
+from megatron_ext.megatron.fused_loss import fusion_decision, log_probs
 from megatron_ext.megatron.fused_loss.fused_region import Region
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.module_calls import is_torchs, split_hooks, stands_in_this_call
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, Terms, promise_logits
 from megatron_ext.megatron.fusion_report import counters_of
 
-OPTIONS = (patch_points.OUTPUT_PROCESSOR, "output_processor_context")  # of a patched forward
+OPTIONS = ("output_processor", "output_processor_context")  # of a patched forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +157,12 @@ class ReadOuts(_Processor):
 def forward_with_output_processor(original: Any, fused: Any, settings: HeadSettings) -> Any:
     """`fused`, the patched `forward`, with the arguments `output_processor` and `output_processor_context`."""
     signature = inspect.signature(original)
-    native = patch_points.OUTPUT_PROCESSOR in signature.parameters
+    native = OPTIONS[0] in signature.parameters
 
     def forward(self, *args, output_processor=None, output_processor_context=None, **kwargs):
         if output_processor is None:
             return fused(self, *args, **kwargs)
-        has_layer = patch_points.output_layer(self) is not None
+        has_layer = fusion_decision.output_layer(self) is not None
         if isinstance(output_processor, _Processor):  # Megatron's own call says nothing of the model's groups
             counters_of(self).read_outs += has_layer
             output_processor = functools.partial(output_processor, model=self)
@@ -192,7 +192,7 @@ def _processed(model, original, settings, processor, context, args, kwargs) -> A
             f"output_processor cannot get hidden states of {type(model).__name__}: {reason}; leave it out and use the "
             "logits"
         )
-    region = Region(model, settings, patch_points.output_layer(model))
+    region = Region(model, settings, fusion_decision.output_layer(model))
     logits = region.run(functools.partial(original, model, *args, **kwargs))
     if not isinstance(logits, PromisedLogits):
         raise ValueError(
@@ -209,7 +209,7 @@ def _processed(model, original, settings, processor, context, args, kwargs) -> A
         packed_seq_params=given.get("packed_seq_params"),
         runtime_gather_output=given.get("runtime_gather_output"),
         context=context,
-        compute_language_model_loss=getattr(model, patch_points.LOSS),
+        compute_language_model_loss=getattr(model, fusion_decision.LOSS),
         scale_logits=lambda z: z if terms.scale == 1.0 else z * terms.scale,
         config=model.config,
         **{name: given.get(name) for name in names},

@@ -11,7 +11,8 @@ from dataclasses import is_dataclass
 from typing import Any, TypeVar, Unpack
 
 from megatron_ext.megatron.fused_loss.head_settings import HeadOptions, HeadSettings
-from megatron_ext.megatron.language_model_patch import HEAD, patch_for_specs
+from megatron_ext.megatron.fused_loss.model_methods import HEAD
+from megatron_ext.megatron.language_model_patch import patch_for_specs
 
 _Spec = TypeVar("_Spec")
 

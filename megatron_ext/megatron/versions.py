@@ -153,7 +153,7 @@ FINAL_NORM = Seam("transformer.transformer_block:LayerNormImpl")
 LAYER_OFFSET = Seam("transformer.transformer_layer:get_transformer_layer_offset")
 DRAIN_UTILITY = Seam("utils:drain_embedding_wgrad_compute")
 
-# What has to be there for each way in. What the fused head needs of a model's class stands in `patch_points`.
+# What has to be there for each way in; `fused_loss/model_methods.py` has what the head needs of a model's class.
 SEAMS: dict[str, tuple[Seam, ...]] = {
     "patch": (LANGUAGE_MODULE, LOSS, DRAIN, GPT_MODEL),
     "spec": (SPEC_BACKEND, MLP_SPEC, FINAL_NORM, LAYER_OFFSET, LAYERS),

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_ext.head.call import statistics
-from megatron_ext.head.row_passes import dispatch
+from megatron_ext.head.row_passes import passes
 from megatron_ext.memory.byte_counter import one_rank_of
-from megatron_ext.numerics import readable_values
+from megatron_ext.numerics import tensors
 
 Launched = Callable[[Any, tuple[int, ...], dict[str, Any]], None]
 
@@ -37,10 +37,10 @@ def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup |
         mock.patch.object(torch.cuda, "device_of", _no_device),
         mock.patch.object(FakeTensor, "data_ptr", _place, create=True),
         mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(dispatch, "has_values", _always),
-        mock.patch.object(dispatch, "_interpreted", return_value=False),
-        mock.patch.object(dispatch, "triton_passes", kernels),
-        mock.patch.object(readable_values, "has_values", return_value=True),  # checks are launched, as on a GPU
+        mock.patch.object(passes, "has_values", _always),
+        mock.patch.object(passes, "_interpreted", return_value=False),
+        mock.patch.object(passes, "triton_passes", kernels),
+        mock.patch.object(tensors, "has_values", return_value=True),  # checks are launched, as on a GPU
         mock.patch.object(statistics, "has_values", return_value=True),
     ):
         yield group
@@ -55,7 +55,7 @@ def _no_device(x: torch.Tensor) -> nullcontext:
     return nullcontext()
 
 
-def kernels() -> dispatch.RowPasses:
+def kernels() -> passes.RowPasses:
     """The passes in Triton, whether or not there is a device for them."""
     from megatron_ext.head.kernels.triton_passes import TRITON
 

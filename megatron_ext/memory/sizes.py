@@ -75,7 +75,8 @@ def of_config(name: str) -> dict[str, Any]:
             f"--model is {name!r}: its {type(config).__name__} must have hidden_size and vocab_size; pass --hidden "
             "and --vocab instead"
         )
-    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    name = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # the second one up to transformers 4.55
+    dtype = getattr(config, name, None)
     return found | ({"dtype": dtype} if dtype in _NAMES else {})
 
 

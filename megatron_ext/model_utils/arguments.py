@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
-from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_rank, group_size
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import UNSHARDED, Group, VocabShard, check_group, group_rank, group_size
 from megatron_ext.head.checks import NO_SIZE, filters, or_refuse
 from megatron_ext.sequence.targets import IGNORE_INDEX, Targets
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_ext.distributed.groups import Group, group_size
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard, group_size
 from megatron_ext.model_utils.arguments import check_logits, next_log_probs
 from megatron_ext.sequence.targets import PaddedTargets, PermutedTargets, Targets
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext import head
-from megatron_ext.distributed.groups import Group, check_group, group_size
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard, check_group, group_size
 from megatron_ext.head.checks import Bits, Cache, HiddenLayout, check_option, filters, one_of
 from megatron_ext.model_utils.arguments import (
     check_call,

@@ -12,7 +12,7 @@ from megatron_ext.distributed.groups import Group, check_group, group_size
 from megatron_ext.head.checks import check_option
 from megatron_ext.model_utils.arguments import check_dims, columns_of, local, number, whole_if_none
 from megatron_ext.model_utils.top_k import gather_logits_at_global_indices
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.tensors import accumulation_dtype
 from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 

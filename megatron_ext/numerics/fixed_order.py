@@ -23,9 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.numerics import cpu_products, matrices
-from megatron_ext.numerics.matrices import accumulation_dtype
-from megatron_ext.numerics.readable_values import has_values
+from megatron_ext.numerics import cpu_products, tensors
+from megatron_ext.numerics.tensors import accumulation_dtype, has_values
 
 TILE = 64  # rows
 _TALLER = (512, 128)
@@ -46,14 +45,14 @@ _SUMMED = 32 * TOKENS  # that are multiplied by factors at a time on CUDA
 def aligned(x_MK: Tensor) -> Tensor:
     """`x` with rows without gaps that begin at a cache line, copied if they do not: where they lie may change bits."""
     x_MK = x_MK.contiguous()
-    return x_MK if not has_values(x_MK) or x_MK.data_ptr() % matrices.LINE_BYTES == 0 else x_MK.clone()
+    return x_MK if not has_values(x_MK) or x_MK.data_ptr() % tensors.LINE_BYTES == 0 else x_MK.clone()
 
 
 def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None, rounds: bool = False) -> Tensor:
     """`x @ W.T`: fp32 on CUDA for 16-bit operands, unless it `rounds`; else in their dtype, in `out` if given."""
     x_TD = aligned(x_TD)
-    if out_TV is None or matrices.widens(x_TD, rounds):
-        out_TV = matrices.new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], matrices.logit_dtype(x_TD, rounds))
+    if out_TV is None or tensors.widens(x_TD, rounds):
+        out_TV = tensors.new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], tensors.logit_dtype(x_TD, rounds))
     if x_TD.is_cuda:
         _kernels().product(x_TD, w_VD.t(), out_TV)
         return out_TV
@@ -204,7 +203,7 @@ def _padded(x_MK: Tensor, rows: int) -> Tensor:
     if x_MK.shape[0] == rows:
         return x_MK
     whole = (
-        x_MK.new_empty(rows, x_MK.shape[1]) if x_MK.is_contiguous() else matrices.new_matrix(x_MK, rows, x_MK.shape[1])
+        x_MK.new_empty(rows, x_MK.shape[1]) if x_MK.is_contiguous() else tensors.new_matrix(x_MK, rows, x_MK.shape[1])
     ).zero_()
     whole[: x_MK.shape[0]] = x_MK
     return whole
@@ -246,8 +245,8 @@ def heights(dtype: torch.dtype, threads: int, by_torch: bool) -> tuple[int, ...]
         shape = left_MK.shape[0], right_KN.shape[1]
         if not gaps:
             return cpu_products.mm(left_MK, right_KN, left_MK.new_empty(shape, dtype=sums))
-        apart_MK = matrices.new_matrix(left_MK, left_MK.shape[0], left_MK.shape[1]).copy_(left_MK)
-        return cpu_products.mm(apart_MK, right_KN, matrices.new_matrix(left_MK, shape[0], shape[1], sums))
+        apart_MK = tensors.new_matrix(left_MK, left_MK.shape[0], left_MK.shape[1]).copy_(left_MK)
+        return cpu_products.mm(apart_MK, right_KN, tensors.new_matrix(left_MK, shape[0], shape[1], sums))
 
     def keeps(height: int, tile_MK: Tensor, right_KN: Tensor, wanted_MN: Tensor) -> bool:
         def moved(x: Tensor, shift: int) -> Tensor:

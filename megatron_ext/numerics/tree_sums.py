@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.distributed.groups import Group, group_rank, group_size
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.tensors import accumulation_dtype
 
 
 def in_tree(parts: Sequence[Tensor], joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

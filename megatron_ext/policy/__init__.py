@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.data.batch import BatchedDataDict
 from megatron_ext.policy.losses import ClippedPGLoss, DistillationLossFn, DPOLossFn, LossInputType, LossType, NLLLoss
-from megatron_ext.policy.ray.heartbeat import outside_wait
+from megatron_ext.policy.outside_waits import outside_wait
 from megatron_ext.policy.refit import join_collective, load_weights, receive_weights
 
 if TYPE_CHECKING:

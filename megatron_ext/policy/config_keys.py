@@ -9,68 +9,40 @@ from typing import Any
 
 PARALLEL_KEYS = ("dtensor_cfg", "megatron_cfg")
 
+
+def _names(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+def _each(section: str, reason: str, names: str) -> dict[str, str]:
+    return {section + name: reason for name in names.split()}
+
+
 # What the worker reads, by section; "" is the configuration itself.
 READ: dict[str, tuple[str, ...]] = {
-    "": (
-        "model_name",
-        "hf_config_overrides",
-        "precision",
-        "train_global_batch_size",
-        "train_micro_batch_size",
-        "logprob_batch_size",
-        "max_grad_norm",
-        "seed",
-        "refit_buffer_bytes",
-        "bits",
-        "logit_dtype",
-        "skip_masked_tokens",
+    "": _names(
+        "model_name hf_config_overrides precision train_global_batch_size train_micro_batch_size "
+        "logprob_batch_size max_grad_norm seed refit_buffer_bytes bits logit_dtype "
+        "skip_masked_tokens"
     ),
-    "dtensor_cfg": (
-        "enabled",
-        "tensor_parallel_size",
-        "context_parallel_size",
-        "expert_parallel_size",
-        "sequence_parallel",
-        "cpu_offload",
-        "activation_checkpointing",
-        "custom_parallel_plan",
-        "batch_invariant_mode",
-        # Megatron's sizes, each refused by name where it is above 1
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
+    # The last four are Megatron's sizes, each refused by name where it is above 1.
+    "dtensor_cfg": _names(
+        "enabled tensor_parallel_size context_parallel_size expert_parallel_size sequence_parallel "
+        "cpu_offload activation_checkpointing custom_parallel_plan batch_invariant_mode "
+        "pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+        "expert_model_parallel_size expert_tensor_parallel_size"
     ),
-    "megatron_cfg": (
-        "enabled",
-        "tensor_model_parallel_size",
-        "context_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "sequence_parallel",
-        "activation_checkpointing",
-        "batch_invariant_mode",
-        # refused by name
-        "expert_parallel_size",
-        "cpu_offload",
-        "custom_parallel_plan",
+    # The last three are refused by name.
+    "megatron_cfg": _names(
+        "enabled tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size "
+        "virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage "
+        "num_layers_in_last_pipeline_stage expert_model_parallel_size expert_tensor_parallel_size "
+        "sequence_parallel activation_checkpointing batch_invariant_mode expert_parallel_size "
+        "cpu_offload custom_parallel_plan"
     ),
     "dynamic_batching": ("enabled", "train_mb_tokens", "logprob_mb_tokens"),
     "sequence_packing": ("enabled", "train_mb_tokens", "logprob_mb_tokens"),
-    "generation": (
-        "temperature",
-        "top_k",
-        "top_p",
-        "max_new_tokens",
-        "stop_token_ids",
-        "stop_strings",
-        "bad_words",
-        "_pad_token_id",
-    ),
+    "generation": _names("temperature top_k top_p max_new_tokens stop_token_ids stop_strings bad_words _pad_token_id"),
     "reward_model_cfg": ("enabled", "reward_model_type"),
     "optimizer": ("name", "kwargs"),
     "scheduler": ("name", "kwargs", "milestones"),
@@ -102,61 +74,30 @@ WITHOUT_INFLUENCE: dict[str, str] = {
     "dtensor_cfg.automodel_kwargs.use_liger_kernel": _SPEED,
     "dtensor_cfg.automodel_kwargs.use_sdpa_patching": _SPEED,
     "dtensor_cfg.automodel_kwargs.attn_implementation": _SPEED,
-    **{
-        f"dtensor_cfg.automodel_kwargs.backend.{key}": _SPEED
-        for key in (
-            "_target_",
-            "attn",
-            "linear",
-            "rms_norm",
-            "experts",
-            "dispatcher",
-            "enable_deepep",
-            "enable_fsdp_optimizations",
-            "rope_fusion",
-        )
-    },
+    **_each(
+        "dtensor_cfg.automodel_kwargs.backend.",
+        _SPEED,
+        "_target_ attn linear rms_norm experts dispatcher enable_deepep enable_fsdp_optimizations rope_fusion",
+    ),
     "dtensor_cfg.automodel_kwargs.backend.enable_hf_state_dict_adapter": "weights have transformers' names always",
-    **{
-        f"dtensor_cfg.moe_parallelizer.{key}": _MEMORY
-        for key in ("ignore_router_for_ac", "reshard_after_forward", "wrap_outer_model")
-    },
-    **{
-        f"megatron_cfg.{key}": _MEMORY
-        for key in (
-            "empty_unused_memory_level",
-            "recompute_granularity",
-            "recompute_modules",
-            "fine_grained_activation_offloading",
-            "offload_modules",
-            "clear_memory_caches_before_refit",
-            "fused_linear_logprobs_chunk_size",
-        )
-    },
-    **{
-        f"megatron_cfg.{key}": _SPEED
-        for key in (
-            "apply_rope_fusion",
-            "bias_activation_fusion",
-            "gradient_accumulation_fusion",
-            "use_fused_weighted_squared_relu",
-            "use_fused_linear_logprobs",
-            "attention_backend",
-            "cuda_graph_impl",
-            "cuda_graph_modules",
-            "cuda_graph_warmup_steps",
-            "moe_permute_fusion",
-            "moe_grouped_gemm",
-            "moe_token_dispatcher_type",
-            "moe_shared_expert_overlap",
-            "moe_enable_deepep",
-            "moe_flex_dispatcher_backend",
-            "moe_hybridep_num_sms",
-            "hybridep_num_ranks_per_nvlink_domain",
-            "hybridep_use_mnnvl",
-            "use_gloo_process_groups",
-        )
-    },
+    **_each("dtensor_cfg.moe_parallelizer.", _MEMORY, "ignore_router_for_ac reshard_after_forward wrap_outer_model"),
+    **_each(
+        "megatron_cfg.",
+        _MEMORY,
+        "empty_unused_memory_level recompute_granularity recompute_modules "
+        "fine_grained_activation_offloading offload_modules clear_memory_caches_before_refit "
+        "fused_linear_logprobs_chunk_size",
+    ),
+    **_each(
+        "megatron_cfg.",
+        _SPEED,
+        "apply_rope_fusion bias_activation_fusion gradient_accumulation_fusion "
+        "use_fused_weighted_squared_relu use_fused_linear_logprobs attention_backend "
+        "cuda_graph_impl cuda_graph_modules cuda_graph_warmup_steps moe_permute_fusion "
+        "moe_grouped_gemm moe_token_dispatcher_type moe_shared_expert_overlap moe_enable_deepep "
+        "moe_flex_dispatcher_backend moe_hybridep_num_sms hybridep_num_ranks_per_nvlink_domain "
+        "hybridep_use_mnnvl use_gloo_process_groups",
+    ),
     "megatron_cfg.defer_fp32_logits": "the head computes in float32, and logit_dtype says what it rounds to",
     "megatron_cfg.pipeline_dtype": "stages pass float32 on",
     "megatron_cfg.converter_type": "weights have transformers' names always",
@@ -164,53 +105,23 @@ WITHOUT_INFLUENCE: dict[str, str] = {
     "megatron_cfg.checkpoint": "it says how files are written; the worker has a format of its own",
     "megatron_cfg.moe_per_layer_logging": "it adds metrics",
     "megatron_cfg.track_moe_metrics": "it adds metrics",
-    **{
-        f"megatron_cfg.{key}": "mtp_num_layers is 0"
-        for key in ("mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads")
-    },
-    **{
-        f"megatron_cfg.distributed_data_parallel_config.{key}": _SPEED
-        for key in (
-            "overlap_grad_reduce",
-            "overlap_param_gather",
-            "average_in_collective",
-            "data_parallel_sharding_strategy",
-        )
-    },
+    **_each("megatron_cfg.", "mtp_num_layers is 0", "mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads"),
+    **_each(
+        "megatron_cfg.distributed_data_parallel_config.",
+        _SPEED,
+        "overlap_grad_reduce overlap_param_gather average_in_collective data_parallel_sharding_strategy",
+    ),
     "dynamic_batching.sequence_length_round": _PACKING,
-    **{
-        f"sequence_packing.{key}": _PACKING
-        for key in ("algorithm", "microbatch_order", "sequence_length_round", "fuse_loss")
-    },
-    **{
-        f"generation.{key}": _GENERATOR
-        for key in (
-            "backend",
-            "model_name",
-            "val_temperature",
-            "val_top_p",
-            "val_top_k",
-            "colocated",
-            "port_range_low",
-            "port_range_high",
-            "use_async_rollouts",
-            "refit_transport",
-            "refit_cfg",
-            "real_quant",
-            "real_quant_ignore",
-            "real_quant_export_cpu_offload",
-            "quant_cfg",
-            "vllm_cfg",
-            "vllm_kwargs",
-            "sglang_cfg",
-            "trtllm_cfg",
-            "trtllm_kwargs",
-            "dynamo_cfg",
-            "mcore_generation_config",
-            "_mtp_weights_from_refit",
-            "_debug_payload_metrics",
-        )
-    },
+    **_each("sequence_packing.", _PACKING, "algorithm microbatch_order sequence_length_round fuse_loss"),
+    **_each(
+        "generation.",
+        _GENERATOR,
+        "backend model_name val_temperature val_top_p val_top_k colocated port_range_low "
+        "port_range_high use_async_rollouts refit_transport refit_cfg real_quant "
+        "real_quant_ignore real_quant_export_cpu_offload quant_cfg vllm_cfg vllm_kwargs "
+        "sglang_cfg trtllm_cfg trtllm_kwargs dynamo_cfg mcore_generation_config "
+        "_mtp_weights_from_refit _debug_payload_metrics",
+    ),
 }
 
 _ALL_TRAIN = "all weights train; leave it out, or make a model_name function whose model has adapters or frozen weights"
@@ -227,9 +138,7 @@ ONLY_OFF: dict[str, str] = {
     "dequantize_base_checkpoint": _NO_QUANTISATION,
     "fsdp_offload_enabled": "it is dtensor_cfg.cpu_offload now; set that",
     "activation_checkpointing_enabled": "it is dtensor_cfg.activation_checkpointing now; set that",
-    **{
-        f"quant_{key}": _NO_QUANTISATION for key in ("cfg", "calib_data", "calib_size", "batch_size", "sequence_length")
-    },
+    **_each("quant_", _NO_QUANTISATION, "cfg calib_data calib_size batch_size sequence_length"),
     "dtensor_cfg.lora_cfg": _ALL_TRAIN,
     "dtensor_cfg.env_vars": _ENVIRONMENT,
     "dtensor_cfg.automodel_kwargs.freeze_config": _ALL_TRAIN,
@@ -238,16 +147,12 @@ ONLY_OFF: dict[str, str] = {
     "dtensor_cfg.moe_parallelizer.lm_head_precision": "the head computes as 'logit_dtype' and 'bits' say; set those",
     "megatron_cfg.peft": _ALL_TRAIN,
     "megatron_cfg.freeze_config": _ALL_TRAIN,
-    **{
-        f"megatron_cfg.{key}": _ALL_TRAIN
-        for key in (
-            "freeze_vision_model",
-            "freeze_vision_projection",
-            "freeze_sound_encoder",
-            "freeze_sound_projection",
-            "radio_force_cpe_eval_mode",
-        )
-    },
+    **_each(
+        "megatron_cfg.",
+        _ALL_TRAIN,
+        "freeze_vision_model freeze_vision_projection freeze_sound_encoder "
+        "freeze_sound_projection radio_force_cpe_eval_mode",
+    ),
     "megatron_cfg.env_vars": _ENVIRONMENT,
     "megatron_cfg.fp8_cfg": "the model computes in 'precision'; set fp8_cfg.enabled to False",
     "megatron_cfg.model_overrides": "the model is transformers' config; change that by hf_config_overrides",

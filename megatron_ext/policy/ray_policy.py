@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import read_config
+from megatron_ext.policy.data.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import RankCoordinates
-from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.losses import LossFunction
-from megatron_ext.policy.losses.worker_protocol import rows_together
+from megatron_ext.policy.losses.worker_protocol import Timer, rows_together, timed
 from megatron_ext.policy.ray.actors import Timeouts, import_ray
 from megatron_ext.policy.refit.ray_transfer import RayRefit
 from megatron_ext.policy.worker.sampling import pad_token_of

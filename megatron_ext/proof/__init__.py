@@ -5,13 +5,14 @@ asks `Proofs.of(...)` whether they are equal: at the first call, and again when 
 Imports torch and groups alone.
 """
 
-from megatron_ext.proof.basis import ProofBasis, config_values, module_parts, module_values
-from megatron_ext.proof.code_values import code_values
 from megatron_ext.proof.comparison import compare
-from megatron_ext.proof.ledger import (
+from megatron_ext.proof.proofs import (
     SAMPLE_TOKENS,
+    Proof,
+    ProofBasis,
     ProofMode,
     Proofs,
+    agreed,
     cannot_prove_now,
     fusion_is_on,
     proof_mode,
@@ -19,7 +20,7 @@ from megatron_ext.proof.ledger import (
     why_fusion_is_off,
     words_of_change,
 )
-from megatron_ext.proof.result import Proof, agreed
+from megatron_ext.proof.values import code_values, config_values, module_parts, module_values
 
 __all__ = [
     "SAMPLE_TOKENS",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.proof.diagnosis import Sides, columns_missing, relative, why_different
-from megatron_ext.proof.result import Proof
+from megatron_ext.proof.proofs import Proof
 
 Way = Callable[[Tensor], Tensor]
 
@@ -73,7 +73,7 @@ def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tenso
         return Proof.refused(
             f"it has the shape {list(mine.losses.shape)}, the fused one {list(ours.losses.shape)}", tokens
         )
-    allowed = _tolerance([hidden, *kept.values()])
+    allowed = _tolerance([hidden, *kept.values()], mine.dtype)
     losses = relative(mine.losses, ours.losses, allowed.of_a_token / allowed.losses)
     gradients = {name: relative(mine.gradients[name], ours.gradients[name]) for name in mine.gradients}
     largest = max(losses, *gradients.values())
@@ -103,7 +103,7 @@ def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
                 gradient = main_grads[name] if added or gradient is None else gradient + main_grads[name]
             gradients[name] = _projected(gradient, x)
         underflow = max(1e3 * torch.finfo(x.dtype).tiny for x in asked)
-        return Sides(losses.detach().double(), gradients, underflow)
+        return Sides(losses.detach().double(), gradients, underflow, losses.dtype)
 
 
 def _same(x: Tensor) -> Tensor:
@@ -150,9 +150,12 @@ def _projected(gradient: Tensor | None, of: Tensor) -> Tensor:
         return torch.cat([part.to(wide) @ directions for part in gradient.split(_ROWS)]).double()
 
 
-def _tolerance(tensors: list[Tensor]) -> _Tolerance:
-    """Return the tolerance of the coarsest dtype in which something is computed."""
-    dtypes = [x.dtype for x in tensors]
+def _tolerance(tensors: list[Tensor], of_losses: torch.dtype) -> _Tolerance:
+    """Return the tolerance of the coarsest dtype in which something is computed.
+
+    `of_losses`: the dtype of the model's own losses, as fp32 where a model in fp64 rounds its logits before the loss.
+    """
+    dtypes = [*(x.dtype for x in tensors), of_losses]
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device):
         dtypes.append(torch.get_autocast_dtype(device))

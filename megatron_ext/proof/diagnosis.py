@@ -10,12 +10,14 @@ class Sides(NamedTuple):
     """One way's losses, `[...]` or one number, and its gradients by name, of which each row is compared as a whole.
 
     The first gradient is that of the hidden states, the second that of the parameter with a row for each column of the
-    logits, if there is one that trains. `underflow`: what a gradient may be that is 0 on the other side.
+    logits, if there is one that trains. `underflow`: what a gradient may be that is 0 on the other side. `dtype`: that
+    of the losses before they became fp64 here.
     """
 
     losses: Tensor
     gradients: dict[str, Tensor]
     underflow: float = 0.0
+    dtype: torch.dtype = torch.float64
 
 
 def relative(own: Tensor, fused: Tensor, scale: float = 0.0) -> float:

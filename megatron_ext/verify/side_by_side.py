@@ -16,12 +16,14 @@ class RecordedStep:
         gradient_norm: before clipping.
         peak_mib: what was allocated at most.
         seconds: from the end of the step before.
+        losses_fused: losses and read-outs of models without logits, from the first step on.
     """
 
     loss: float | None
     gradient_norm: float | None
     peak_mib: float | None
     seconds: float | None
+    losses_fused: int = 0
 
 
 def relative_difference(a: float, b: float) -> float:
@@ -50,6 +52,11 @@ class TwoRuns:
         """The largest differences, in words."""
         loss, norm = self.largest
         return f"largest relative difference: loss {loss:.1e}, gradient norm {norm:.1e}"
+
+    @property
+    def fuses_nothing(self) -> bool:
+        """Return whether this rank has losses, and none of the changed run was fused."""
+        return any(step.loss is not None for step in self.ours) and not any(step.losses_fused for step in self.ours)
 
     def _largest(self, name: str) -> float:
         pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(self.stock, self.ours, strict=False)]

@@ -8,6 +8,7 @@ clipping; of another optimizer, the norm of the gradients that this rank hands t
 import json
 import os
 import resource
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -104,7 +105,8 @@ class StepRecorder:
         norm = None if self._norm is None else float(self._norm)
         seconds = None if self._before is None else now - self._before
         with self.file.open("a") as file:
-            file.write(json.dumps(asdict(RecordedStep(loss, norm, self._peak_mib(), seconds))) + "\n")
+            step = RecordedStep(loss, norm, self._peak_mib(), seconds, _losses_fused())
+            file.write(json.dumps(asdict(step)) + "\n")
         self._losses, self._norm, self._backwards = [], None, 0
         self._done, self._before = self._done + 1, time.perf_counter()
         if self._done == self.steps:
@@ -117,3 +119,9 @@ class StepRecorder:
         peak: float = torch.cuda.max_memory_allocated() / 2**20
         torch.cuda.reset_peak_memory_stats()
         return peak
+
+
+def _losses_fused() -> int:
+    """Return how many losses and read-outs were fused in this process, where Megatron's models are patched."""
+    reports: Any = sys.modules.get("megatron_ext.megatron.fusion_report")
+    return 0 if reports is None else sum(one.losses_fused + one.read_outs for one in reports.fusion_report().models)

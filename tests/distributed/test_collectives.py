@@ -6,8 +6,7 @@ import torch.distributed as dist
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.distributed.groups import group_rank, group_size
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import VocabShard, group_rank, group_size
 from tests.ranks import ranks
 
 

@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import VocabShard
 
 
 def test_columns_of_a_shard():

@@ -18,6 +18,7 @@ from megatron_ext.dtensor.output import loss_proof
 from megatron_ext.proof import Proof
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import batch, check_gradients, error, loss_and_gradients, make, meshes, parallelize
+from tests.marks import slow
 from tests.ranks import ranks, shared_folder
 
 CHANGES = {
@@ -327,7 +328,7 @@ def test_a_proof_of_one_process_sends_nothing():
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("way", ["use_fused_loss", "read"])
+@pytest.mark.parametrize("way", ["use_fused_loss", *slow("read")])
 @ranks(2)
 def test_saving_a_model_between_two_steps_changes_nothing(way):
     """The first rank alone writes the config, with the dtype that its weights have, and the class."""

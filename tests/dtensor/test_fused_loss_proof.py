@@ -19,6 +19,7 @@ from megatron_ext.proof import compare
 from tests.dtensor.models import SIZES, batch, check_gradients, drawn, loss_and_gradients, make, meshes, parallelize
 from tests.dtensor.test_fused_loss import check_fused
 from tests.dtensor.test_trainer import rows, settings
+from tests.marks import slow
 from tests.ranks import ranks
 from tests.transparent import Transparent
 
@@ -130,7 +131,7 @@ def test_replicas_compute_with_their_own_weights():
     assert found.logits is None
 
 
-@pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, *slow({"fullgraph": True})], ids=str)
 def test_a_compiled_forward_keeps_its_own_loss(options):
     """And says what to do; `fullgraph` has no graph to break."""
     model, given = make("llama"), batch()

@@ -9,10 +9,15 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from megatron_ext import fused_loss_report, restore_own_loss, use_fused_loss
-from megatron_ext.dtensor import causal_lm_loss
+from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss
 from tests.dtensor.models import VOCAB, batch, check_gradients, drawn, loss_and_gradients, make, meshes, parallelize
 from tests.operators import Largest
 from tests.ranks import ranks
+
+NOT_CALLED = (
+    "LlamaForCausalLM: use_fused_loss was not called, so a call with labels makes logits; causal_lm_loss and "
+    "log-probabilities are computed from hidden states"
+)
 
 
 def test_own_loss_and_class_are_back():
@@ -53,9 +58,7 @@ def test_models_of_fsdp_and_of_parallelize_are_restored():
 
     tokens, model = drawn(2, 8), parallelize(make("llama"), *meshes(tp=2))
     fused = causal_lm_loss(model, tokens)
-    assert str(fused_loss_report(model)) == (
-        "LlamaForCausalLM: causal_lm_loss reads its head from hidden states; use_fused_loss was not called"
-    )
+    assert str(fused_loss_report(model)) == NOT_CALLED
     with Largest(lambda x: x.numel()) as largest, pytest.warns(UserWarning, match="restore_own_loss was called"):
         own = causal_lm_loss(restore_own_loss(model), tokens)
     assert largest.size >= tokens.numel() * VOCAB // 2
@@ -64,8 +67,7 @@ def test_models_of_fsdp_and_of_parallelize_are_restored():
 
 def test_report_says_what_a_model_does():
     model = make("llama")
-    asked = str(fused_loss_report(model))
-    assert asked == "LlamaForCausalLM: its logits are made, as neither use_fused_loss nor parallelize was called"
+    assert str(fused_loss_report(model)) == NOT_CALLED
     use_fused_loss(model)
     assert str(fused_loss_report(model)) == "LlamaForCausalLM: use_fused_loss was called, and no loss was fused yet"
     with warnings.catch_warnings(action="ignore"):
@@ -78,7 +80,27 @@ def test_report_says_what_a_model_does():
     with mock.patch.dict(os.environ, MEGATRON_EXT_FUSION="off"):
         assert "its logits are made, MEGATRON_EXT_FUSION=off is set" in str(fused_loss_report(model))
     restore_own_loss(model)
-    assert str(fused_loss_report(model)) == "LlamaForCausalLM: its logits are made, restore_own_loss was called"
+    assert str(fused_loss_report(model)) == NOT_CALLED
+
+
+def test_a_restored_model_is_scored_without_logits():
+    model, tokens = restore_own_loss(use_fused_loss(make("llama"))), drawn(8, 16)
+    with Largest(lambda x: x.untyped_storage().nbytes() // 4) as largest, warnings.catch_warnings(action="error"):
+        found = causal_lm_log_probs(model, tokens, cache=0, chunk_tokens=4)
+    assert largest.size < tokens.numel() * VOCAB
+    expected = model(input_ids=tokens).logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(found[:, :-1], expected)
+
+
+def test_a_model_in_fp64_is_fused():
+    """The loss of transformers rounds logits to fp32, by more than fp64 differs from itself."""
+    model, given = make("llama").double(), batch()
+    expected, true = loss_and_gradients(model, **given)
+    found = use_fused_loss(model)(**given)
+    assert found.logits is None
+    torch.testing.assert_close(found.loss.to(expected.dtype), expected, rtol=1e-6, atol=0)
+    found.loss.backward()
+    check_gradients(model, true)
 
 
 def test_a_head_that_accelerate_moves_keeps_its_logits():

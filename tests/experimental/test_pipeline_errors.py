@@ -154,7 +154,7 @@ def test_what_is_refused():
             ):
                 check_config(SimpleNamespace(pipeline_model_parallel_size=2, **config))
         odd = mock.patch(
-            "megatron_ext.megatron.fused_loss.patch_points.why_not_fused", return_value="its output layer is odd"
+            "megatron_ext.megatron.fused_loss.fusion_decision.why_not_fused", return_value="its output layer is odd"
         )
         with odd, pytest.raises(ValueError, match="rank 1: .*odd" if dist.get_rank() == 0 else "GPTModel.*odd"):
             tiny_gpt(stock_spec)

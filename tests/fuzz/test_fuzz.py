@@ -19,8 +19,8 @@ SEED = int(os.environ.get("FUZZ_SEED", time.time()))
         ("mappings.", 100),
         ("model_utils.", 100),
         ("sharded_vocabulary.", 100),
-        ("distillation.", 200),
-        ("losses.", 400),
+        ("distillation.", 100),
+        ("losses.", 200),
     ],
 )
 def test_a_few(only, cases):

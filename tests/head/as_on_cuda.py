@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.stand_in import ON_CUDA, replaced
-from megatron_ext.head.row_passes import dispatch
+from megatron_ext.head.row_passes import passes as row_passes
 from megatron_on_cpu import cuda_graphs
 from tests.waits import NoWait
 
@@ -17,13 +17,13 @@ from tests.waits import NoWait
 def cuda_branches(passes=None):
     """Every tensor says that it is on a GPU. `passes`: what tensors there take, a function as
     `megatron_ext.memory.fake_cuda.kernels` or `plain`; None: the head's own choice."""
-    chosen = [(dispatch, "_interpreted", lambda: False), (dispatch, "triton_passes", passes)]
+    chosen = [(row_passes, "_interpreted", lambda: False), (row_passes, "triton_passes", passes)]
     return replaced(*ON_CUDA, *([] if passes is None else chosen))
 
 
 def plain():
     """The passes in PyTorch, which compute what Triton's do."""
-    return dispatch.PYTORCH
+    return row_passes.PYTORCH
 
 
 class _Stream:
@@ -118,8 +118,8 @@ def rehearsal(branches=True):
     # With these the head takes Triton's passes for tensors on a GPU, as it does there.
     choice = [
         (torch.version, "cuda", "12.8"),
-        (dispatch, "_interpreted", lambda: False),
-        (dispatch, "triton_passes", dispatch.triton_passes.__wrapped__),
+        (row_passes, "_interpreted", lambda: False),
+        (row_passes, "triton_passes", row_passes.triton_passes.__wrapped__),
     ]
     with cuda_branches(), replaced(*stand_ins, *choice, check.but_for_kernels()):
         yield

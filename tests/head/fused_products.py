@@ -5,11 +5,11 @@ A module of its own: the interpreter is chosen when triton is imported.
 
 import torch
 
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head import Entropy, IsArgmax, LmHead, LogProbs
 from megatron_ext.head.call.statistics import statistics_rows
 from megatron_ext.head.kernels.triton_passes import TRITON as twin
-from megatron_ext.head.row_passes import fused_products as plain
+from megatron_ext.head.row_passes.passes import PYTORCH as plain
 
 ALL = {"temperature": 0.7, "with_entropy": True, "with_hits": True}
 
@@ -94,9 +94,7 @@ def head_errors(device, cache):
         return of_labels, entropy, *torch.autograd.grad([of_labels, entropy], [x, w], [*up_2T])
 
     def errors(made):
-        return [
-            float((a.double() - b).norm() / b.norm()) for a, b in zip(made, plainly(torch.float64), strict=True)
-        ]
+        return [float((a.double() - b).norm() / b.norm()) for a, b in zip(made, plainly(torch.float64), strict=True)]
 
     of_plain = errors(plainly(torch.bfloat16))
     return [[a / b for a, b in zip(errors(ours(fused)), of_plain, strict=True)] for fused in (False, True)]

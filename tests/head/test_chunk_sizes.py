@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megatron_ext.head.call import chunk_sizes, gpu_properties
-from megatron_ext.head.engine import linear
 from tests.head.as_on_cuda import cuda_branches
 
 MIB = 1 << 20
@@ -54,7 +53,7 @@ def test_logits_without_gradient_read_the_weight_seldom(tokens, columns, width, 
     x = torch.empty(tokens, width, dtype=torch.bfloat16, device="meta")
     with cuda_branches():
         w = torch.empty(columns, width, dtype=torch.bfloat16, device="meta")
-        room, cached = linear.kept_columns(w, x, mock.Mock(), keep=False)
+        room, cached = chunk_sizes.kept_columns(mock.Mock(), len(x), w, x, keep=False)
         found = chunk_sizes.product_chunks(slice(0, tokens), None, columns, torch.empty(0, width, dtype=w.dtype), room)
     assert cached == 0
     assert max(4 * columns * (one.stop - one.start) for one in found) <= w.nbytes

@@ -8,7 +8,7 @@ import torch
 from benchmarks.meter import measure, one_rank_of
 from megatron_ext import linear_cross_entropy, linear_log_probs, vocab_parallel_cross_entropy
 from megatron_ext.head import Entropy, Gather, LmHead, LogProbs, SumOfSquares, TopK, ZLoss
-from tests.marks import slow
+from tests.marks import quick_if, slow
 
 # One rank of 8 with sequence 16384, D 8192, V 152064 in bf16.
 T, D, V, R = 16384, 8192, 152064, 8
@@ -99,7 +99,7 @@ THREE = {
 
 
 @pytest.mark.parametrize("layout", ["sequence", *slow("replicated")])
-@pytest.mark.parametrize("kind", THREE)
+@pytest.mark.parametrize("kind", quick_if("of both".__eq__, THREE))
 def test_three_read_outs_cost_products_and_messages_of_one(kind, layout):
     tokens, width, vocabulary, ranks = SMALL
     make, products = THREE[kind]

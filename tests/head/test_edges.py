@@ -13,7 +13,7 @@ from megatron_ext import (
     vocab_parallel_cross_entropy,
 )
 from megatron_ext.distributed.groups import group_rank, group_size
-from megatron_ext.head.row_passes.logit_passes import row_gradient
+from megatron_ext.head.row_passes.passes import row_gradient
 from tests.head.problems import OPTIONS, Problem, error, loss_and_grads
 from tests.ranks import ranks
 

@@ -8,8 +8,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_ext import VocabShard, head
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.head import LmHead, LoRA
-from megatron_ext.head.engine.logit_sources import LogitTransform
-from megatron_ext.numerics.matrices import new_matrix
+from megatron_ext.head.engine.chunk_logits import LogitTransform
+from megatron_ext.numerics.tensors import new_matrix
 from tests.head.test_fixed_bits import MODES, VOCAB, WIDTH, assert_as_near, problem, same, shard_of
 from tests.marks import quick_if, slow
 from tests.ranks import ranks

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron_ext import reference, token_log_probs, vocab_parallel_cross_entropy
 from megatron_ext.distributed.groups import UNSHARDED, group_rank, group_size
 from megatron_ext.head import gather_log_probs, kl_divergence, sampled_log_probs, vocab_parallel_log_softmax, vocab_topk
-from megatron_ext.head.engine import logit_sources
+from megatron_ext.head.engine import stored_logits
 from tests.head.problems import Problem
 from tests.marks import slow
 from tests.ranks import ranks
@@ -78,7 +78,7 @@ def pulled(call, make, labels, grad):
 )
 @pytest.mark.parametrize("view", VIEWS)
 def test_values_and_gradients(view, few, monkeypatch):
-    monkeypatch.setattr(logit_sources, "_FEW", few)
+    monkeypatch.setattr(stored_logits, "_FEW", few)
     make = VIEWS[view]
     z = make(torch.empty(4, 6, 12))
     labels, grad = torch.randint(z.shape[-1], z.shape[:-1]), torch.randn(z.shape[:-1], dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_values_and_gradients(view, few, monkeypatch):
 @pytest.mark.parametrize("view", VIEWS)
 def test_the_gradient_in_the_memory_of_a_view(view, few, monkeypatch):
     """But where several rows share it, which is then left alone."""
-    monkeypatch.setattr(logit_sources, "_FEW", few)
+    monkeypatch.setattr(stored_logits, "_FEW", few)
     base = torch.randn(4, 6, 12, dtype=torch.float64)
     z = VIEWS[view](base.clone().requires_grad_() * 1)
     labels, grad = torch.randint(z.shape[-1], z.shape[:-1]), torch.randn(z.shape[:-1], dtype=torch.float64)
@@ -106,15 +106,15 @@ def test_the_gradient_in_the_memory_of_a_view(view, few, monkeypatch):
 
 
 def test_rows_stay_where_they_are(monkeypatch):
-    monkeypatch.setattr(logit_sources, "_FEW", 0)
+    monkeypatch.setattr(stored_logits, "_FEW", 0)
     for view, make in VIEWS.items():
         z = make(torch.randn(4, 6, 12))
-        rows = logit_sources.Flat(z).rows(z)
+        rows = stored_logits.Flat(z).rows(z)
         memory = z.untyped_storage().data_ptr()
-        for at in logit_sources.in_runs(
-            rows, [slice(0, 5), slice(5, logit_sources.tokens_of(rows))] if z.numel() > 60 else []
+        for at in stored_logits.in_runs(
+            rows, [slice(0, 5), slice(5, stored_logits.tokens_of(rows))] if z.numel() > 60 else []
         ):
-            assert logit_sources.rows_of(rows, at).untyped_storage().data_ptr() == memory, view
+            assert stored_logits.rows_of(rows, at).untyped_storage().data_ptr() == memory, view
             assert at.stop > at.start
 
 

@@ -16,7 +16,7 @@ import torch
 from megatron_ext import linear_cross_entropy, linear_log_probs, vocab_parallel_cross_entropy
 from megatron_ext.head import LmHead, Logits, Sampled, TopK
 from megatron_ext.head.call import chunk_sizes
-from megatron_ext.head.row_passes import label_terms, logit_passes
+from megatron_ext.head.row_passes import label_terms, passes
 from tests.devices import GPU
 from tests.head.problems import OPTIONS, Problem, error
 
@@ -80,7 +80,7 @@ def no_look_at_memory(monkeypatch):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_cuda_tensors_take_the_triton_passes(name, monkeypatch):
-    plain = (logit_passes, "row_statistics", "row_gradient"), (label_terms, "add_label_rows", "finish_dx")
+    plain = (passes, "row_statistics", "row_gradient"), (label_terms, "add_label_rows", "finish_dx")
     for side, *functions in plain:
         for function in functions:
             monkeypatch.delattr(side, function)

@@ -6,17 +6,19 @@ import torch.distributed as dist
 
 from benchmarks.meter import measure
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head import Kept, KeptEntropy, LmHead, Logits, linear_sampled_log_probs, sampled_log_probs
 from tests.fuzz import heads
 from tests.head.test_read import check_read
+from tests.marks import slow
 from tests.ranks import ranks
 
 
+@pytest.mark.parametrize("cases", [8, *slow(24)])
 @ranks(1, 2, 4)
-def test_alone_only_the_kept_columns_are_computed():
+def test_alone_only_the_kept_columns_are_computed(cases):
     """Of the shard's, where they are few; beside fp64 of the whole, with softcap, bias, slices and left out tokens."""
-    for number in range(24):
+    for number in range(cases):
         for names in (["kept"], ["kept entropy", "kept"]):
             for kind in (heads.read, heads.read_logits):
                 check_read(kind, number, names)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_ext import reference
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head import (
     KL,
     CrossEntropy,

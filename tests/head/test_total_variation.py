@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.meter import measure
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head import AcceptanceRate, CrossEntropy, LmHead, Teacher, TotalVariation
 from tests.ranks import ranks
 

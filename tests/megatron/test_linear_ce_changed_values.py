@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.megatron.fused_loss import fusion_proof
-from megatron_ext.megatron.fused_loss.patch_points import label_argument
+from megatron_ext.megatron.fused_loss.model_methods import label_argument
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
 from tests.gpt import model_parallel
 from tests.megatron.patching import assert_same, batch, grads_of, later_gpt, one_gpt, patched, run

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ext.megatron.fused_loss.patch_points import takes_losses_without_labels
+from megatron_ext.megatron.fused_loss.model_methods import takes_losses_without_labels
 from tests.gpt import model_parallel
 from tests.megatron.language_models import hybrid_has_mtp, tiny_hybrid
 from tests.megatron.patching import (

@@ -19,6 +19,7 @@ from megatron_ext.memory.__main__ import main, rows
 from megatron_ext.memory.heads import megatron, ours, peak_bytes, transformers
 from megatron_ext.memory.sizes import Sizes
 from megatron_ext.memory.step_time import GPUS, PERCENT, LaunchCounter
+from tests.marks import slow
 from tests.pages import DOCS
 
 SMALL = Sizes(512, 64, 4096)
@@ -67,7 +68,7 @@ def test_table_has_a_row_for_each_cache():
     assert found[0][2] == "100"
 
 
-@pytest.mark.parametrize("case", [A, B], ids="AB")
+@pytest.mark.parametrize("case", [A, *slow(B)], ids="AB")
 def test_times_are_those_measured_on_an_h200(case):
     """One rank's shard, as the rows were measured."""
     sizes = Sizes(case.tokens, case.width, case.columns)

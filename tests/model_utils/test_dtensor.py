@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.head.row_passes import dispatch
+from megatron_ext.head.row_passes import passes as row_passes
 from megatron_ext.model_utils import (
     TrainingSamplingParams,
     dtensor_from_parallel_logits_to_logprobs,
@@ -90,8 +90,8 @@ def test_the_chunk_size_is_honoured():
     logits, tokens = problem(length=8)
     sharded = distribute_tensor(logits, mesh_of(1)["tp"], WHOLE)
     for chunk_size, wanted in ((1, 8), (3, 3), (8, 1)):
-        passes_of_all = type(dispatch.PYTORCH)
-        with patch.object(passes_of_all, "row_statistics", wraps=dispatch.PYTORCH.row_statistics) as passes:
+        passes_of_all = type(row_passes.PYTORCH)
+        with patch.object(passes_of_all, "row_statistics", wraps=row_passes.PYTORCH.row_statistics) as passes:
             get_logprobs_from_vocab_parallel_logits(sharded, tokens, chunk_size=chunk_size)
         assert passes.call_count == wanted
 

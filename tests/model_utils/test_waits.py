@@ -11,7 +11,7 @@ import torch
 from benchmarks.meter import one_rank_of
 from megatron_ext.head.call import statistics
 from megatron_ext.head.readouts import kept, read_out
-from megatron_ext.head.row_passes import dispatch, logit_passes
+from megatron_ext.head.row_passes import passes
 from megatron_ext.model_utils import (
     ChunkedDistributedEntropy,
     ChunkedDistributedGatherLogprob,
@@ -31,8 +31,8 @@ from tests.waits import NoWait
 def on_gpus(monkeypatch):
     """All tensors say that they are on a GPU, and are checked there."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(dispatch, "triton_passes", lambda: None)  # Triton cannot run on them
-    for module in (statistics, read_out, logit_passes, kept):
+    monkeypatch.setattr(passes, "triton_passes", lambda: None)  # Triton cannot run on them
+    for module in (statistics, read_out, passes, kept):
         monkeypatch.setattr(module, "has_values", lambda x: True)
 
     assign = torch.Tensor.__setitem__

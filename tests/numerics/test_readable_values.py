@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from megatron_ext.numerics.readable_values import OutsideVocabulary, check_within
+from megatron_ext.numerics.tensors import OutsideVocabulary, check_within
 
 
 def test_ids_are_seen_within_where_they_have_values():

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from megatron_ext.policy.ray import actors
-from megatron_ext.policy.ray.liveness import Whereabouts
+from megatron_ext.policy.ray.liveness import ActorLocation
 
 
 class RayError(Exception):
@@ -79,7 +79,7 @@ class RayAtOnce:
 class Actor(actors._Actor):
     def where(self):
         self._store = None
-        return Whereabouts("node", "host", 1), ("192.0.2.7", 29)
+        return ActorLocation("node", "host", 1), ("192.0.2.7", 29)
 
     def build(self, *args):
         with mock.patch.dict(os.environ):

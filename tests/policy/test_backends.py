@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.policy.backend.base import Backend
+from megatron_ext.distributed.groups import VocabShard
+from megatron_ext.policy.backend.base import Backend, whole_vocabulary
 from megatron_ext.policy.backend.megatron import Inputs
 from megatron_ext.policy.config import read_config
+from megatron_ext.policy.data.batch import Rows
 from megatron_ext.policy.data.batch_plan import RankCoordinates
-from megatron_ext.policy.data.packed_rows import Rows
-from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
 from megatron_ext.policy.megatron_model.layout import transformer_config
 from megatron_ext.policy.refit.shared_memory import SharedBlock
 from megatron_ext.sequence.context_parallel_parts import SequenceParts

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.policy import BatchedDataDict
-from megatron_ext.policy.data.micro_batches import fixed, packed, within_tokens
+from megatron_ext.policy.data.batch import fixed, packed, within_tokens
 from tests.policy.problems import tiny_batch
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=2, max_size=24).filter(lambda lengths: len(lengths) % 2 == 0)

@@ -1,130 +1,121 @@
-"""A beat says where a call stands, and a sample of a process what it has used."""
+"""A beat says where a call stands, and for how long its process has stood still."""
 
 import os
 import re
 import subprocess
-import sys
 import threading
-from contextlib import contextmanager
+import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megatron_ext.policy import outside_wait
-from megatron_ext.policy.ray import heartbeat, host_monitor
+from megatron_ext.policy.ray import heartbeat
 from megatron_ext.policy.ray.actors import _worker_call
-from megatron_ext.policy.ray.heartbeat import Heartbeat
+from megatron_ext.policy.ray.heartbeat import beating
 
 IN_TORCH = compile("def wait(event): event.wait()", "/lib/torch/distributed/distributed_c10d.py", "exec")
 
 
 @pytest.fixture
-def beats(monkeypatch):
-    """A heartbeat whose thread is not started."""
-    threads = SimpleNamespace(Thread=lambda **_: SimpleNamespace(start=lambda: None), get_ident=threading.get_ident)
-    monkeypatch.setattr(heartbeat, "threading", threads)
-    return Heartbeat(lambda beat: None)
+def moves(monkeypatch):
+    """A period of 10 ms, and whether the process moves as it is set here."""
+    moves = []
+    monkeypatch.setattr(heartbeat, "PERIOD_S", 0.01)
+    monkeypatch.setattr(heartbeat, "_moves", lambda *_: bool(moves))
+    return moves
 
 
 def stands(event):
     event.wait()
 
 
-@contextmanager
-def in_call(beats, function):
-    """A thread in a call of `function`, which waits."""
-    event, began = threading.Event(), threading.Event()
+def beats_of(function, seconds=0.2):
+    """Beats of a thread in a call of `function`, which waits for `seconds`."""
+    event, sent = threading.Event(), []
 
     def run():
-        with beats.during("train"):
-            began.set()
+        with beating(sent.append, "train"):
             _worker_call(function, (event,), {})
 
     thread = threading.Thread(target=run)
     thread.start()
-    began.wait()
-    while heartbeat._stack(sys._current_frames()[thread.ident])[-1].f_code is not function.__code__:
-        pass
-    try:
-        yield
-    finally:
-        event.set()
-        thread.join()
-    assert beats._call is None
+    time.sleep(seconds)
+    event.set()
+    thread.join()
+    return sent
 
 
-def settled(beats):
-    """The beat of a call that has come to stand."""
-    beat = beats._beat(*beats._call)
-    while (again := beats._beat(*beats._call)) != beat:
-        beat = again
-    return beat
-
-
-def test_a_beat_tells_the_line_of_the_user_and_who_waits(beats):
-    with in_call(beats, stands):
-        beat = settled(beats)
-        with outside_wait("a server"):
-            assert beats._beat(*beats._call)["outside"] == "a server"
-    words = r"Condition\.wait \(threading\.py:\d+\), from stands \(test_heartbeat\.py:\d+\)"
-    assert re.fullmatch(words, beat.pop("doing"))
-    assert isinstance(beat.pop("at"), int)
-    assert beat == {"call": "train", "waits": False, "outside": None}
+def test_a_beat_tells_the_line_of_the_user_and_who_waits(moves):
+    words = r"in train, at Condition\.wait \(threading\.py:\d+\), from stands \(test_heartbeat\.py:\d+\)"
+    beat = beats_of(stands)[-1]
+    assert re.fullmatch(words, beat["doing"])
+    assert (beat["waits"], beat.keys()) == (False, {"doing", "waits", "idle_s"})
     names = {}
     exec(IN_TORCH, names)
-    with in_call(beats, names["wait"]):
-        beat = settled(beats)
+    beat = beats_of(names["wait"])[-1]
     assert beat["waits"]
-    assert beat["doing"] == "wait (distributed_c10d.py:1)"
+    assert beat["doing"] == "in train, waiting for others in wait (distributed_c10d.py:1)"
 
 
-def test_a_beat_is_sent_each_period_while_a_call_lasts(beats, monkeypatch):
-    slept, sent = [], []
-
-    def sleep(seconds):
-        slept.append(seconds)
-        if len(slept) == 4:
-            raise SystemExit
-        beats._call = None if len(slept) == 2 else ("train", 0.0, threading.get_ident())
-
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(sleep=sleep))
-    beats._send = sent.append
-    with pytest.raises(SystemExit):
-        beats._run()
-    assert slept == [heartbeat.PERIOD_S] * 4
-    assert [beat["call"] for beat in sent] == ["train", "train"]
+def test_beats_come_each_period_while_a_call_lasts(moves):
+    sent = beats_of(stands)
+    assert len(sent) >= 3
+    time.sleep(0.05)
+    count = len(sent)  # one may have been on its way
+    time.sleep(0.05)
+    assert len(sent) == count
 
 
-def test_a_sample_says_what_a_process_has_used():
-    before, own, after = psutil.Process().num_threads(), host_monitor._sample(os.getpid()), os.times()
-    assert own.processor_s == pytest.approx(after.user + after.system, abs=1.0)
-    assert abs(own.threads - before) <= abs(psutil.Process().num_threads() - before)
-    assert own.switches > 0
-    assert own.nbytes > 0
-    sleeper = subprocess.Popen(["sleep", "600"])
-    assert host_monitor._runs(sleeper.pid)
-    assert not host_monitor._children_run(sleeper.pid)
-    sleeper.kill()
-    sleeper.wait()
-    assert not host_monitor._runs(sleeper.pid)
-    assert not host_monitor._children_run(sleeper.pid)
-    assert host_monitor._sample(sleeper.pid) is None
+def test_a_call_is_idle_that_neither_moves_nor_waits_outside(moves):
+    def outside(event):
+        with outside_wait("a server"):
+            event.wait()
+
+    def other_lines(event):
+        while not event.is_set():
+            time.sleep(0.003)
+            time.sleep(0.003)
+
+    idle = [beat["idle_s"] for beat in beats_of(stands)]
+    assert idle == sorted(idle)
+    assert 0.05 < idle[-1] < 60
+    beat = beats_of(outside)[-1]
+    assert beat["idle_s"] < 0.05
+    assert beat["doing"].endswith(", waiting for a server")
+    assert min(beat["idle_s"] for beat in beats_of(other_lines)[1:]) < 0.05
+    moves.append(True)
+    assert max(beat["idle_s"] for beat in beats_of(stands)) < 0.05
+
+
+def test_a_process_says_what_it_has_used_and_started():
+    own, before, after = psutil.Process(), heartbeat._used(psutil.Process()), os.times()
+    assert before[1] == pytest.approx(after.user + after.system, abs=1.0)
+    assert before[2] > 0
+    sleeper = SimpleNamespace(num_threads=lambda: 10**6, children=own.children, status=lambda: "sleeping")
+    process = subprocess.Popen(["sleep", "600"])
+    assert not heartbeat._moves(sleeper, heartbeat._used(own))
+    process.kill()
+    process.wait()
 
 
 @pytest.mark.parametrize(
     "change, moves",
     [
         ({}, False),
-        ({"state": psutil.STATUS_RUNNING}, True),
-        ({"processor_s": 1.10}, True),
-        ({"processor_s": 1.05}, False),  # 3 % of a processor, and 0.3 % for each thread, are idle
-        ({"nbytes": 2 << 16}, False),
-        ({"nbytes": (2 << 16) + 1}, True),
+        ({"status": "running"}, True),
+        ({"child": "running"}, True),
+        ({"child": "disk-sleep"}, True),
+        ({"processor_s": 0.10}, True),
+        ({"processor_s": 0.05}, False),  # 3 % of a processor, and 0.3 % for each thread, are idle
+        ({"nbytes": 1 << 16}, False),
+        ({"nbytes": (1 << 16) + 1}, True),
     ],
 )
-def test_a_process_moves_that_computes_reads_or_writes(change, moves):
-    before = host_monitor.Sample(10.0, psutil.STATUS_SLEEPING, 3, 1.0, 1 << 16, 10)
-    assert host_monitor._moved(before, before._replace(clock_s=11.0, **change)) == moves
-    alone = host_monitor.Sample(10.0, psutil.STATUS_SLEEPING, 3, 0.0, 0, 0)
-    assert not host_monitor._moved(alone, alone._replace(clock_s=11.0, processor_s=host_monitor._IDLE_SHARE))
+def test_a_process_moves_that_computes_reads_or_writes(monkeypatch, change, moves):
+    at = {"status": "sleeping", "child": "sleeping", "processor_s": 0.0, "nbytes": 0} | change
+    child = SimpleNamespace(status=lambda: at["child"])
+    process = SimpleNamespace(num_threads=lambda: 10, status=lambda: at["status"], children=lambda recursive: [child])
+    monkeypatch.setattr(heartbeat, "_used", lambda _: (11.0, 1.0 + at["processor_s"], 7 + at["nbytes"]))
+    assert heartbeat._moves(process, (10.0, 1.0, 7)) == moves

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, RayPolicy, outside_wait
-from megatron_ext.policy.ray import host_monitor, liveness
+from megatron_ext.policy.ray import liveness
 from megatron_ext.policy.ray.heartbeat import PERIOD_S
-from megatron_ext.policy.ray.liveness import LOOK_S, Liveness, Whereabouts
+from megatron_ext.policy.ray.liveness import LOOK_S, ActorLocation, HostMonitor, Liveness, RankReport
 from tests.policy.problems import tiny_batch, tiny_config
 from tests.policy.test_ray_policy import SMALL, WORKERS, ray  # noqa: F401  # a fixture
 
@@ -142,18 +142,24 @@ def test_a_call_that_may_take_no_longer(ray, tmp_path):  # noqa: F811
 class HostsAtOnce:
     """What `Liveness` asks of Ray, with monitors that run in this process and answer at once, unless `silent()`."""
 
+    exceptions = SimpleNamespace(RayError=ConnectionError)
+
     def __init__(self, silent=lambda: False):
         self.cloudpickle = SimpleNamespace(register_pickle_by_value=lambda _: None)
-        self.silent, self.monitors = silent, {}
+        self.silent = silent
 
     def remote(self, **options):
-        assert options == {"num_cpus": 0, "max_restarts": 0}
+        assert options == {"num_cpus": 0, "max_restarts": -1}
 
         def on_node(scheduling_strategy):
-            monitor = host_monitor.HostMonitor()
             node = scheduling_strategy.node_id
-            asked = SimpleNamespace(remote=lambda here: (node, monitor.report(here)))
-            return SimpleNamespace(remote=lambda: SimpleNamespace(report=asked, note=monitor.note))
+
+            def make(here):
+                monitor = liveness.HostMonitor(here)
+                asked = SimpleNamespace(remote=lambda: (node, monitor.report()))
+                return SimpleNamespace(report=asked, note=monitor.note)
+
+            return SimpleNamespace(remote=make)
 
         return lambda _: SimpleNamespace(options=on_node)
 
@@ -188,27 +194,23 @@ def test_named_within_10_seconds(monkeypatch, what, after_s):
     def wrong():
         return clock >= goes_wrong_at
 
-    def sample(process):
+    def threads(process):
         halted = wrong() and (stop or "frozen" in what) and process == 101
-        state = "stopped" if halted and stop else "sleeping"
-        used = 7 if halted else int(clock * 100)
-        processor_s = goes_wrong_at if wrong() and (hang or halted) else clock
-        return host_monitor.Sample(clock, state, used, processor_s, 0, 8)
+        return "T" if halted and stop else "S", 7 if halted else int(clock * 100)
 
-    for module in (liveness, host_monitor):  # theirs alone: all else of this process keeps the time
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock))
-    monkeypatch.setattr(host_monitor, "_sample", sample)
-    monkeypatch.setattr(host_monitor, "_children_run", lambda _: False)
-    places = [Whereabouts(NODES[rank], "ab"[rank], 100 + rank) for rank in (0, 1)]
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: clock))  # all else keeps the time
+    monkeypatch.setattr(liveness, "_threads", threads)
+    places = [ActorLocation(NODES[rank], "ab"[rank], 100 + rank) for rank in (0, 1)]
     watch = Liveness(HostsAtOnce(lambda: lost and wrong()), places, timeout_s)
-    fault, told, looked = None, 0.0, 0.0
+    fault, told, moved, looked = None, 0.0, 0.0, 0.0
     while fault is None:
         clock = round(clock + 0.05, 2)
         if clock >= told + PERIOD_S:
+            moved = moved if hang and told >= goes_wrong_at else clock  # since the last beat
             told = clock
             for rank in (0, 1):
-                at = 0 if hang and wrong() else clock
-                beat = {"call": "train", "doing": "f", "at": at, "waits": rank == 1, "outside": None}
+                doing = f"in train, {('at', 'waiting for others in')[rank]} f"
+                beat = {"doing": doing, "waits": rank == 1, "idle_s": clock - moved}
                 if hang or not (wrong() and rank == 1):
                     watch.monitor(rank).note(rank, beat)
         if clock >= looked + 1.5 * LOOK_S:
@@ -221,11 +223,9 @@ def test_named_within_10_seconds(monkeypatch, what, after_s):
 
 def test_a_driver_that_was_stopped_itself_takes_no_host_for_lost(monkeypatch):
     clock = 0.0
-    for module in (liveness, host_monitor):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock))
-    monkeypatch.setattr(host_monitor, "_sample", lambda _: None)
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: clock))
     quiet = False
-    watch = Liveness(HostsAtOnce(lambda: quiet), [Whereabouts(node, "host", 100) for node in NODES], 6)
+    watch = Liveness(HostsAtOnce(lambda: quiet), [ActorLocation(node, "host", 2**30) for node in NODES], 6)
     assert watch.fault([0, 1]) is None
     quiet, clock = True, 3600.0
     assert watch.fault([0, 1]) is None
@@ -237,18 +237,24 @@ def test_a_driver_that_was_stopped_itself_takes_no_host_for_lost(monkeypatch):
     assert "host host with ranks [1] of 2 has not answered for 6 s" in watch.fault([0, 1])
 
 
-@pytest.mark.parametrize(
-    "told, words",
-    [
-        ({"waits": False, "outside": None}, "in train, at f"),
-        ({"waits": True, "outside": "a server"}, "in train, waiting for others in f, waiting for a server"),
-    ],
-)
-def test_a_beat_in_words(told, words):
-    beat = {"call": "train", "doing": "f", **told}
-    assert liveness._doing({"beat": beat, "beat_age_s": 2.0, "idle_s": 0.5}) == words
-    old = f"{words}, as it told 4 s ago, idle for 1 s"
-    assert liveness._doing({"beat": beat, "beat_age_s": 4.0, "idle_s": 1.0}) == old
+def test_a_monitor_that_ends_leaves_its_host_known(monkeypatch):
+    """Ray starts it again; meanwhile neither its host nor a rank is taken for lost."""
+    clock, ended = 0.0, False
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: clock))
+    hosts = HostsAtOnce()
+    monkeypatch.setattr(hosts, "get", lambda asked: exec("raise ConnectionError") if ended else asked[1])
+    watch = Liveness(hosts, [ActorLocation(node, "host", 2**30) for node in NODES], 6)
+    for clock in range(20):
+        ended = 4 < clock < 14
+        assert watch.fault([0, 1]) is None
+
+
+def test_a_beat_in_words():
+    beat = {"doing": "in train, at f", "waits": False, "idle_s": 0.5}
+    assert liveness._doing(RankReport("S", 0.0, beat, 2.0)) == "in train, at f"
+    old = "in train, at f, as it told 4 s ago, idle for 1 s"
+    assert liveness._doing(RankReport("S", 0.0, beat | {"idle_s": 1.0}, 4.0)) == old
+    assert liveness._doing(RankReport("S", 0.0, None, 0.0)) == "in a call of which it has told nothing yet"
 
 
 @pytest.mark.parametrize(
@@ -265,10 +271,25 @@ def test_processes_may_end_by_themselves(tmp_path):
     code = "import pathlib, sys, time; time.sleep(float(sys.argv[2])); pathlib.Path(sys.argv[1]).touch()"
     ended, late = tmp_path / "ended", tmp_path / "late"
     processes = [subprocess.Popen([sys.executable, "-c", code, str(ended), "0.3"])]
-    host_monitor.HostMonitor().end([processes[0].pid], 30.0)
+    HostMonitor({0: processes[0].pid}).end(30.0)
     assert ended.exists()
     processes.append(subprocess.Popen([sys.executable, "-c", code, str(late), "600"]))
-    host_monitor.HostMonitor().end([processes[1].pid], 0.2)
+    HostMonitor({0: processes[1].pid}).end(0.2)
     assert processes[1].wait(60) == -signal.SIGKILL
     processes[0].wait()
     assert not late.exists()
+
+
+def test_a_stopped_process_has_no_thread_that_runs():
+    sleeper = subprocess.Popen(["sleep", "600"])
+    states = set()
+    for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL):
+        sleeper.send_signal(number)
+        if number == signal.SIGKILL:
+            sleeper.wait()
+        time.sleep(0.05)
+        states.add(liveness._threads(sleeper.pid)[0])
+    assert states == {"T", "S", ""}
+    before = liveness._threads(os.getpid())[1]
+    time.sleep(0.01)
+    assert liveness._threads(os.getpid())[1] > before > 0

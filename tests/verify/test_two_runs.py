@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from megatron_ext import compare
+from megatron_ext import compare, run
 from megatron_ext.verify import two_runs
 from megatron_ext.verify.picture import draw
 from megatron_ext.verify.side_by_side import RecordedStep, TwoRuns, relative_difference
@@ -80,6 +80,20 @@ def test_compare_tells_another_loss(standin, capsys, tmp_path, monkeypatch):
         compare.main(["--cpu", "--linear-ce", "--temperature", "0.5", "--verify", "1", *standin])
     assert "no picture: matplotlib is not installed" in capsys.readouterr().err
     assert re.search(r"verify: the loss of a step differs by \d\.\de-0\d, and at most 1\.0e-03 is", ended.value.code)
+
+
+def test_compare_fails_where_no_loss_was_fused(standin, capsys, tmp_path, monkeypatch):
+    """Equal runs of which neither has a fused loss say nothing of the fused head; the launcher trains nevertheless."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGATRON_EXT_FUSION", "off")
+    with pytest.raises(SystemExit) as ended:
+        compare.main(["--cpu", "--linear-ce", "--verify", "1", *standin])
+    nothing = "verify: --linear-ce fused no loss, so the fused head was not compared; --check reports why"
+    assert ended.value.code == nothing
+    assert "verify: the same" not in capsys.readouterr().err
+    given = ["--cpu", "--linear-ce", "--verify", "1", *standin]
+    run.verify(run.command_line(), run.command_line().parse_args(given), given)
+    assert capsys.readouterr().err.endswith(f"{nothing}\nverify: the same, within 0.001\n")
 
 
 def test_compare_shows_why_a_run_failed(standin):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-from megatron_ext.numerics.readable_values import fault_within, has_values
+from megatron_ext.numerics.tensors import fault_within, has_values
 
 _REFUSAL = "_megatron_ext_refusal"
 _TELLS = "_megatron_ext_tells_of_token_ids"

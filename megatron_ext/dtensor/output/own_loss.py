@@ -16,14 +16,15 @@ from megatron_ext.proof import Proof, why_fusion_is_off
 def restore_own_loss(model: nn.Module) -> nn.Module:
     """Undo `use_fused_loss`: `model(input_ids, labels=labels)` gives its own loss, and logits; in place, and returned.
 
-    Of such a model, and of one that `parallelize` made, `causal_lm_loss` and log-probabilities come through the logits
-    as well. Parameters, hooks and wrappers stay as they are; `use_fused_loss(model)` takes it back. Harmless where
-    nothing is fused. Communicates nothing.
+    Of a model that `parallelize` made, `causal_lm_loss` and log-probabilities come through the logits as well; of any
+    other model these two functions read hidden states, as before `use_fused_loss`. Parameters, hooks and wrappers stay
+    as they are; `use_fused_loss(model)` undoes this call. Harmless where nothing is fused. Communicates nothing.
     """
     inside = model_inside(model)
     inside.__dict__.pop(FUSED, None)
     leave_fused_class(inside)
-    inside.__dict__[KEEPS_LOGITS] = "restore_own_loss was called"
+    if is_registered(inside):
+        inside.__dict__[KEEPS_LOGITS] = "restore_own_loss was called"
     return model
 
 
@@ -49,7 +50,10 @@ class FusedLossReport:
         if self.makes_logits is not None:
             return f"{self.model}: its logits are made, {self.makes_logits}"
         if not self.uses_fused_loss:
-            return f"{self.model}: causal_lm_loss reads its head from hidden states; use_fused_loss was not called"
+            return (
+                f"{self.model}: use_fused_loss was not called, so a call with labels makes logits; causal_lm_loss and "
+                "log-probabilities are computed from hidden states"
+            )
         ways = [f"{'fused' if proof.fused else 'its own loss'} ({proof})" for proof in self.proofs]
         ways = ways or ["use_fused_loss was called, and no loss was fused yet"]
         return f"{self.model}: " + "; ".join([*ways, *self.made_logits])
@@ -64,8 +68,6 @@ def fused_loss_report(model: nn.Module) -> FusedLossReport:
         reason = why_fusion_is_off() or not_fusable(inside, path, inside.get_submodule(path))
     else:
         reason = why_logits_are_made(inside)
-    if not uses and not is_registered(inside) and KEEPS_LOGITS not in inside.__dict__:
-        reason = reason or "as neither use_fused_loss nor parallelize was called"
     fused: FusedLoss | None = inside.__dict__.get(FUSED)
     made = []
     if fused is not None and fused.calls_without_labels:

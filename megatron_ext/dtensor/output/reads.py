@@ -67,8 +67,7 @@ def say_that_logits_are_made(reason: str, read: Read) -> None:
 @functools.cache
 def say_once(reason: str) -> None:
     warnings.warn(
-        f"{reason}: log-probabilities are computed from its logits, which take memory of the vocabulary's size for "
-        "each token",
+        f"{reason}: its logits are made, and take memory of the vocabulary's size for each token",
         stacklevel=2,
     )
 

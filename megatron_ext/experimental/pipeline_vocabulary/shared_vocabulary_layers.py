@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.experimental.pipeline_vocabulary import multi_token_stage
 from megatron_ext.experimental.pipeline_vocabulary.groups import PipelineGroups
 from megatron_ext.experimental.pipeline_vocabulary.paused_forward import AskEmbedding, AskLosses, ask, differentiable

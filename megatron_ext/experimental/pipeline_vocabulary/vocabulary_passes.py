@@ -21,8 +21,7 @@ from megatron_ext.experimental.pipeline_vocabulary.side_stream import Aside, Sid
 from megatron_ext.experimental.pipeline_vocabulary.stage_messages import StageMessages
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.engine import linear_steps
-from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax
-from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.readouts.read_out import CrossEntropy, IsArgmax, ReadOut
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX
 from megatron_ext.megatron.fused_loss.megatron_log import counts_acceptance
 

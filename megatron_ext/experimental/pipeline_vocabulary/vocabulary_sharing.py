@@ -19,7 +19,7 @@ from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers impo
 )
 from megatron_ext.head.checks import rounds
 from megatron_ext.megatron import language_model_patch
-from megatron_ext.megatron.fused_loss import fusion_decision, patch_points
+from megatron_ext.megatron.fused_loss import fusion_decision, model_methods
 from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.fusion_report import counters_of
 from megatron_ext.megatron.output_layer import is_bent
@@ -101,7 +101,7 @@ class Builder:
         output = SharedOutputLayer(weight, size, groups, tied=tied, config=config)
         back.output_layer = output
         if groups.is_last:
-            setattr(back, patch_points.LOSS, output.losses)
+            setattr(back, fusion_decision.LOSS, output.losses)
             output.counters = counters_of(back)
             # Megatron's looks for an entry of the output layer on every stage that has one, and stores a copy of the
             # embedding where multi-token prediction runs. Here rows are stored once, by the module that has them.
@@ -180,7 +180,7 @@ def check_model(model: Any) -> None:
                 f"{type(model).__name__} has no {name}: only models as GPTModel and HybridModel can share their "
                 f"vocabulary over pipeline stages"
             )
-    asked = language_model_patch.settings_of(model, patch_points.region(type(model))).beyond_megatron()
+    asked = language_model_patch.settings_of(model, model_methods.loss_method(type(model))).beyond_megatron()
     if asked is not None:
         raise ValueError(
             f"the fused head was asked for {asked}: over a vocabulary shared by pipeline stages the loss is the "
@@ -190,7 +190,7 @@ def check_model(model: Any) -> None:
 
 def output_layer_fault(model: Any) -> ValueError | None:
     """Return why a model cannot share its vocabulary, from what only the last stage has: its output layer, and MTP."""
-    layer = patch_points.output_layer(model)
+    layer = fusion_decision.output_layer(model)
     if layer is None:
         return None
     wanted = model.config.mtp_num_layers or 0
@@ -200,10 +200,10 @@ def output_layer_fault(model: Any) -> ValueError | None:
             f"prediction: a vocabulary shared over pipeline stages wants all of them there; change "
             f"pipeline_model_parallel_layout, or train without sharing"
         )
-    reason = patch_points.why_not_fused(model) or fusion_decision.what_is_not_known(model)
+    reason = fusion_decision.why_not_fused(model) or fusion_decision.what_is_not_known(model)
     if reason is None and is_bent(layer):
         reason = "its output layer has a bias, or caps its logits"
-    asked = language_model_patch.settings_of(model, patch_points.region(type(model))).logit_dtype
+    asked = language_model_patch.settings_of(model, model_methods.loss_method(type(model))).logit_dtype
     rounded = asked or getattr(layer, "output_dtype", None)
     if reason is None and rounds(rounded):
         reason = f"its logits are rounded to {rounded} (logit_dtype)"

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.call.gpu_properties import TILE_M, TILE_N, Device, device_of, product_seconds
-from megatron_ext.head.call.matmul import Operand
+from megatron_ext.head.call.matmul import Operand, SideBySide
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.numerics import fixed_order
-from megatron_ext.numerics.matrices import on_tensor_cores
-from megatron_ext.numerics.readable_values import has_values
+from megatron_ext.numerics.tensors import has_values, logit_dtype, on_tensor_cores, widens
 
 # Logits of one chunk: on CUDA, where a read-out has dozens of launches a chunk, so many that the host keeps up; on CPU
 # fewer, as long as the product has 256 rows, and those that are all kept take no memory of their own.
@@ -208,6 +207,41 @@ def cached_columns(call: ResolvedHead, tokens: int, columns: int, like: Tensor, 
     if cache == "auto":
         return _columns_that_fit(like.device, like.is_cuda, column, columns, later) if has_values(like) else columns
     return int(cache * columns) if cache <= 1 else min(columns, int(cache) // column)
+
+
+def kept_columns(call: ResolvedHead, tokens: int, weight_VD: Operand, hidden_TD: Tensor, keep: bool) -> tuple[int, int]:
+    """Bytes that backward will need for dx and dW and that nothing holds during forward, or the weight's if none will
+    follow: each chunk reads the weight; and for how many columns exponentials are kept."""
+    if not keep:
+        return weight_VD.nbytes, 0
+    size = weight_VD.element_size()
+    first, *others = weight_VD.parts if isinstance(weight_VD, SideBySide) else [weight_VD]
+    dw = 0 if call.fuse_main_grad or not first.requires_grad else first.nbytes
+    for part in others:
+        dw += part.nbytes if part.requires_grad else 0
+    later = dw + (4 + 2 * size) * tokens * weight_VD.shape[1]
+    return later, cached_columns(call, tokens, weight_VD.shape[0], hidden_TD, later)
+
+
+def keeps_logits(call: ResolvedHead, x_TD: Tensor) -> bool:
+    """Return whether forward keeps the logits instead of their exponentials.
+
+    Backward needs the softcap's slope, `1 - tanh^2`, and where that is small it cannot be computed from rounded
+    exponentials. The exception is a softcap of 16 or more with 16-bit operands on CUDA: there fp32 logits would be
+    rounded to 16 bits, and such large logits lose more of the probabilities by that than the slope gains. With fixed
+    bits logits are kept, unrounded, for an entropy too: those of exponentials are not the bits of logits made again.
+    """
+    if call.bits != "fast":
+        return call.softcap is not None or call.expected
+    return call.softcap is not None and (not widens(x_TD, call.rounds) or call.softcap < 16)
+
+
+def kept_of_leaf(share: float, columns: int, call: ResolvedHead, x_TD: Tensor) -> int:
+    """Return for how many of a leaf's columns something is kept, of the `share` of all that memory is for."""
+    if keeps_logits(call, x_TD):
+        share *= x_TD.element_size() / logit_dtype(x_TD, call.rounds).itemsize
+    multiple = fixed_order.multiple(x_TD)
+    return columns if share >= 1 else int(columns * share) // multiple * multiple
 
 
 def kept_tokens(call: ResolvedHead, tokens: int, columns: int, like: Tensor) -> int:

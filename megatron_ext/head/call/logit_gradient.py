@@ -8,7 +8,7 @@ Legend: T tokens; everything is `[T]`, in fp64 until it is given to a pass over 
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,14 +34,20 @@ class Basis(NamedTuple):
     entropy: Tensor | None = None
 
 
-def added(parts: Iterable[Basis]) -> Basis:
-    """The sum of several read-outs' gradients."""
-    total: list[Tensor | None] = [None] * len(Basis._fields)
-    for part in parts:
-        for i, x_T in enumerate(part):
-            before_T = total[i]
-            total[i] = x_T if before_T is None else before_T if x_T is None else before_T + x_T
-    return Basis(*total)
+def basis_of(
+    readouts: Iterable[Any], stats: Statistics, saved: Iterable[list[Tensor]], grads: Iterable[Tensor | None]
+) -> Basis:
+    """The gradients of all read-outs together, of those of their first results; `saved`: what each has of forward."""
+    total: Basis | None = None
+    for r, each, grad in zip(readouts, saved, grads, strict=True):
+        part = None if grad is None else r.basis(stats, each, grad)
+        if part is not None:
+            total = part if total is None else Basis(*map(_added, total, part))
+    return total or Basis()
+
+
+def _added(x_T: Tensor | None, y_T: Tensor | None) -> Tensor | None:
+    return y_T if x_T is None else x_T if y_T is None else x_T + y_T
 
 
 class Coefficients(NamedTuple):

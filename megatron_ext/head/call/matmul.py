@@ -1,8 +1,9 @@
-"""The head's matmuls: 16-bit operands, fp32 sums, one rounding; by a weight, or by weights that lie side by side.
+"""The head's matmuls: 16-bit operands, fp32 sums, one rounding; by a weight, or by weights that lie side by side; and
+the transform of the logits that they make.
 
 On CUDA cuBLAS returns its fp32 accumulator (`out_dtype`). On CPU that does not exist and an fp32 matmul of 16-bit
 operands takes four times as long where the processor has 16-bit products: there such a product is rounded once
-(`megatron_ext.numerics.matrices`), and sums of several run in fp32.
+(`megatron_ext.numerics.tensors`), and sums of several run in fp32.
 
 A head's own weight `[V, D]` and the low rank `[V, r]` of LoRA are one operand `[V, D + r]`. It is never made: each part
 is multiplied with its columns of hidden states, and gradients have their own tensor for each part.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from megatron_ext import main_grad
 from megatron_ext.numerics import cpu_products
-from megatron_ext.numerics.matrices import accumulation_dtype, new_matrix, on_tensor_cores, pieces, widens
+from megatron_ext.numerics.tensors import accumulation_dtype, new_matrix, on_tensor_cores, pieces, widens
 
 # Rows of a product at a time on CPU: it comes faster so, and a 16-bit one, which is added to wider memory, takes little
 # of its own. That one is summed over this many chunks of columns: several rounded products err less than one.
@@ -117,6 +118,40 @@ def logits(x_TD: Tensor, w_VD: Operand, out_TV: Tensor | None = None, rounds: bo
     if x_TD.itemsize > 2:  # nothing has to be asked of the processor
         return torch.mm(x_TD, w_VD.t(), out=out_TV)
     return cpu_products.mm(x_TD, w_VD.t(), out_TV)
+
+
+def transformed(
+    z: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    temperature: float,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`softcap * tanh((z + bias) / softcap) / temperature` in `dtype`, in `out`; `z` itself where nothing changes."""
+    if z.dtype == dtype and bias is None and softcap is None and temperature == 1.0:
+        return z
+    out = z.to(dtype, copy=True) if out is None else out if out is z else out.copy_(z)
+    if bias is not None:
+        out.add_(bias)
+    if softcap is not None:
+        out.mul_(1.0 / softcap).tanh_().mul_(softcap)
+    if temperature != 1.0:  # `* (1 / temperature)`, by which torch divides by a number on CUDA, would round twice
+        out.div_(out.new_full((), temperature) if out.is_cuda else temperature)
+    return out
+
+
+def bend(z: Tensor, bias: Tensor | None, softcap: float, dtype: torch.dtype) -> Tensor:
+    """The softcap's slope `1 - tanh^2` at `z + bias`, as `4 t / (1 + t)^2`, t = exp(-2 |x|).
+
+    Near 1 tanh has no digit to spare, and torch's cosh on a CPU has other bits for a tensor's last elements.
+    """
+    t = z.to(dtype, copy=True)
+    if bias is not None:
+        t.add_(bias)
+    t.mul_(2.0 / softcap).abs_().neg_().exp_()
+    squared = t.add(1.0).square_()
+    return t.mul_(4.0).div_(squared)
 
 
 def add_product(total_TD: Tensor | None, g_TV: Tensor, w_VD: Operand) -> Tensor:

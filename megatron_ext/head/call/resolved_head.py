@@ -23,13 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, group_rank
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard, group_rank
 from megatron_ext.head.call import matmul
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.fixed_order import aligned, functions_fault
-from megatron_ext.numerics.readable_values import has_values
-from megatron_ext.numerics.tree_sums import in_tree
+from megatron_ext.numerics.tensors import has_values
 
 Bits = Literal["fast", "batch", "tensor_parallel"]
 Cache = float | Literal["bounded", "auto"]
@@ -192,11 +190,6 @@ def leaves_fault(vocab: VocabShard, ranks: int, rank: int) -> ValueError | None:
         f"(Megatron's make_vocab_size_divisible_by={LEAVES // ranks}) and pass vocab=VocabShard(start, stop, "
         f"{vocab.size})"
     )
-
-
-def added(x_RT: Tensor, call: ResolvedHead) -> Tensor:
-    """The sum of all shards' numbers, in the tree's order where bits are fixed."""
-    return in_tree(x_RT.unbind(0), torch.add) if call.fixed else x_RT.sum(0)
 
 
 def of_shard(total: Tensor, weight: Tensor, fused: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """Row statistics: of one rank, signed with its options and labels, exchanged, checked, and combined into those of the
 whole vocabulary.
 
-Legend: T tokens, K statistics of a shard (see `logit_passes.py`), R ranks, N ids of tokens, or parts of the vocabulary.
+Legend: T tokens, K statistics of a shard (see `passes.py`), R ranks, N ids of tokens, or parts of the vocabulary.
 Everything here is `[T]` or `[K, T]`: nothing of vocabulary size.
 
 Shards' statistics are fp32 (fp64 for fp64 input). What is made of them is fp64, a few numbers per token, and is rounded
@@ -26,11 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
-from megatron_ext.distributed.groups import Group
-from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.call.resolved_head import ResolvedHead, added
-from megatron_ext.numerics.matrices import accumulation_dtype, part_of
-from megatron_ext.numerics.readable_values import has_values, raise_unless
+from megatron_ext.distributed.groups import Group, VocabShard
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.numerics.tensors import accumulation_dtype, has_values, part_of, raise_unless
 from megatron_ext.numerics.tree_sums import in_tree
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # of Fibonacci hashing (Knuth, The Art of Computer Programming 3)
@@ -279,6 +277,11 @@ def _merged(stats_RKT: Tensor, start_R1: Tensor, call: ResolvedHead) -> list[Ten
         first = start_R1.where(peaks_RT == largest, torch.inf).argmin(0, keepdim=True)
         rows.append(stats_RKT[:, len(rows)].gather(0, first).squeeze(0))
     return rows
+
+
+def added(x_RT: Tensor, call: ResolvedHead) -> Tensor:
+    """The sum of all shards' numbers, in the tree's order where bits are fixed."""
+    return in_tree(x_RT.unbind(0), torch.add) if call.bits != "fast" else x_RT.sum(0)
 
 
 def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: ResolvedHead, shift_T: Tensor) -> Statistics:

@@ -1,12 +1,13 @@
-"""The autograd functions of read-outs of logits chunk by chunk: logits that a product makes, and logits that exist.
+"""The autograd function of read-outs of logits chunk by chunk, which a product makes; and the pass over chunks of
+logits that `stored_logits.py` takes, too.
 
 `ChunkedHead` serves read-outs of hidden states whose gradient wants logits or that have statistics of their own. The
-others have `linear.py`, which makes no logits again for what it keeps. `StoredLogitsHead` serves every read-out.
+others have `linear.py`, which makes no logits again for what it keeps.
 
 Legend: T tokens, t of a chunk, D hidden size, V columns of this rank's vocabulary shard, K columns, R ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,50 +19,20 @@ from megatron_ext.head.call import chunk_sizes, statistics
 from megatron_ext.head.call.matmul import WeightSums, column_spans
 from megatron_ext.head.call.resolved_head import of_shard
 from megatron_ext.head.call.statistics import MAX, SUM_EXP, Statistics
-from megatron_ext.head.engine import chunk_gradient, logit_sources
-from megatron_ext.head.engine.chunk_gradient import ChunkGradient, logits_of_chunk
-from megatron_ext.head.engine.logit_sources import ComputedLogits, LogitTransform, in_runs, new_gradient, rows_of
+from megatron_ext.head.engine.chunk_logits import (
+    ChunkGradient,
+    ComputedLogits,
+    KeptGradient,
+    LogitTransform,
+    kept_gradient,
+    logits_of_chunk,
+    of_hidden,
+)
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.row_passes.dispatch import engine_combined, in_engine_order, write_engine_sums
-from megatron_ext.numerics import matrices
-from megatron_ext.numerics.matrices import accumulation_dtype, part_of
+from megatron_ext.head.row_passes.passes import engine_combined, in_engine_order, write_engine_sums
+from megatron_ext.numerics import tensors
+from megatron_ext.numerics.tensors import accumulation_dtype, part_of
 from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
-
-
-class StoredLogitsHead(torch.autograd.Function):
-    """The results of `plan`'s read-outs, of logits `[T, V]`, or as `Flat.rows` has them, and of those of read-outs that
-    have a teacher, which get no gradient.
-
-    `transforms`: of each. Saves the logits themselves. `into_logits`: backward writes the gradient into their memory,
-    once. The ranks' logits may lie in memory in different orders, above all those of an empty shard: `plan.places_T`
-    says in which.
-
-    Communicates: forward what the read-outs' exchange does, backward nothing.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, plan: Plan, transforms: Sequence[LogitTransform], into_logits: bool, *logits: Tensor
-    ) -> tuple[Tensor, ...]:
-        with without_autocast(logits[0]):
-            chunks = plan.chunks() or _chunks(logits, plan)
-            stats, results, saved, _ = _read(plan, [logit_sources.of_logits(logits, transforms)], chunks, logits[0])
-        ctx.plan, ctx.transforms, ctx.into_logits = plan, transforms, into_logits
-        save_groups(ctx, logits, stats or (), *saved)
-        return plan.give(ctx, results)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan, (logits, fields, *saved) = ctx.plan, saved_groups(ctx)
-        stats = Statistics(*fields) if fields else None
-        with without_autocast(logits[0]):
-            made = logit_sources.of_logits(logits, ctx.transforms)
-            gradient = ChunkGradient(plan, made, stats, saved, [*map((*grads, None).__getitem__, ctx.firsts)])
-            dz = logits[0].detach() if ctx.into_logits else new_gradient(logits[0])
-            for rows in _chunks(logits, plan, copy=not ctx.into_logits):
-                gradient.write(rows, rows_of(dz, rows))
-        return None, None, None, dz.view(logits[0].shape), *[None] * (len(logits) - 1)
 
 
 class ChunkedHead(torch.autograd.Function):
@@ -92,9 +63,9 @@ class ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         hidden_TD: Any = inputs[0]
         with without_autocast(hidden_TD):
-            made = logit_sources.of_hidden(inputs, transforms, plan.call, sizes)
-            kept = chunk_gradient.of(plan, made[0][0]) if keep else None
-            stats, results, saved, shifts = _read(plan, made, _product_chunks(plan, made, kept), hidden_TD, kept)
+            made = of_hidden(inputs, transforms, plan.call, sizes)
+            kept = kept_gradient(plan, made[0][0]) if keep and _by_factor_alone(plan) else None
+            stats, results, saved, shifts = read_chunks(plan, made, _product_chunks(plan, made, kept), hidden_TD, kept)
         of_kept = () if kept is None else (kept.unit_TV, kept.bad_T)
         ctx.plan, ctx.transforms, ctx.sizes = plan, transforms, sizes
         ctx.parameter = inputs[1] if plan.call.fuse_main_grad else None
@@ -110,14 +81,14 @@ class ChunkedHead(torch.autograd.Function):
             inputs[0] = inputs[0].to(torch.float32)
         stats, firsts = Statistics(*fields) if fields else None, [*map((*grads, None).__getitem__, ctx.firsts)]
         with without_autocast(inputs[0]):
-            made = logit_sources.of_hidden(inputs, ctx.transforms, plan.call, ctx.sizes)
-            if len(firsts) == 1 and plan.readouts[0].by_factor and firsts[0] is not None:
+            made = of_hidden(inputs, ctx.transforms, plan.call, ctx.sizes)
+            if _by_factor_alone(plan) and firsts[0] is not None:
                 # Hidden states of tokens that do not count may be NaN: as where the gradient is kept, they add nothing.
                 x_TD = made[0][0].x_TD.masked_fill((firsts[0] == 0).unsqueeze(1), 0)
                 for each in made:
                     each[0].x_TD = x_TD
             gradients = _chunk_gradients(plan, made, stats, shifts, saved, firsts)
-            kept = chunk_gradient.KeptGradient(plan, made[0][0], *of_kept) if of_kept else None
+            kept = KeptGradient(plan, made[0][0], *of_kept) if of_kept else None
             found = _gradients(ctx, inputs, made, gradients, kept, firsts[0])
         return None, None, None, None, *found, *[None] * (len(inputs) - len(found))
 
@@ -127,7 +98,7 @@ def _gradients(
     inputs: Sequence[Any],
     made: Sequence[Sequence[ComputedLogits]],
     gradients: Sequence[ChunkGradient],
-    kept: chunk_gradient.KeptGradient | None,
+    kept: KeptGradient | None,
     first_T: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of hidden states, weight, bias and low rank, of the logits' `gradients`, and of what is
@@ -160,7 +131,7 @@ def _gradients(
             continue
         tree = TreeSum()
         for (leaf, *_), gradient, own_sums, span in zip(made, gradients, of_leaf, spans, strict=True):
-            dz_tV, w_VD = matrices.new_matrix(x_TD, rows.stop - rows.start, width), leaf.w_VD
+            dz_tV, w_VD = tensors.new_matrix(x_TD, rows.stop - rows.start, width), leaf.w_VD
             gradient.write(rows, dz_tV)
             if dx_TD is not None:
                 tree.add(arithmetic.add_product(None, dz_tV, w_VD))
@@ -184,6 +155,10 @@ def _gradients(
         found[0] = main_grad.finish(ctx.parameter, weight_VD.dtype)
     found = [x if x is None else x.to(like.dtype) for x, like in zip(found, (weight_VD, bias_V, low_VR), strict=True)]
     return None if sum_TD is None else sum_TD.wait(), *found
+
+
+def _by_factor_alone(plan: Plan) -> bool:
+    return len(plan.readouts) == 1 and plan.readouts[0].by_factor
 
 
 def _chunk_gradients(
@@ -213,17 +188,15 @@ def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None
     return torch.zeros_like(like).index_copy_(0, chosen, part.to(like.dtype))
 
 
-def _product_chunks(
-    plan: Plan, made: Sequence[Sequence[ComputedLogits]], kept: chunk_gradient.KeptGradient | None
-) -> list[slice]:
+def _product_chunks(plan: Plan, made: Sequence[Sequence[ComputedLogits]], kept: KeptGradient | None) -> list[slice]:
     if kept is not None:
         return kept.chunks()
     source = made[0][0]
     tokens = chunk_sizes.summed_tokens(source.w_VD) if source.x_TD.is_cuda else None
-    return _row_chunks(plan, len(made) * source.w_VD.shape[0], tokens)
+    return row_chunks(plan, len(made) * source.w_VD.shape[0], tokens)
 
 
-def _row_chunks(plan: Plan, columns: int, tokens: int | None = None) -> list[slice]:
+def row_chunks(plan: Plan, columns: int, tokens: int | None = None) -> list[slice]:
     """`tokens`: how many a chunk has where nothing else says it; None: by the number of columns."""
     call, on_gpu, whole = plan.call, plan.target_T.is_cuda, slice(0, plan.tokens)
     if alike := plan.chunks():
@@ -235,20 +208,12 @@ def _row_chunks(plan: Plan, columns: int, tokens: int | None = None) -> list[sli
     return chunk_sizes.chunks(whole, call.chunk_tokens or tokens, columns, on_gpu)
 
 
-def _chunks(logits: Sequence[Tensor], plan: Plan, copy: bool = True) -> list[slice]:
-    """All tokens, by chunks whose rows are the logits' own memory, or copied if they are few; never without `copy`."""
-    chunks: Iterable[slice] = _row_chunks(plan, logits[0].shape[-1])
-    for z in logits:
-        chunks = in_runs(z, chunks, copy=copy)
-    return [*chunks]
-
-
-def _read(
+def read_chunks(
     plan: Plan,
     made: Sequence[Sequence[Any]],
     chunks: list[slice],
     like: Tensor,
-    kept: chunk_gradient.KeptGradient | None = None,
+    kept: KeptGradient | None = None,
 ) -> tuple[Statistics | None, list[list[Tensor]], list[list[Tensor]], Sequence[Tensor]]:
     """The statistics of all shards together, None if no read-out wanted the softmax; of each read-out the results, and
     what its gradient wants of forward; and what the exponentials of each leaf are relative to, where there are several.

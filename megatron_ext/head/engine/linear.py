@@ -26,21 +26,28 @@ from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head.call import statistics
-from megatron_ext.head.call.chunk_sizes import block_room, cached_columns, keeps_all, product_chunks, tiles
-from megatron_ext.head.call.logit_gradient import GradientParts
+from megatron_ext.head.call.chunk_sizes import (
+    block_room,
+    keeps_all,
+    keeps_logits,
+    kept_columns,
+    kept_of_leaf,
+    product_chunks,
+    tiles,
+)
+from megatron_ext.head.call.logit_gradient import GradientParts, basis_of
 from megatron_ext.head.call.matmul import Operand, SideBySide, in_one, operand, weighed_sum
 from megatron_ext.head.call.resolved_head import Leaf, leaves_of
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.engine.weight_gradient import WeightGradient, weight_gradients
-from megatron_ext.head.row_passes.dispatch import (
-    engine_combined,
-    in_engine_order,
-    write_engine_sums,
-)
-from megatron_ext.numerics import fixed_order, matrices
-from megatron_ext.numerics.matrices import accumulation_dtype, part_of, parts_of, widens
+from megatron_ext.head.row_passes.passes import PYTORCH, engine_combined, in_engine_order, write_engine_sums
+from megatron_ext.numerics import fixed_order, tensors
+from megatron_ext.numerics.tensors import accumulation_dtype, part_of, parts_of, pieces, widens
 from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
+
+# Elements of a piece of the scaled hidden states on CPU. On CUDA they are one: their product with G has as many tiles
+# as it can, in memory that dx's fp32 product has left or, while that is there, dW does not need in 16 bits.
+_SCALED = 1 << 25
 
 
 class FirstPass(NamedTuple):
@@ -108,7 +115,7 @@ class LinearHead(torch.autograd.Function):
         if ctx.plan.held is not None:
             hidden_TD = hidden_TD.to(torch.float32)
         with without_autocast(hidden_TD):
-            basis = ctx.plan.basis(stats, saved, [*map((*grads, None).__getitem__, ctx.firsts)])
+            basis = basis_of(ctx.plan.readouts, stats, saved, [*map((*grads, None).__getitem__, ctx.firsts)])
             if ctx.plan.fixed:
                 hidden_TD = fixed_order.aligned(hidden_TD)
             of_head = hidden_TD, weight_VD, bias_V, low_VR
@@ -159,7 +166,7 @@ def _gradients(
     fused_VD = main_grad.buffer_of(ctx.parameter) if ctx.parameter is not None and need_dw else None
     in_slices, need_dweights = sizes is not None and tokens > 0, need_dw or need_dlow
     several, fixed, columns = len(leaves) > 1, plan.fixed, leaves[0].w_VD.shape[0]
-    of_logits, gathered = fixed and keeps_logits(plan, hidden_TD), None
+    of_logits, gathered = fixed and keeps_logits(plan.call, hidden_TD), None
     wider = of_logits and widens(hidden_TD, head.rounds)  # than exponentials: of fewer columns they are kept
     if in_slices and (need_dweights or wider or not keeps_all(head, tokens, hidden_TD)):  # alike on all ranks
         gathered = collectives.start_all_gather(hidden_TD, head.group, sizes=sizes)
@@ -169,7 +176,8 @@ def _gradients(
         labelled = plan.labelled and not several
         grads.append(passes.token_gradient(own, plan.kept_T, leaf.target_T, basis, head, labelled))
     db_V: Any = grads[0].target.new_zeros(weight_VD.shape[0]) if need_db else None
-    dw_VD = dlow_VR = dx_TD = None
+    dw_VD = dlow_VR = None
+    dx_TD: Any = None
     sum_TD: Pending | None = None
     as_kept = grads[0].inside is None and not of_logits
     cached, all_at_once = exps[0].shape[1], need_dweights or (need_db and fixed)
@@ -203,7 +211,7 @@ def _gradients(
                                 dx_TD = done_TD if rows.stop == tokens else done_TD.new_empty(tokens, done_TD.shape[1])
                             if dx_TD is not done_TD:
                                 dx_TD[rows] = done_TD
-                            if rows.stop == tokens:
+                            if rows.stop == tokens and (plan.ranks > 1 or fixed):
                                 sum_TD = start_sum_of_ranks(dx_TD, hidden_TD, head.group, sizes, fixed)
                 if need_dweights:
                     if not sides:
@@ -237,7 +245,7 @@ def _gradients(
         db_V = db_V.to(bias_V.dtype)
     if fused_VD is not None:
         dw_VD = main_grad.finish(ctx.parameter, weight_VD.dtype)
-    return None if sum_TD is None else sum_TD.wait(), dw_VD, db_V, dlow_VR
+    return dx_TD if sum_TD is None else sum_TD.wait(), dw_VD, db_V, dlow_VR
 
 
 def statistics_pass(
@@ -252,20 +260,20 @@ def statistics_pass(
     communicated: see `LinearHead`, which has the exchange of statistics besides."""
     call, tokens, columns, dtype = plan.call, plan.tokens, leaves[0].w_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
     arithmetic, on_gpu = plan.arithmetic, hidden_TD.is_cuda
-    later, cached = kept_columns(w_VD, hidden_TD, plan, keep)
+    later, cached = kept_columns(call, tokens, w_VD, hidden_TD, keep)
     fixed = plan.fixed
     if fixed:
-        cached = _kept_of_leaf(cached / max(w_VD.shape[0], 1), columns, plan, hidden_TD)
-    as_logits = bool(cached) and (fixed or call.softcap is not None) and keeps_logits(plan, hidden_TD)
-    kept = matrices.logit_dtype(hidden_TD, call.rounds) if fixed and as_logits else None  # else the hidden states'
+        cached = kept_of_leaf(cached / max(w_VD.shape[0], 1), columns, call, hidden_TD)
+    as_logits = bool(cached) and (fixed or call.softcap is not None) and keeps_logits(plan.call, hidden_TD)
+    kept = tensors.logit_dtype(hidden_TD, call.rounds) if fixed and as_logits else None  # else the hidden states'
     # Logits turn into what is kept of them.
-    in_place = cached == columns and not (on_gpu and matrices.widens(hidden_TD, call.rounds))
+    in_place = cached == columns and not (on_gpu and tensors.widens(hidden_TD, call.rounds))
     # A kernel that also stores exponentials has other threads for its columns, which add in another order then.
     apart = bool(cached) and not as_logits and on_gpu and fixed
     found = []
     for _ in leaves:
         stats_KT = statistics.new_statistics(tokens, plan.shared_rows, plan.ranks, dtype, hidden_TD.device)
-        exp_TV = matrices.new_matrix(hidden_TD, tokens, cached, kept) if cached else hidden_TD.new_empty(tokens, 0)
+        exp_TV = tensors.new_matrix(hidden_TD, tokens, cached, kept) if cached else hidden_TD.new_empty(tokens, 0)
         found.append(FirstPass(stats_KT, exp_TV, stats_KT.new_empty(tokens)))
 
     def run(x_TD: Tensor, span: slice) -> None:
@@ -341,42 +349,6 @@ def _keep_apart(z_tV: Tensor, target_t: Tensor, shift_t: Tensor, out_tV: Tensor,
     )
 
 
-def keeps_logits(plan: Plan, x_TD: Tensor) -> bool:
-    """Return whether forward keeps the logits instead of their exponentials.
-
-    Backward needs the softcap's slope, `1 - tanh^2`, and where that is small it cannot be computed from rounded
-    exponentials. The exception is a softcap of 16 or more with 16-bit operands on CUDA: there fp32 logits would be
-    rounded to 16 bits, and such large logits lose more of the probabilities by that than the slope gains. With fixed
-    bits logits are kept, unrounded, for an entropy too: those of exponentials are not the bits of logits made again.
-    """
-    call = plan.call
-    if plan.fixed:
-        return call.softcap is not None or call.expected
-    return call.softcap is not None and (not matrices.widens(x_TD, call.rounds) or call.softcap < 16)
-
-
-def _kept_of_leaf(share: float, columns: int, plan: Plan, x_TD: Tensor) -> int:
-    """Return for how many of a leaf's columns something is kept, of the `share` of all that memory is for."""
-    if keeps_logits(plan, x_TD):
-        share *= x_TD.element_size() / matrices.logit_dtype(x_TD, plan.call.rounds).itemsize
-    multiple = fixed_order.multiple(x_TD)
-    return columns if share >= 1 else int(columns * share) // multiple * multiple
-
-
-def kept_columns(weight_VD: Operand, hidden_TD: Tensor, plan: Plan, keep: bool) -> tuple[int, int]:
-    """Bytes that backward will need for dx and dW and that nothing holds during forward, or the weight's if none will
-    follow: each chunk reads the weight; and for how many columns exponentials are kept."""
-    if not keep:
-        return weight_VD.nbytes, 0
-    tokens, size = plan.tokens, weight_VD.element_size()
-    first, *others = weight_VD.parts if isinstance(weight_VD, SideBySide) else [weight_VD]
-    dw = 0 if plan.call.fuse_main_grad or not first.requires_grad else first.nbytes
-    for part in others:
-        dw += part.nbytes if part.requires_grad else 0
-    later = dw + (4 + 2 * size) * tokens * weight_VD.shape[1]
-    return later, cached_columns(plan.call, tokens, weight_VD.shape[0], hidden_TD, later)
-
-
 def gradient_tile(
     tokens: slice, block: slice, x_TD: Tensor, leaf: Leaf, exp_TV: Tensor, grad: GradientParts, plan: Plan
 ) -> Tensor:
@@ -385,17 +357,19 @@ def gradient_tile(
     kept, width = block.stop <= exp_TV.shape[1], block.stop - block.start
     target_T = leaf.target_T - block.start
     bias_V = None if leaf.bias_V is None else leaf.bias_V[block]
-    g_TV = matrices.new_matrix(x_TD, tokens.stop - tokens.start, width)
+    g_TV = tensors.new_matrix(x_TD, tokens.stop - tokens.start, width)
     inside = grad.inside or (None, None, None)
     if call.fused_epilogue and not kept:
+        scale_T, slope_T = parts_of(tokens, *inside[:2])
         plan.passes.product_gradient(
             part_of(x_TD, tokens),
             leaf.w_VD[block],
             part_of(target_T, tokens),
             part_of(grad.shift, tokens),
             g_TV,
-            *parts_of(tokens, *inside[:2]),
-            bias_V,
+            scale_T=scale_T,
+            slope_T=slope_T,
+            bias_V=bias_V,
             counted=min(max(leaf.vocab.counted - block.start, 0), width),
             temperature=call.temperature,
         )
@@ -420,7 +394,7 @@ def gradient_tile(
             counted=min(max(leaf.vocab.counted - block.start, 0), width),
             softcap=call.softcap,
             temperature=call.temperature,
-            source_is_exp=kept and not keeps_logits(plan, x_TD),
+            source_is_exp=kept and not keeps_logits(plan.call, x_TD),
         )
         del source_TV
     return g_TV
@@ -469,3 +443,111 @@ def finished_dx(
         return out_TD
     plan.passes.finish_dx(out_TD, product_TD, scale_t, target_t, value_t, w_VD, offset_t, common_D)
     return out_TD
+
+
+class WeightGradient:
+    """Fills `out_VD` (`accumulate`: adds to it, a main_grad) block by block of a leaf's rows; `finish` once all are
+    there. `x`: hidden states, of which each row of `out` has a factor."""
+
+    def __init__(self, out_VD: Tensor, x_TD: Tensor, leaf: Leaf, grad: GradientParts, plan: Plan, accumulate: bool):
+        self._out_VD, self._x_TD, self._grad, self._target_T = out_VD, x_TD, grad, leaf.target_T
+        self._fixed, self._arithmetic = plan.fixed, plan.arithmetic
+        self._labelled = plan.labelled and not self._fixed
+        self._counted_V = None
+        if grad.offset is not None:
+            self._counted_V = leaf.counted_columns(plan.call.softcap, grad.offset)[: out_VD.shape[0]]
+            self._offset_D = self._arithmetic.weighed_sum(x_TD, grad.offset)
+        self._accumulate = accumulate
+        summed = not x_TD.is_cuda and (self._fixed or x_TD.element_size() == 2)
+        self._rows = plan.arithmetic.CPU_ROWS if summed else None
+        self._passes = plan.passes
+        width = x_TD.shape[1]
+        step = width if x_TD.is_cuda or self._fixed else max(64, _SCALED // max(x_TD.shape[0], 1))
+        self._parts = [slice(at, min(at + step, width)) for at in range(0, width, max(step, 1))]
+        self._whole: Tensor | None = None
+
+    def add(self, block: slice, g_TV: Tensor) -> None:
+        """The product for the rows of `block`; on a CPU, where it is made in fp32, with their exact terms."""
+        stop = min(block.stop, self._out_VD.shape[0])
+        if stop <= block.start:  # the vocabulary ends before
+            return
+        for part in self._parts:
+            x_TD = self._scaled(part)
+            if self._rows is None:
+                out_VD = self._out_VD if stop - block.start == self._out_VD.shape[0] else self._out_VD[block]
+                out_VD = out_VD if len(self._parts) == 1 else out_VD[:, part]
+                of_rows = g_TV if stop == block.stop else g_TV[:, : out_VD.shape[0]]
+                self._arithmetic.write_transposed(out_VD, of_rows, x_TD, self._accumulate)
+                continue
+            for start in range(block.start, stop, self._rows):
+                rows = slice(start, min(start + self._rows, block.stop))
+                own = slice(start, min(rows.stop, stop))
+                of_rows = g_TV[:, rows.start - block.start : rows.stop - block.start]
+                sum_VD = self._arithmetic.transposed(of_rows, x_TD)[: own.stop - start]
+                self.add_exact(sum_VD, own, part)
+                if self._accumulate:
+                    self._out_VD[own, part] += sum_VD
+                else:
+                    self._out_VD[own, part] = sum_VD
+                del sum_VD  # before the next one is made
+
+    def release(self) -> None:
+        """Frees what is made again where it is needed: the scaled hidden states."""
+        self._whole = None
+
+    def finish(self) -> None:
+        """Adds the exact terms where `add` did not."""
+        self._whole = None
+        if self._rows is None:
+            self.add_exact()
+
+    def add_exact(self, out_VD: Tensor | None = None, rows: slice = slice(None), part: slice = slice(None)) -> None:
+        """Adds to these rows, or all, the terms that no product has: the labels', and that of every column that
+        counts."""
+        out_VD = self._out_VD if out_VD is None else out_VD
+        row_T, labelled = self._target_T, self._labelled
+        if out_VD.shape[0] != self._out_VD.shape[0]:
+            inside_T = (row_T >= rows.start) & (row_T < rows.stop)
+            row_T, labelled = (row_T - rows.start).where(inside_T, -1), False
+        common_D = counted_V = None
+        if self._counted_V is not None:
+            common_D, counted_V = self._offset_D[part], self._counted_V[rows]
+        x_TD = self._x_TD if len(self._parts) == 1 else self._x_TD[:, part]
+        passes = PYTORCH if self._fixed and not x_TD.is_cuda else self._passes
+        given = out_VD, x_TD, row_T, self._grad.target, common_D, counted_V
+        passes.add_label_rows(*given, in_order=self._fixed, labelled=labelled)
+
+    def _scaled(self, part: slice) -> Tensor:
+        """`scale * x`, rounded once; on CPU by pieces of D: at large T and D a whole one would be a tensor too many."""
+        if self._whole is not None:
+            return self._whole
+        x_TD = self._x_TD if len(self._parts) == 1 else self._x_TD[:, part]
+        out_TD = x_TD.new_empty(x_TD.shape)
+        for rows in [slice(0, x_TD.shape[0])] if x_TD.is_cuda else pieces(x_TD):
+            if rows.stop - rows.start == x_TD.shape[0]:
+                self._passes.scale_rows(out_TD, x_TD, self._grad.scale)
+            else:
+                self._passes.scale_rows(out_TD[rows], x_TD[rows], self._grad.scale[rows])
+        if len(self._parts) == 1:
+            self._whole = out_TD
+        return out_TD
+
+
+def weight_gradients(
+    outs: Sequence[Tensor | None],
+    spans: Sequence[slice],
+    x_TD: Tensor,
+    leaf: Leaf,
+    grad: GradientParts,
+    plan: Plan,
+    accumulate: bool,
+) -> list[WeightGradient]:
+    """Return the gradients of an operand's parts in a leaf's rows, each with its columns `spans` of `x`; `outs`: None
+    where a part wants none. `accumulate`: the first part's is added to what is there."""
+    found = []
+    for at, (out_VD, span) in enumerate(zip(outs, spans, strict=True)):
+        if out_VD is not None and leaf.rows.stop > leaf.rows.start:
+            of_leaf = out_VD if leaf.rows.stop - leaf.rows.start == len(out_VD) else out_VD[leaf.rows]
+            side_TD = x_TD if len(spans) == 1 else x_TD[:, span]
+            found.append(WeightGradient(of_leaf, side_TD, leaf, grad, plan, accumulate and at == 0))
+    return found

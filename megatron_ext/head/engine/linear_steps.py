@@ -24,13 +24,13 @@ from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.head.call import matmul, statistics
+from megatron_ext.head.call.logit_gradient import basis_of
 from megatron_ext.head.call.matmul import is_quantised
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import Statistics, check_exchange
 from megatron_ext.head.checks import check_floating, linear_fault
-from megatron_ext.head.engine.linear import FirstPass, finished_dx, leaf_weights, statistics_pass
+from megatron_ext.head.engine.linear import FirstPass, WeightGradient, finished_dx, leaf_weights, statistics_pass
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.engine.weight_gradient import WeightGradient
 
 
 class Products(NamedTuple):
@@ -164,5 +164,5 @@ def weight_gradient(found: Result, grad_T: Tensor, weight: Tensor) -> Tensor | N
 
 def _gradient(plan: Plan, stats: Any, saved: list[list[Tensor]], grad_T: Tensor) -> Any:
     """Return the gradient of the first read-out alone."""
-    basis = plan.basis(stats, saved, [grad_T, *[None] * (len(plan.readouts) - 1)])
+    basis = basis_of(plan.readouts, stats, saved, [grad_T, *[None] * (len(plan.readouts) - 1)])
     return plan.passes.token_gradient(stats, plan.kept_T, plan.target_T, basis, plan.call, plan.labelled)

@@ -16,15 +16,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.call import logit_gradient, statistics
-from megatron_ext.head.call.logit_gradient import Basis
+from megatron_ext.distributed.groups import VocabShard
+from megatron_ext.head.call import statistics
 from megatron_ext.head.call.resolved_head import FAST, FIXED, ResolvedHead, leaf_count, leaves_of
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut
-from megatron_ext.head.row_passes.dispatch import passes_of
+from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.numerics import fixed_order
-from megatron_ext.numerics.readable_values import has_values
+from megatron_ext.numerics.tensors import has_values
 
 
 class Plan:
@@ -88,7 +87,8 @@ class Plan:
             "with_entropy": expected,
             "with_hits": hits,
         }
-        self.ranks, self.fixed, self.passes = call.ranks, call.fixed, passes_of(like)
+        self.ranks = 1 if call.group is None else call.group.size()
+        self.fixed, self.passes = call.bits != "fast", passes_of(like)
         self.arithmetic = FIXED if self.fixed else FAST
         self.tokens, self.held, self.exchanges = tokens, held, True
         self.leaves: list[Plan] = []
@@ -276,15 +276,6 @@ class Plan:
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*plain)
         return tuple(found)
-
-    def basis(self, stats: Statistics, saved: list[list[Tensor]], grads: Sequence[Tensor | None]) -> Basis:
-        """The gradients of all of them in the form of a function of the softmax."""
-        parts = []
-        for r, each, grad in zip(self.readouts, saved, grads, strict=True):
-            part = None if grad is None else r.basis(stats, each, grad)
-            if part is not None:
-                parts.append(part)
-        return parts[0] if len(parts) == 1 else logit_gradient.added(parts)
 
     def _cut(self) -> "list[Plan]":
         """The plan of each leaf's columns alone."""

@@ -13,11 +13,11 @@ from megatron_ext.distributed import collectives
 from megatron_ext.head import checks
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.chunk_sizes import blocks
+from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.engine.logit_sources import Flat
-from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.head.engine.stored_logits import Flat
+from megatron_ext.head.row_passes.passes import passes_of
+from megatron_ext.numerics.tensors import accumulation_dtype
 
 
 def dense_softmax(z: Any, logarithm: bool) -> Tensor:

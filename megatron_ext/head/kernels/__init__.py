@@ -1,1 +1,1 @@
-"""Triton twins of the modules of the same names in `row_passes/`, whose `dispatch.py` chooses. No autograd."""
+"""Triton twins of the modules of the same names in `row_passes/`, whose `passes.py` chooses. No autograd."""

@@ -1,4 +1,4 @@
-"""`row_gradient` in Triton: the same arguments and results as in `megatron_ext.head.row_passes.logit_passes`.
+"""`row_gradient` in Triton: the same arguments and results as in `megatron_ext.head.row_passes.passes`.
 
 One program has some columns of one token. Offsets are 64-bit: T * V/R may pass 2^31. Nothing is read back to the host
 and nothing is allocated, so it can be captured in a CUDA graph.
@@ -100,7 +100,7 @@ def row_gradient(
     source_is_exp: bool = False,
     labelled: bool = False,
 ) -> None:
-    """The gradient of each logit, in one launch. See `megatron_ext.head.row_passes.logit_passes.row_gradient`."""
+    """The gradient of each logit, in one launch. See `megatron_ext.head.row_passes.passes.row_gradient`."""
     tokens, columns = source_TV.shape
     if tokens == 0 or columns == 0:
         return

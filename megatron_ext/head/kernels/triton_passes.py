@@ -1,4 +1,4 @@
-"""The passes over rows in Triton: the instance of `row_passes.dispatch.RowPasses` for CUDA."""
+"""The passes over rows in Triton: the instance of `row_passes.passes.RowPasses` for CUDA."""
 
 from megatron_ext.head.kernels import label_terms, nucleus, selection, token_terms
 from megatron_ext.head.kernels.epilogues.gradient import product_gradient
@@ -6,7 +6,7 @@ from megatron_ext.head.kernels.epilogues.statistics import product_statistics
 from megatron_ext.head.kernels.fixed_order_sums import row_sums, segment_sums
 from megatron_ext.head.kernels.row_gradient import row_gradient
 from megatron_ext.head.kernels.statistics.row_statistics import row_statistics
-from megatron_ext.head.row_passes.dispatch import RowPasses
+from megatron_ext.head.row_passes.passes import RowPasses
 
 
 class _TritonPasses(RowPasses):

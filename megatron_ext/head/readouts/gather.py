@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.logit_gradient import Basis
+from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.checks import check_integers, forgotten_group, is_int
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found, ReadOut
-from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.row_passes.logit_passes import transformed
+from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.head.row_passes.selection import largest
-from megatron_ext.numerics.readable_values import OutsideVocabulary, check_within
+from megatron_ext.numerics.tensors import OutsideVocabulary, check_within
 
 _GROUP = 64  # columns
 

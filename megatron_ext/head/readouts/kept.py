@@ -20,16 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard
 from megatron_ext.head.call import statistics
+from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.checks import INTEGERS
-from megatron_ext.head.readouts.labels import Filtered
-from megatron_ext.head.readouts.read_out import AtPlaces, Chunk, Flatten, Found, counted
-from megatron_ext.head.row_passes.dispatch import PYTORCH, passes_of
-from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.numerics.readable_values import check_plain, check_within, has_values, raise_if
+from megatron_ext.head.readouts.read_out import AtPlaces, Chunk, Filtered, Flatten, Found, counted
+from megatron_ext.head.row_passes.passes import PYTORCH, passes_of
+from megatron_ext.numerics.tensors import check_plain, check_within, has_values, raise_if
 
 _MAX, _SUM, _OWN = 0, 1, 2  # rows: the largest logit, the sum of exponentials below it, and the read-out's own number
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.call.chunk_sizes import blocks
+from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.checks import one_of
 from megatron_ext.head.readouts.read_out import Chunk, Found, put
 from megatron_ext.head.readouts.teacher import SIDE, OfTwoSides, normaliser, side_statistics
-from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.tensors import accumulation_dtype
 
 Direction = Literal["forward", "reverse"]
 _SUM = 2 * SIDE  # the row of the sum; before it each side's own statistics

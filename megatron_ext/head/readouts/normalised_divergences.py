@@ -24,12 +24,12 @@ from torch import Tensor
 from megatron_ext.distributed import collectives
 from megatron_ext.head.call import chunk_sizes
 from megatron_ext.head.call.chunk_sizes import blocks
+from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.checks import check_number
 from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut, put
 from megatron_ext.head.readouts.teacher import SIDE, OfTwoSides, normaliser, side_statistics
-from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.tensors import accumulation_dtype
 
 _SIDES = 2 * SIDE  # statistics of both sides, before the two sums over the vocabulary
 

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard
 from megatron_ext.head import checks
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.logit_gradient import Basis
+from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.readouts.read_out import Chunk, Flatten, Found, ReadOut, counted, put
-from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.tensors import accumulation_dtype
 
 
 class OfRows(ReadOut):

@@ -4,8 +4,7 @@ from torch import Tensor
 
 from megatron_ext.head.checks import filters
 from megatron_ext.head.readouts.kept import Kept
-from megatron_ext.head.readouts.labels import LogProbs
-from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.readouts.read_out import LogProbs, ReadOut
 from megatron_ext.head.readouts.top_k_filter import TopKFiltered
 from megatron_ext.head.readouts.top_p_filter import TopPFiltered
 

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.distributed.groups import Group, tensor_parallel_group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard, tensor_parallel_group
 from megatron_ext.head import checks
-from megatron_ext.head.call.resolved_head import ResolvedHead, added
-from megatron_ext.head.call.statistics import MAX, SUM_EXP
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import MAX, SUM_EXP, added
 from megatron_ext.head.readouts.read_out import ReadOut
-from megatron_ext.head.row_passes.dispatch import passes_of
+from megatron_ext.head.row_passes.passes import passes_of
 
 SIDE = 3  # rows of each side, those of `row_statistics`
 

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.readouts.gather import integers, largest_columns
-from megatron_ext.head.readouts.labels import Filtered
-from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found
-from megatron_ext.head.row_passes.dispatch import passes_of
+from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Filtered, Flatten, Found
 from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
-from megatron_ext.numerics.readable_values import on_host
+from megatron_ext.head.row_passes.passes import passes_of
+from megatron_ext.numerics.tensors import on_host
 
 # Rows: the label's logit, how many columns equal the k-th candidate, k candidates, and, which stay here, further
 # candidates and the columns of all.

@@ -22,12 +22,11 @@ from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head.call import chunk_sizes
 from megatron_ext.head.call.chunk_sizes import blocks
+from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.statistics import check_apart, fingerprint
-from megatron_ext.head.readouts.labels import Filtered
-from megatron_ext.head.readouts.read_out import Chunk, Found, counted, put
-from megatron_ext.head.row_passes.dispatch import passes_of
-from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.numerics.readable_values import has_values, raise_unless
+from megatron_ext.head.readouts.read_out import Chunk, Filtered, Found, counted, put
+from megatron_ext.head.row_passes.passes import passes_of
+from megatron_ext.numerics.tensors import has_values, raise_unless
 
 # Logits of the whole vocabulary that every rank had rather cut by itself than share: sorting them takes a few
 # milliseconds on a CPU core.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_ext.head.row_passes.logit_passes import sums_of_rows
+from megatron_ext.numerics.tensors import sums_of_rows
 
 _BLOCK = 64  # numbers
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.call.chunk_sizes import column_blocks
-from megatron_ext.numerics.matrices import pieces
-from megatron_ext.numerics.readable_values import has_values
+from megatron_ext.numerics.tensors import has_values, pieces
 
 
 def add_label_rows(

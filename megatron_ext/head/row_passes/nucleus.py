@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.head.call.chunk_sizes import blocks
+from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
-from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.tensors import accumulation_dtype
 
 
 def nucleus(

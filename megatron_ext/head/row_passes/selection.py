@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.head.call.chunk_sizes import blocks
-from megatron_ext.numerics.readable_values import on_host
+from megatron_ext.numerics.tensors import on_host
 
 
 def group_maxima(z_TV: Tensor, groups: int, width: int) -> Tensor:

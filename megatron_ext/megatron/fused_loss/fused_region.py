@@ -1,5 +1,6 @@
 """One forward call of a patched model: its output layer promises logits, and its loss comes from the fused head."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,12 +13,12 @@ from megatron_ext.head import LmHead
 from megatron_ext.head.call.chunk_sizes import cached_columns
 from megatron_ext.head.checks import rounds
 from megatron_ext.head.training_loss import TrainingLoss, linear_training_loss, training_loss_of_logits
-from megatron_ext.megatron.build_check import layers_of
-from megatron_ext.megatron.fused_loss import fusion_decision, fusion_proof, megatron_log, patch_points
-from megatron_ext.megatron.fused_loss.fusion_decision import Decision
+from megatron_ext.megatron.fused_loss import fusion_decision, fusion_proof, megatron_log
+from megatron_ext.megatron.fused_loss.fusion_decision import LOSS, Decision, multi_token_layers, output_layer
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX, HeadRefusal
 from megatron_ext.megatron.fused_loss.module_calls import (
+    CALL,
     attribute,
     call_with_hooks,
     in_this_call,
@@ -33,13 +34,19 @@ from megatron_ext.megatron.fused_loss.promised_logits import (
     tp_group,
 )
 from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, counters_of, say_once, tell_once
+from megatron_ext.megatron.substitute import megatrons_own_layer
 from megatron_ext.proof import Proof, cannot_prove_now
+from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+# Ours and Megatron's own, also where ours stand in their place.
+_OURS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+_LAYERS = {"megatron_ext": _OURS, "megatron": tuple(map(megatrons_own_layer, _OURS))}
 
 
 def region_of(model: Any, settings: HeadSettings) -> "Region | None":
     """A call of the model that promises logits; None where it has no output layer, promises already, in a call further
     up the stack or always, or keeps its own loss, which a warning says once and `settings` that ask for more refuse."""
-    layer = patch_points.output_layer(model)
+    layer = output_layer(model)
     if layer is None or getattr(layer, "promises", False) or stands_in_this_call(layer):
         return None
     decision = fusion_decision.decision_of(model, settings)
@@ -73,8 +80,8 @@ class Region:
     def __init__(self, model: Any, settings: HeadSettings, layer: Any, decision: Decision | None = None):
         self.model, self.settings, self.layer, self.decision = model, settings, layer, decision
         self.counters: ModelFusion = counters_of(model)
-        self.stock_loss = standing(model, patch_points.LOSS)
-        counts = patch_points.multi_token_layers(model) and model.training
+        self.stock_loss = standing(model, LOSS)
+        counts = multi_token_layers(model) and model.training
         self.hits = bool(counts and megatron_log.counts_acceptance())
         self.faults: list[ValueError] = []
         self.parameter_hooks, self.other_hooks = split_hooks(layer)
@@ -89,9 +96,9 @@ class Region:
                 f"{type(self.model).__name__} has the fused linear head, which makes no logits, and runs instead of it"
             )
         # A module runs its forward with its hooks, compiled or not.
-        name = patch_points.CALL if getattr(self.layer, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+        name = CALL if getattr(self.layer, "_compiled_call_impl", None) is None else "_compiled_call_impl"
         promise = partial(call_with_hooks, self.layer, self.promise, self.other_hooks)
-        with in_this_call((self.layer, name, promise), (self.model, patch_points.LOSS, self.loss)):
+        with in_this_call((self.layer, name, promise), (self.model, LOSS, self.loss)):
             results = call()
         if self.faults:
             raise HeadRefusal(*self.faults[0].args) from self.faults[0]
@@ -293,3 +300,9 @@ def _check_labels(labels: Tensor, logits: PromisedLogits) -> None:
             f"{tuple(logits.terms.hidden.shape)} on this rank, which takes labels [batch, sequence] of {wanted}; "
             "under context parallelism pass this rank's part of the labels, as of the tokens"
         )
+
+
+def layers_of(model: Any) -> Counter[str]:
+    """Count the tensor-parallel layers of a model by the package that they come from."""
+    homes = (next((home for home, kinds in _LAYERS.items() if isinstance(one, kinds)), "") for one in model.modules())
+    return Counter(filter(None, homes))

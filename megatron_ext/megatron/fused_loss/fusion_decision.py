@@ -22,15 +22,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from megatron.core.extensions import transformer_engine
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from torch.nn.modules import module as torch_module
 
 from megatron_ext.distributed.collectives import all_gather_object
 from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.statistics import OptionsDiffer
-from megatron_ext.megatron.fused_loss import patch_points
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.fused_loss.module_calls import standing
+from megatron_ext.megatron.fused_loss.module_calls import CALL, standing
 from megatron_ext.megatron.fused_loss.promised_logits import tp_group
 from megatron_ext.megatron.output_layer import OutputLayer
 from megatron_ext.megatron.substitute import megatrons_own_layer
@@ -48,6 +49,10 @@ from megatron_ext.proof import (
 )
 from megatron_ext.tensor_parallel import layers as our_layers
 
+FORWARD = "forward"
+LOSS = "compute_language_model_loss"
+_MXFP8_HEAD = "TELMHeadColumnParallelLinear"  # Megatron's output layer for `fp8_output_proj`, since 0.20
+_ATTRIBUTES = ("weight", "bias", "sequence_parallel", "gather_output", "skip_bias_add", "gradient_accumulation_fusion")
 _HOMES = ("megatron.core.", "megatron_ext.")
 _TORCH = ("torch._dynamo", "torch.amp.")  # what is compiled, or told of autocast, is the same function still
 # What Megatron's own output layer and loss look up where it stands, and others replace there; some versions lack some.
@@ -125,7 +130,7 @@ def decision_of(model: Any, settings: HeadSettings, loss: bool = True) -> Decisi
         return found
     # What else may have changed is looked at when the loss is taken; by then `skip_ignored` has masked labels.
     if loss and found.left is None and not settings.skip_ignored:
-        changed = _left(patch_points.output_layer(model)) is not None
+        changed = _left(output_layer(model)) is not None
     else:
         changed = has_changed(model, found, loss)
     return decide(model, settings, loss) if changed else found
@@ -136,7 +141,7 @@ def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
 
     Communicates: one all-gather of a small object over several tensor-parallel ranks.
     """
-    layer = patch_points.output_layer(model)
+    layer = output_layer(model)
     group = tp_group(layer)
     if group_size(group) > 1 and (reason := cannot_prove_now()) is not None:
         return Decision(settings, f"{reason}, and its tensor-parallel ranks have not agreed before: run a step first")
@@ -166,7 +171,7 @@ def has_changed(model: Any, decision: Decision, loss: bool = True, promised: boo
     looked before for what keeps logits from being promised."""
     if not loss:
         return _seen(model, loss) != decision.seen
-    layer, known = patch_points.output_layer(model), decision.seen[1] is None
+    layer, known = output_layer(model), decision.seen[1] is None
     if not promised and _left(layer) != decision.seen[0]:
         return True
     now = _basis(model, layer, known)
@@ -178,13 +183,9 @@ def has_changed(model: Any, decision: Decision, loss: bool = True, promised: boo
     return False
 
 
-def forget(model: Any = None) -> None:
-    """Drop the decision about a model, or about all: their next calls decide anew. For all ranks together."""
-    for decisions in _decisions.values():
-        if model is None:
-            decisions.clear()
-        else:
-            decisions.pop(model, None)
+def forget() -> None:
+    """Drop the decisions about all models: their next calls decide anew. For all ranks together."""
+    _decisions.clear()
 
 
 @contextmanager
@@ -194,7 +195,7 @@ def telling_of_change(model: Any) -> Iterator[None]:
     On CUDA a device-side assertion tells; where a graph is captured, its replay ends on every rank.
     """
     try:
-        with statistics.agreeing_on(words_of_change(group_rank(tp_group(patch_points.output_layer(model))))):
+        with statistics.agreeing_on(words_of_change(group_rank(tp_group(output_layer(model))))):
             yield
     except OptionsDiffer as fault:
         raise ValueError(_CHANGED.format(type(model).__name__, _why(model), fault)) from fault
@@ -211,16 +212,71 @@ def _why(model: Any) -> str:
     return next(filter(None, _seen(model, loss=True)), "it has another function, or its code reads another value")
 
 
+def output_layer(model: Any) -> Any:
+    """The layer that makes logits: the model's own, or that of its `lm_head` (T5Model); None on another stage."""
+    if not getattr(model, "post_process", True):
+        return None
+    layer = getattr(model, "output_layer", None)
+    return getattr(getattr(model, "lm_head", None), "output_layer", None) if layer is None else layer
+
+
+def multi_token_layers(model: Any) -> int:
+    """Count a model's layers of multi-token prediction."""
+    return getattr(getattr(model, "config", None), "mtp_num_layers", None) or 0
+
+
+def why_not_fused(model: Any) -> str | None:
+    """Return why the logits of this model cannot be promised, whatever its output layer is; None if they can.
+
+    Whether they are a product, and its loss a cross entropy, is for `fusion_decision` and the proof to say.
+    """
+    return _left(output_layer(model))
+
+
 def _left(layer: Any) -> str | None:
-    return why_fusion_is_off() or patch_points.why_not_promised(layer)
+    return why_fusion_is_off() or why_not_promised(layer)
+
+
+def why_not_promised(layer: Any) -> str | None:
+    """Return why an output layer's logits cannot be promised; None if they can."""
+    if not isinstance(layer, torch.nn.Module):
+        return f"its output layer is a {type(layer).__name__} and no torch.nn.Module"
+    if not all(map(partial(hasattr, layer), _ATTRIBUTES)):
+        lacking = [name for name in _ATTRIBUTES if not hasattr(layer, name)]
+        return f"its output layer is a {type(layer).__name__}, which lacks {', '.join(lacking)} of Megatron's"
+    if type(call := standing(layer, CALL)) is not MethodType or call.__func__ is not torch.nn.Module._call_impl:
+        return f"its output layer has a {CALL} of its own, which would not run"
+    mxfp8_head = getattr(transformer_engine, _MXFP8_HEAD, None)
+    if isinstance(mxfp8_head, type) and isinstance(layer, mxfp8_head):
+        return (
+            f"its output layer is a {_MXFP8_HEAD}, which multiplies in MXFP8 (fp8_output_proj), and the fused head "
+            f"multiplies in the dtype of the hidden states; for the fused head set fp8_output_proj=False"
+        )
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        return (
+            "generalized tensor parallelism cuts its output layer's weight over ranks that the fused head does not "
+            "gather from; for the fused head set the size of generalized tensor parallelism to 1"
+        )
+    rounded, weight = getattr(layer, "output_dtype", None), getattr(layer, "weight", None)
+    # One that borrows its weight says by its config what it multiplies in.
+    operands = getattr(getattr(layer, "config", None), "params_dtype", None) if weight is None else weight.dtype
+    if rounded not in (None, operands, torch.float32):
+        return (
+            f"its output layer rounds logits to {rounded} (logit_dtype) and multiplies in {operands}, and the fused "
+            f"head rounds to the operands' dtype or not at all; for the fused head set logit_dtype to None or float32"
+        )
+    of_all = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
+    if layer._backward_hooks or layer._backward_pre_hooks or of_all:
+        return "its output layer has backward hooks, which need real logits"
+    return None
 
 
 def _seen(model: Any, loss: bool) -> tuple[str | None, str | None]:
     """Return why a model's logits cannot be promised, as this rank sees it, and which of its code is not known."""
-    if (left := patch_points.why_not_fused(model)) is not None:
+    if (left := why_not_fused(model)) is not None:
         return left, None
     if not loss:
-        return why_not_known(patch_points.output_layer(model)), None
+        return why_not_known(output_layer(model)), None
     return None, what_is_not_known(model)
 
 
@@ -229,7 +285,7 @@ def _basis(model: Any, layer: Any, known: bool) -> ProofBasis:
     and the loss are what the head takes them for. By identity."""
     kind, own = type(layer), getattr(layer, "__dict__", {})
     parts = [
-        *(type(model), _taken_apart(standing(model, patch_points.LOSS)), layer, kind, _taken_apart(own.get("forward"))),
+        *(type(model), _taken_apart(standing(model, LOSS)), layer, kind, _taken_apart(own.get("forward"))),
         *(_taken_apart(getattr(layer, "_forward_impl", None)), hasattr(layer, "softcap"), hasattr(layer, "to_wrap")),
     ]
     for one in kind.__mro__:
@@ -243,7 +299,7 @@ def _basis(model: Any, layer: Any, known: bool) -> ProofBasis:
         _values(model),
         [(type(one), type(one).forward, module_values(one)) for one in layer.modules()],
         [code_values(one.forward) for one in layer.modules()],
-        [code_values(code) for code in (standing(model, patch_points.LOSS), own.get("_forward_impl"))],
+        [code_values(code) for code in (standing(model, LOSS), own.get("_forward_impl"))],
         None if weight is None else weight.dtype,
         [getattr(config, name, None) for name in _CONFIG],
     )
@@ -300,11 +356,11 @@ def is_own(value: Any) -> bool:
 
 def what_is_not_known(model: Any) -> str | None:
     """Say what of a model's output layer and loss is not Megatron's own or ours; None if all is."""
-    if (reason := why_not_known(patch_points.output_layer(model))) is not None:
+    if (reason := why_not_known(output_layer(model))) is not None:
         return reason
-    loss = function_of(standing(model, patch_points.LOSS))
+    loss = function_of(standing(model, LOSS))
     if loss is not _LOSS:
-        return f"it has a {patch_points.LOSS} of its own{_where(loss)}"
+        return f"it has a {LOSS} of its own{_where(loss)}"
     for name, value in in_places().items():
         if not is_own(value):
             return f"{name} is not Megatron's own{_where(value)}"
@@ -314,7 +370,7 @@ def what_is_not_known(model: Any) -> str | None:
 def why_not_known(layer: Any) -> str | None:
     """Return why an output layer is not known to be linear, with a bias and a softcap or without; None if it is."""
     kind = type(layer)
-    if patch_points.FORWARD in vars(layer):
+    if FORWARD in vars(layer):
         return "its output layer has a forward of its own, put there by somebody else"
     if (inner := getattr(layer, "_forward_impl", None)) is not None and not is_own(inner):
         return f"its output layer has a _forward_impl of its own{_where(inner)}"
@@ -337,7 +393,7 @@ def why_not_known(layer: Any) -> str | None:
 
 def why_not_linear(layer: Any) -> str | None:
     """Return why the logits of an output layer are not known without a proof; None if they are."""
-    return patch_points.why_not_promised(layer) or why_not_known(layer)
+    return why_not_promised(layer) or why_not_known(layer)
 
 
 def _home(function: Any) -> str:

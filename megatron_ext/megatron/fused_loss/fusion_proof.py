@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.head.training_loss import LossSettings, linear_training_loss
-from megatron_ext.megatron.fused_loss import patch_points
+from megatron_ext.megatron.fused_loss.fusion_decision import LOSS
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.module_calls import standing
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, operands, tp_group
@@ -63,7 +63,7 @@ class BothWays:
             self.weight = _alias(terms, weight)
         self.terms = replace(terms, weight=self.weight, made=None, hits=None)
         self.settings = HeadSettings(chunk_tokens=settings.chunk_tokens, cache=settings.cache, bits=settings.bits)
-        self.own_loss = standing(model, patch_points.LOSS)
+        self.own_loss = standing(model, LOSS)
         self.settings.lm_head(self.terms, self.weight)
 
     def own(self, hidden: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_ext.head import checks
 from megatron_ext.head.checks import Bits, Cache, bits_or_mode, repeatable
-from megatron_ext.head.lm_head import LmHead, Logits
+from megatron_ext.head.lm_head import LmHead
+from megatron_ext.head.logits import Logits
 from megatron_ext.head.training_loss import LossSettings
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, tp_group
 from megatron_ext.proof import ProofMode, proof_mode

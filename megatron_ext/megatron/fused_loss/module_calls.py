@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch.nn.modules import module as torch_module
 
+CALL = "_call_impl"  # the method of a module that runs its forward with its hooks
 _ABSENT = object()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Who puts hooks on a layer that gather its weight, or wait for it; everybody else's hooks are about its output.

@@ -8,16 +8,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.groups import Group, VocabShard, group_rank, tensor_parallel_group
 from megatron_ext.head import ReadOut, batch_invariant_mode
 from megatron_ext.policy import device_memory
-from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.config import Settings
-from megatron_ext.policy.data.batch_plan import RankCoordinates, Step
-from megatron_ext.policy.data.packed_rows import Rows
+from megatron_ext.policy.config import Settings, check_positive
+from megatron_ext.policy.data.batch import BatchedDataDict, Rows
+from megatron_ext.policy.data.batch_plan import MicroBatchBounds, RankCoordinates, Step
 
 T = TypeVar("T")
 Read = Callable[[BatchedDataDict], Tensor]
@@ -144,6 +146,12 @@ class Backend(ABC):
         dynamic = self.settings.batching.kind == "dynamic"
         return micro_batch.cut(max(2, int(micro_batch["input_lengths"].max()))) if dynamic else micro_batch
 
+    def bounds(self, rows: int | None, usual: int, tokens: int, at_most: int | None = None) -> MicroBatchBounds:
+        """Bounds of a call's micro-batches; `rows` as the caller gives them, None: `usual`."""
+        rows = usual if rows is None else check_positive("mbs (micro_batch_size)", rows)
+        kind = self.settings.batching.kind
+        return MicroBatchBounds(kind, rows, tokens, self.vocabulary, self.places_multiple, at_most)
+
     def rows(self, micro_batch: Mapping[str, Any]) -> Rows:
         """The micro-batch's tokens as the model takes them."""
         return Rows.of(micro_batch, self.settings.batching.kind == "packed", self.places_multiple)
@@ -191,3 +199,28 @@ def _mesh(settings: Settings, device: torch.device) -> DeviceMesh:
 def whole(x: Tensor) -> Tensor:
     """All of a DTensor, on every rank."""
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def whole_vocabulary(logits: Tensor, tp_group: Group, vocab: VocabShard) -> Tensor:
+    """`[..., V]` of this rank's `[..., V/R]`, on every rank of `tp_group`, which go on with it alike.
+
+    Communicates: forward 1 all-gather, backward nothing.
+    """
+    found: Tensor = _WholeVocabulary.apply(logits, tensor_parallel_group(tp_group), vocab)
+    return found
+
+
+class _WholeVocabulary(torch.autograd.Function):
+    """The gradient of each rank is its own shard's."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: Group, vocab: VocabShard) -> Tensor:
+        ctx.vocab = vocab
+        width = -(-vocab.start // group_rank(group)) if group_rank(group) else vocab.columns
+        padded = F.pad(logits, (0, width - logits.shape[-1]))
+        return collectives.all_gather(padded, group, dim=logits.dim() - 1)[..., : vocab.size].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        own = grads[0][..., ctx.vocab.start : ctx.vocab.stop]
+        return F.pad(own, (0, ctx.vocab.columns - own.shape[-1])), None, None

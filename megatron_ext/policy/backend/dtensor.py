@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_ext.distributed.groups import Group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import Group, VocabShard
 from megatron_ext.dtensor import (
     _parallelize_model,
     causal_lm_from_logits,
@@ -19,11 +18,10 @@ from megatron_ext.dtensor.layers import ParallelSizes
 from megatron_ext.dtensor.plans import choose_plan
 from megatron_ext.dtensor.pretrained.loading import load_whole
 from megatron_ext.dtensor.pretrained.saving import own_weights
-from megatron_ext.policy.backend.base import Backend, ReadRequest
+from megatron_ext.policy.backend.base import Backend, ReadRequest, whole_vocabulary
 from megatron_ext.policy.backend.model_factories import model_factories
 from megatron_ext.policy.data.agreement_of_ranks import agree
-from megatron_ext.policy.data.packed_rows import Rows
-from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
+from megatron_ext.policy.data.batch import Rows
 from megatron_ext.policy.device_memory import move_buffers
 
 

@@ -22,20 +22,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_ext.distributed.collectives import all_gather_object, all_reduce
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head.checks import or_refuse, token_bound
 from megatron_ext.head.cross_entropy import side_by_side
 from megatron_ext.megatron.language_model_patch import forward_with_fused_head
 from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.output_processors import ReadOuts
-from megatron_ext.policy.backend.base import Backend, Export, Read, ReadRequest, T, Use, whole
+from megatron_ext.policy.backend.base import Backend, Export, Read, ReadRequest, T, Use, whole, whole_vocabulary
 from megatron_ext.policy.backend.model_factories import model_factories
-from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import Settings
 from megatron_ext.policy.data.agreement_of_ranks import agree
+from megatron_ext.policy.data.batch import BatchedDataDict, Rows
 from megatron_ext.policy.data.batch_plan import Step
-from megatron_ext.policy.data.packed_rows import Rows
-from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
 from megatron_ext.policy.megatron_model import llama
 from megatron_ext.policy.megatron_model.chunks import (
     Chunks,

@@ -36,7 +36,7 @@ from megatron_ext.policy.checkpoint.atomic_folders import FACTS
 from megatron_ext.policy.checkpoint.json_values import from_json, to_json
 from megatron_ext.policy.checkpoint.tensor_index import Reader, Writer, check_whole, read_index
 from megatron_ext.policy.data.agreement_of_ranks import agree, world
-from megatron_ext.policy.ray.heartbeat import outside_wait
+from megatron_ext.policy.outside_waits import outside_wait
 
 T = TypeVar("T")
 

@@ -9,12 +9,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.config import check_positive
 from megatron_ext.policy.data.agreement_of_ranks import agree
-from megatron_ext.policy.data.kept_ids import KEPT_IDS, check_kept_ids
-from megatron_ext.policy.data.micro_batches import fixed, packed, within_tokens
-from megatron_ext.policy.data.packed_rows import counted
+from megatron_ext.policy.data.batch import (
+    KEPT_IDS,
+    BatchedDataDict,
+    check_kept_ids,
+    counted,
+    fixed,
+    packed,
+    within_tokens,
+)
 from megatron_ext.policy.losses.worker_protocol import LossType, rows_together, valid_counts
 
 
@@ -83,9 +87,6 @@ class MicroBatchBounds:
     multiple: int = 1
     at_most: int | None = None
 
-    def __post_init__(self) -> None:
-        check_positive("mbs (micro_batch_size)", self.rows)
-
     def cut(self, data: BatchedDataDict, unit: int = 1) -> list[list[int]]:
         if self.kind == "fixed":
             found = fixed(data.size, self.rows, unit)
@@ -118,16 +119,14 @@ def training_steps(
     Raises:
         ValueError: on every rank, if the data of one of them cannot be trained on; the message says why.
     """
-    if global_batch_size is not None:
-        check_positive("gbs", global_batch_size)
 
     def prepare() -> list[_Share]:
         batch = checked(data, _needs(loss_fn, bounds), bounds.vocabulary)
-        own = batch.size
+        own = rows = batch.size
         if global_batch_size is not None:
-            own = _own_rows(batch.size, global_batch_size, bounds, coordinates)
+            own = _own_rows(rows, global_batch_size, bounds, coordinates)
         shares = []
-        for first in range(0, batch.size, own):
+        for first in range(0, rows, own):
             part = batch.slice(first, first + own)
             cut = [[first + row for row in rows] for rows in bounds.cut(part, rows_together(loss_fn))]
             shares.append((cut, *valid_counts(part, getattr(loss_fn, "unit", 1))))

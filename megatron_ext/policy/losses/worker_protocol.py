@@ -1,9 +1,10 @@
-"""The protocol of a loss function for `train`, and the counts of tokens and rows that normalize it.
+"""The protocols of a loss function and a timer that workers are given, and the counts that normalize a loss.
 
 Legend: B rows, S positions. `token_mask` `[B, S]` says which tokens count, `sample_mask` `[B]` which rows.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ class MetricNormalizer(Enum):
 
 
 class LossInputType(Enum):
-    """Part of the model's output that a loss reads; see `megatron_ext.policy.worker.loss_inputs`."""
+    """Part of the model's output that a loss reads; see `megatron_ext.policy.worker.reader`."""
 
     LOGPROB = "logprob"
     LOGIT = "logit"
@@ -38,12 +39,24 @@ class LossFunction(Protocol):
     """Loss function that `train` takes. Beside the call it may have `loss_type`, `needs` (keys of the data), `unit`
     (rows that must come together, 1 if absent; they count where all of them do), `metric_normalizations` (a
     `MetricNormalizer` for each metric that has another than the loss), and `input_type`: with one it is called as
-    NeMo-RL calls its losses, see `megatron_ext.policy.worker.loss_inputs`."""
+    NeMo-RL calls its losses, see `megatron_ext.policy.worker.reader`."""
 
     def __call__(
         self, log_probs_BS: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
         """The scalar loss, and metrics: numbers or 0-d tensors."""
+
+
+class Timer(Protocol):
+    """Methods that are called of a `timer=`: NeMo-RL's `nemo_rl.utils.timer.Timer` has them."""
+
+    def time(self, label: str) -> AbstractContextManager[Any]:
+        """A context whose duration is recorded under `label`."""
+
+
+def timed(timer: Timer | None, label: str) -> AbstractContextManager[Any]:
+    """The context in which `timer` measures `label`; without a timer an empty one."""
+    return nullcontext() if timer is None else timer.time(label)
 
 
 def rows_together(loss_fn: Any) -> int:

@@ -16,8 +16,8 @@ from typing import Any, NoReturn, Self
 
 from megatron_ext.distributed.store_server import loopback_interface, serve_store
 from megatron_ext.policy.data.agreement_of_ranks import FailedElsewhere
-from megatron_ext.policy.ray.heartbeat import PERIOD_S, Heartbeat
-from megatron_ext.policy.ray.liveness import LOOK_S, Liveness, Whereabouts
+from megatron_ext.policy.ray.heartbeat import PERIOD_S, beating
+from megatron_ext.policy.ray.liveness import LOOK_S, ActorLocation, Liveness
 
 _POLL_S = LOOK_S / 2
 # How long the other ranks may go on once one has raised: a worker's errors come on all ranks together.
@@ -228,11 +228,11 @@ class RayActors:
 class _Actor:
     """One rank."""
 
-    def where(self) -> tuple[Whereabouts, tuple[str, int]]:
+    def where(self) -> tuple[ActorLocation, tuple[str, int]]:
         """Return this actor's location, and the address at which the ranks of its group can meet."""
         import ray
 
-        place = Whereabouts(ray.get_runtime_context().get_node_id(), platform.node(), os.getpid())
+        place = ActorLocation(ray.get_runtime_context().get_node_id(), platform.node(), os.getpid())
         address = ray.util.get_node_ip_address()
         self._store = serve_store(address)  # rank 0's is used
         return place, (address, self._store.port)
@@ -256,7 +256,7 @@ class _Actor:
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         # Ray shows an actor its own GPUs alone: each is the first.
         os.environ.update({name: str(value) for name, value in names.items()} | {"LOCAL_RANK": "0"})
-        self._during = nullcontext if monitor is None else Heartbeat(partial(monitor.note.remote, rank)).during
+        self._during = nullcontext if monitor is None else partial(beating, partial(monitor.note.remote, rank))
         with self._during("build"):
             self.worker = _worker_call(worker_cls, (), make)
 
@@ -266,7 +266,7 @@ class _Actor:
 
 
 def _worker_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The frame in which a call begins, for `Heartbeat`."""
+    """The frame in which a call begins, for `heartbeat._lines`."""
     return function(*args, **kwargs)
 
 

@@ -1,7 +1,4 @@
-"""Once a second, where a rank is in its call: told to its host's monitor by a thread beside the call.
-
-The call itself does nothing for it. Whether the process uses anything, the monitor sees by itself: see `host_monitor`.
-"""
+"""Once a second, a thread beside a call tells where the call stands, and for how long the process has stood still."""
 
 import os
 import sys
@@ -9,9 +6,10 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import contextmanager, suppress
 from typing import Any
+
+from megatron_ext.policy import outside_waits
 
 PERIOD_S = 1.0
 # Where a call that does not move waits for other ranks; autograd's engine runs collectives without a Python frame.
@@ -25,86 +23,62 @@ _WAITS_IN = (
 )
 _LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
 
-_outside: list[str] = []  # what the process waits for outside of the policy, innermost last
-
 
 @contextmanager
-def outside_wait(what: str) -> Iterator[None]:
-    """While it lasts this rank may stand still, and the others wait for it, without the policy being taken for hung.
-
-    For waits on what is no rank of the policy: a reward server that a loss asks, generators that join.
+def beating(send: Callable[[dict[str, Any]], object], call: str) -> Iterator[None]:
+    """While it lasts, `send` gets each `PERIOD_S`: "doing", in words; "waits", whether this thread stands where ranks
+    wait for others; "idle_s", for how long it has run no other line, and this process not moved (0 in `outside_wait`).
     """
-    _outside.append(what)
+    import psutil  # comes with Ray's extra
+
+    thread, ended, process = threading.get_ident(), threading.Event(), psutil.Process()
+
+    def beat() -> None:
+        before, since, used = None, 0.0, _used(process)
+        while not ended.wait(PERIOD_S) and (lines := _lines(thread)):
+            if lines != before or outside_waits.now or _moves(process, used):
+                since = time.monotonic()
+            before, used = lines, _used(process)
+            innermost = next((line for file, line in lines if file.endswith(_WAITS_IN)), None)
+            told = f"in {call}, {'waiting for others in' if innermost else 'at'} {innermost or lines[0][1]}"
+            own = next((line for file, line in lines if not _is_library(file)), "")
+            told += f", from {own}" if own not in told else ""
+            told += "".join(f", waiting for {what}" for what in outside_waits.now[-1:])
+            send({"doing": told, "waits": innermost is not None, "idle_s": time.monotonic() - since})
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
     try:
         yield
     finally:
-        _outside.pop()
+        ended.set()
 
 
-class Heartbeat:
-    """Tells `send` of the call that this process works on, every `PERIOD_S`.
-
-    A beat is a dict: "call", its name; "at", a number that changes when it runs another line; "doing", the innermost
-    function and the one of the policy that led there; "waits", whether it stands where ranks wait for others;
-    "outside", see `outside_wait`.
-    """
-
-    def __init__(self, send: Callable[[dict[str, Any]], object]):
-        self._send = send
-        self._call: tuple[str, float, int] | None = None  # its name, when it began, the thread's id
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
-
-    @contextmanager
-    def during(self, call: str) -> Iterator[None]:
-        self._call = call, time.monotonic(), threading.get_ident()
-        try:
-            yield
-        finally:
-            self._call = None
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(PERIOD_S)
-            if (call := self._call) is not None and (beat := self._beat(*call)) is not None:
-                self._send(beat)
-
-    def _beat(self, name: str, begun: float, thread: int) -> dict[str, Any] | None:
-        """None where the call has just ended. No frame is kept: it would keep the call's tensors."""
-        frames = _stack(sys._current_frames().get(thread))
-        if not frames:
-            return None
-        return {
-            "call": name,
-            "at": hash((begun, *((frame.f_code, frame.f_lasti) for frame in frames))),
-            "doing": _told(frames),
-            "waits": any(_waits(frame) for frame in frames),
-            "outside": _outside[-1] if _outside else None,
-        }
-
-
-def _stack(frame: FrameType | None) -> list[FrameType]:
-    """Frames of a call, innermost first, without Ray's."""
-    frames = []
+def _lines(thread: int) -> list[tuple[str, str]]:
+    """File and line of each frame of a call, innermost first, without Ray's."""
+    frame, found = sys._current_frames().get(thread), []
     while frame is not None and frame.f_code.co_name != "_worker_call":
-        frames.append(frame)
+        code, file = frame.f_code, os.path.basename(frame.f_code.co_filename)
+        found.append((code.co_filename, f"{code.co_qualname} ({file}:{frame.f_lineno})"))
         frame = frame.f_back
-    return frames
-
-
-def _waits(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.replace(os.sep, "/").endswith(_WAITS_IN)
-
-
-def _told(frames: list[FrameType]) -> str:
-    """The innermost function; where that is a library's, also the innermost one of the policy or its user."""
-    own = next((frame for frame in frames if not _is_library(frame.f_code.co_filename)), frames[0])
-    innermost = next((frame for frame in frames if _waits(frame)), frames[0])
-    return _line(own) if own is innermost else f"{_line(innermost)}, from {_line(own)}"
+    return found
 
 
 def _is_library(file: str) -> bool:
     return file.startswith(_LIBRARIES) and "megatron_ext" not in file
 
 
-def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_qualname} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+def _used(process: Any) -> tuple[float, float, int]:
+    """Clock, processor seconds, and bytes read and written until now."""
+    counters = getattr(process, "io_counters", lambda: None)()  # macOS has none
+    return time.monotonic(), time.process_time(), counters.read_chars + counters.write_chars if counters else 0
+
+
+def _moves(process: Any, before: tuple[float, float, int]) -> bool:
+    """Return whether the process has computed, read or written since, or it or one that it has started runs."""
+    passed_s, processor_s, nbytes = (new - old for new, old in zip(_used(process), before, strict=True))
+    # Idle threads wake a hundred times a second each, and gloo has several a group.
+    if processor_s > (0.03 + 0.003 * process.num_threads()) * passed_s or nbytes > 1 << 16:
+        return True
+    with suppress(Exception):  # one of them has ended
+        return any(one.status() in ("running", "disk-sleep") for one in [process, *process.children(recursive=True)])
+    return True

@@ -1,32 +1,89 @@
-"""Asks each host of a group twice a second during a call, and decides whether a rank is lost, stopped or hung.
+"""Decides twice a second during a call whether a rank is lost, stopped or hung; a busy one may take any time.
 
     lost      its host answers nothing: it is down or frozen, or its network is cut
     stopped   the operating system does not run the process (SIGSTOP, a frozen container)
     hung      no rank moves, and at least one waits for the others in a collective
-    busy      anything else: a step may take as long as it likes
 
 Where a rank waits by spinning, as for a collective on a GPU, it looks busy: NCCL's own timeout ends that.
 """
 
+import os
+import re
+import signal
+import sys
 import time
-import warnings
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron_ext.policy.ray.heartbeat import PERIOD_S
 
 LOOK_S = 0.5  # seconds between two calls of `fault`; a fault is known at most three calls and a beat after its timeout
-_FRESH_S = 3.0  # seconds after which a beat is too old to say what its rank is doing now
+_OLD_S = 3.0  # a beat, or a look at a process, that is older says nothing of now
 
 
-@dataclass(frozen=True)
-class Whereabouts:
+class ActorLocation(NamedTuple):
     """Location of an actor: Ray's id of its node, its host's name, its process."""
 
     node: str
     host: str
     process: int
+
+
+class RankReport(NamedTuple):
+    """Report of a rank: its process's state in /proc, seconds without a running thread, its last beat and its age."""
+
+    state: str
+    still_s: float
+    beat: dict[str, Any] | None
+    age_s: float
+
+
+class HostMonitor:
+    """Process beside the ranks of a host, which answers also while they are stopped, or hold their interpreter's lock.
+
+    Ray sends its class by value: the process loads no torch.
+    """
+
+    def __init__(self, processes: dict[int, int]):
+        self._processes = processes
+        self._beats: dict[int, tuple[float, dict[str, Any]]] = {}
+        self._looks: dict[int, tuple[float, float, int]] = {}  # time of the last one, since when it is still, switches
+
+    def note(self, rank: int, beat: dict[str, Any]) -> None:
+        self._beats[rank] = time.monotonic(), beat
+
+    def report(self) -> dict[int, RankReport]:
+        return {rank: self._look(rank, process) for rank, process in self._processes.items()}
+
+    def _look(self, rank: int, process: int) -> RankReport:
+        now, (state, switches) = time.monotonic(), _threads(process)
+        looked, since, before = self._looks.get(rank, (now, now, 0))
+        if state in ("", "R", "D") or switches != before or now - looked > _OLD_S:
+            since = now
+        self._looks[rank] = now, since, switches
+        came, beat = self._beats.get(rank, (now, None))
+        return RankReport(state, now - since, beat, now - came)
+
+    def end(self, grace_s: float) -> None:
+        """Ends the ranks: a stopped one does not hear Ray's request. Of one that ends by itself Ray prints no error."""
+        until = time.monotonic() + grace_s
+        while time.monotonic() < until and any(_threads(one)[0] not in ("", "Z") for one in self._processes.values()):
+            time.sleep(0.05)
+        for process in self._processes.values():
+            with suppress(OSError):  # it has ended
+                os.kill(process, signal.SIGKILL)
+
+
+def _threads(process: int) -> tuple[str, int]:
+    """State of the main thread ("": unknown), and how often all threads have given up a processor, both as of /proc."""
+    with suppress(OSError):
+        folder = Path(f"/proc/{process}")
+        status = [path.read_text() for path in (folder / "status", *folder.glob("task/*/status"))]
+        switches = re.findall(r"ctxt_switches:\s*(\d+)", "".join(status[1:]))
+        return re.findall(r"State:\s*(\w)", status[0])[0], sum(map(int, switches))
+    return "", 0
 
 
 class Liveness:
@@ -35,22 +92,20 @@ class Liveness:
     Starts a process on each host, which needs no CPU of Ray's.
     """
 
-    def __init__(self, ray: Any, places: Sequence[Whereabouts], timeout_s: float):
+    def __init__(self, ray: Any, places: Sequence[ActorLocation], timeout_s: float):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from megatron_ext.policy.ray import host_monitor
-
-        ray.cloudpickle.register_pickle_by_value(host_monitor)
-        monitor = ray.remote(num_cpus=0, max_restarts=0)(host_monitor.HostMonitor)
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        monitor = ray.remote(num_cpus=0, max_restarts=-1)(HostMonitor)
         self._ray, self._places, self._timeout_s = ray, places, timeout_s
-        self._monitors = {
-            node: monitor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-            for node in sorted({place.node for place in places})
-        }
-        self._asked = {node: self._ask(node) for node in self._monitors}
+        self._monitors, self._looked = {}, time.monotonic()
+        for node in sorted({place.node for place in places}):
+            here = {rank: place.process for rank, place in enumerate(places) if place.node == node}
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            self._monitors[node] = monitor.options(scheduling_strategy=there).remote(here)
+        self._asked = {node: monitor.report.remote() for node, monitor in self._monitors.items()}
         self._silent_s: dict[str, float] = {}  # of those that have ever answered, as far as somebody looked
-        self._looked = time.monotonic()
-        self._reports: dict[int, dict[str, Any]] = {}
+        self._reports: dict[int, RankReport] = {}
 
     def monitor(self, rank: int) -> Any:
         """The actor that wants the beats of this rank."""
@@ -63,32 +118,37 @@ class Liveness:
             if silent_s >= self._timeout_s and (lost := [r for r in pending if self._places[r].node == node]):
                 return (
                     f"host {self._places[lost[0]].host} with ranks {lost} of {len(self._places)} has not answered for "
-                    f"{silent_s:.0f} s: it is down or frozen, or its network is cut{self._told(lost)}"
+                    f"{silent_s:.0f} s: it is down or frozen, or its network is cut{self.doing(lost)}"
                 )
         reports = {rank: self._reports[rank] for rank in pending if rank in self._reports}
         for rank, report in reports.items():
-            if report["still_s"] >= self._timeout_s:
-                how = "stopped (as by SIGSTOP)" if report["state"] == "stopped" else "frozen"
-                since = f"no thread of it has run for {report['still_s']:.0f} s"
+            if report.still_s >= self._timeout_s:
+                how = "stopped (as by SIGSTOP)" if report.state == "T" else "frozen"
+                since = f"no thread of it has run for {report.still_s:.0f} s"
                 return f"{self._name(rank)} is {how}, {since}; it was {_doing(report)}"
-        if len(reports) == len(pending) and self._hangs(list(reports.values())):
-            return "no rank moves" + self._told(pending).replace(";", ":", 1)
+        beats = [report.beat for report in reports.values() if report.beat and report.age_s < _OLD_S]
+        idle = len(beats) == len(pending) and all(beat["idle_s"] >= self._timeout_s for beat in beats)
+        if idle and any(beat["waits"] for beat in beats) and max(self._silent_s.values()) < _OLD_S:
+            return "no rank moves" + self.doing(pending).replace(";", ":", 1)
         return None
 
     def doing(self, ranks: Collection[int]) -> str:
-        """Describe, for a message, what the ranks were doing when they told it last."""
+        """Describe what the ranks did when they told it last: first who does not wait for others, the likely cause."""
         self._collect()
-        return self._told(ranks)
+        reports = [(rank, self._reports[rank]) for rank in ranks if rank in self._reports]
+        reports.sort(key=lambda item: bool(item[1].beat and item[1].beat["waits"]))
+        return "".join(f"; {self._name(rank)} is {_doing(report)}" for rank, report in reports)
+
+    def _name(self, rank: int) -> str:
+        place = self._places[rank]
+        return f"rank {rank} of {len(self._places)} (host {place.host}, process {place.process})"
 
     def end(self, grace_s: float = 0.0) -> None:
         """Ends the processes of the actors, also stopped ones, and those on the hosts.
 
         `grace_s`: how long actors that Ray has asked to end may take to.
         """
-        begun = [
-            monitor.end.remote([place.process for place in self._places if place.node == node], grace_s)
-            for node, monitor in self._monitors.items()
-        ]
+        begun = [monitor.end.remote(grace_s) for monitor in self._monitors.values()]
         self._ray.wait(begun, num_returns=len(begun), timeout=grace_s + PERIOD_S)
         for monitor in self._monitors.values():
             self._ray.kill(monitor)
@@ -97,50 +157,17 @@ class Liveness:
         """Takes what the hosts have answered, and asks them again."""
         now = time.monotonic()
         passed_s, self._looked = min(now - self._looked, PERIOD_S), now  # less, where this process was stopped itself
-        for node, asked in list(self._asked.items()):
+        for node, asked in self._asked.items():
             if node in self._silent_s:
                 self._silent_s[node] += passed_s
-            if not self._ray.wait([asked], timeout=0)[0]:
-                continue
-            self._silent_s[node] = 0.0
-            try:
-                self._reports |= self._ray.get(asked)
-                self._asked[node] = self._ask(node)
-            except self._ray.exceptions.RayError as error:  # that of a host that is down comes from its actors too
-                warnings.warn(f"the monitor of a host ended, its ranks are no longer watched: {error}", stacklevel=2)
-                for known in (self._monitors, self._asked, self._silent_s):
-                    known.pop(node, None)
-
-    def _ask(self, node: str) -> Any:
-        here = {rank: place.process for rank, place in enumerate(self._places) if place.node == node}
-        return self._monitors[node].report.remote(here)
-
-    def _hangs(self, reports: list[dict[str, Any]]) -> bool:
-        return (
-            max(self._silent_s.values()) < _FRESH_S
-            and all(report["beat"] and report["beat_age_s"] < _FRESH_S for report in reports)
-            and all(report["idle_s"] >= self._timeout_s and not report["beat"]["outside"] for report in reports)
-            and any(report["beat"]["waits"] for report in reports)
-        )
-
-    def _name(self, rank: int) -> str:
-        place = self._places[rank]
-        return f"rank {rank} of {len(self._places)} (host {place.host}, process {place.process})"
-
-    def _told(self, ranks: Collection[int]) -> str:
-        """First who does not wait for others: he is the likely cause."""
-        reports = [(rank, self._reports[rank]) for rank in ranks if rank in self._reports]
-        reports.sort(key=lambda item: bool((item[1]["beat"] or {}).get("waits")))
-        return "".join(f"; {self._name(rank)} is {_doing(report)}" for rank, report in reports)
+            if self._ray.wait([asked], timeout=0)[0]:
+                self._silent_s[node], self._asked[node] = 0.0, self._monitors[node].report.remote()
+                with suppress(self._ray.exceptions.RayError):  # Ray starts the monitor again; it tells of a dead host
+                    self._reports |= self._ray.get(asked)
 
 
-def _doing(report: Mapping[str, Any]) -> str:
-    beat = report["beat"]
-    if beat is None:
+def _doing(report: RankReport) -> str:
+    if report.beat is None:
         return "in a call of which it has told nothing yet"
-    told = f"in {beat['call']}, {'waiting for others in' if beat['waits'] else 'at'} {beat['doing']}"
-    if beat["outside"] is not None:
-        told += f", waiting for {beat['outside']}"
-    if report["beat_age_s"] >= _FRESH_S:
-        told += f", as it told {report['beat_age_s']:.0f} s ago"
-    return told + (f", idle for {report['idle_s']:.0f} s" if report["idle_s"] >= PERIOD_S else "")
+    told = report.beat["doing"] + (f", as it told {report.age_s:.0f} s ago" if report.age_s >= _OLD_S else "")
+    return told + (f", idle for {report.beat['idle_s']:.0f} s" if report.beat["idle_s"] >= PERIOD_S else "")

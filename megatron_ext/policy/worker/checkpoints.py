@@ -19,7 +19,7 @@ from megatron_ext.policy.backend.base import Backend
 from megatron_ext.policy.checkpoint.fact_checks import check_keys, check_like, check_loss_scale, refuse_fact
 from megatron_ext.policy.checkpoint.sharded_files import Found, Part
 from megatron_ext.policy.data.agreement_of_ranks import agree
-from megatron_ext.policy.data.timer import Timer, timed
+from megatron_ext.policy.losses.worker_protocol import Timer, timed
 from megatron_ext.policy.worker.trainer import Trainer
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megatron_ext.policy.backend.base import Backend
 from megatron_ext.policy.backend.model_factories import model_factories
-from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import agree
+from megatron_ext.policy.data.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import checked
 from megatron_ext.policy.worker.refitter import Refitter
 from megatron_ext.policy.worker.sampling import Sampler, SamplingSettings, row_seeds

@@ -13,7 +13,7 @@ from megatron_ext.policy.backend.base import Backend
 from megatron_ext.policy.backend.model_factories import model_factories
 from megatron_ext.policy.config import check_positive
 from megatron_ext.policy.data.agreement_of_ranks import agree
-from megatron_ext.policy.ray.heartbeat import outside_wait
+from megatron_ext.policy.outside_waits import outside_wait
 from megatron_ext.policy.refit import weight_transfer
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from megatron_ext.head import LogSumExp, ReadOut, TopK
 from megatron_ext.policy.backend.base import Backend, Read
-from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.data.batch_plan import MicroBatchBounds, scoring_step
-from megatron_ext.policy.data.kept_ids import KEPT_IDS
-from megatron_ext.policy.data.timer import Timer, timed
+from megatron_ext.policy.data.batch import KEPT_IDS, BatchedDataDict
+from megatron_ext.policy.data.batch_plan import scoring_step
+from megatron_ext.policy.losses.worker_protocol import Timer, timed
 from megatron_ext.policy.worker.reader import MicroBatchReader
 
 
@@ -115,12 +114,8 @@ class Scorer:
     def _scored(self, data: Mapping[str, Any], micro_batch_size: int | None, read: Read) -> Tensor:
         """Join what `read` makes of every micro-batch, `[rows, positions, ...]`, to `[B, S, ...]` of all `data` on the
         CPU; 0 behind a micro-batch's positions."""
-        batching = self.settings.batching
-        rows = batching.logprob_rows if micro_batch_size is None else micro_batch_size
-        backend = self.backend
-        bounds = MicroBatchBounds(
-            batching.kind, rows, batching.logprob_tokens, backend.vocabulary, backend.places_multiple
-        )
+        batching, backend = self.settings.batching, self.backend
+        bounds = backend.bounds(micro_batch_size, batching.logprob_rows, batching.logprob_tokens)
         step = scoring_step(data, bounds, backend.coordinates)
         read_keys = [name for name in ("input_ids", "input_lengths", KEPT_IDS) if name in data]
         batch = BatchedDataDict({name: data[name] for name in read_keys}).to(backend.device)

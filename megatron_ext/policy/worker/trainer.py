@@ -27,14 +27,13 @@ from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.dtensor import clip_grad_by_total_norm_
 from megatron_ext.head.checks import token_bound
 from megatron_ext.policy.backend.base import Backend
-from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.config import check_positive
 from megatron_ext.policy.data.agreement_of_ranks import RuntimeErrorElsewhere
+from megatron_ext.policy.data.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Counts, MicroBatchBounds, Step, training_steps
-from megatron_ext.policy.data.timer import Timer, timed
-from megatron_ext.policy.losses.worker_protocol import LossFunction, LossType
-from megatron_ext.policy.worker.loss_inputs import LossInputs, loss_inputs
+from megatron_ext.policy.losses.worker_protocol import LossFunction, LossType, Timer, timed
 from megatron_ext.policy.worker.optimizer import LossScale, make_optimizer, make_scheduler
-from megatron_ext.policy.worker.reader import MicroBatchReader
+from megatron_ext.policy.worker.reader import LossInputs, MicroBatchReader, loss_inputs
 
 Metrics = list[dict[str, float]]  # of each micro-batch
 
@@ -131,7 +130,7 @@ class Trainer:
                 count), `input_lengths` `[B]` (needed for dynamic or packed micro-batches), and what the loss reads;
                 `kept_token_ids` as for `get_logprobs`.
             loss_fn: see `megatron_ext.policy.losses`; it gets log-probabilities `[rows, S]`, 0 in the first column, or
-                what its `input_type` says: see `megatron_ext.policy.worker.loss_inputs`. NeMo-RL's own may be given.
+                what its `input_type` says: see `megatron_ext.policy.worker.reader`. NeMo-RL's own may be given.
             gbs: rows of a global batch over all data-parallel ranks; None: `train_global_batch_size`.
             mbs: rows of a micro-batch on this rank; None: `train_micro_batch_size`.
             timer: as NeMo-RL's, measures "train".
@@ -153,15 +152,15 @@ class Trainer:
         if not eval_mode:
             self._check_trains("train()")
         backend = self.backend
-        global_batch_size = self.settings.global_batch_size if gbs is None else gbs
+        global_batch_size = self.settings.global_batch_size if gbs is None else check_positive("gbs", gbs)
         losses, norms, metrics = [], [], StepMetrics(self.optimizer)
         with timed(timer, "train"), torch.set_grad_enabled(not eval_mode):
             steps = training_steps(data, loss_fn, global_batch_size, self._bounds(mbs), backend.coordinates)
             batch = BatchedDataDict(data).to(backend.device)
             backend.model.train(not eval_mode)
+            inputs = loss_inputs(self.reader, loss_fn)
             for number, step in enumerate(steps):
                 backend.zero_grad()
-                inputs = loss_inputs(self.reader, loss_fn)
                 loss, found = loss_pass(backend, inputs, number, step, batch, step.counts, self.loss_scale.value)
                 losses.append(loss)
                 metrics.add(found, step.counts, lambda name: 1 / len(steps))
@@ -268,10 +267,8 @@ class Trainer:
         return self.open_step
 
     def _bounds(self, mbs: int | None) -> MicroBatchBounds:
-        batching, backend = self.settings.batching, self.backend
-        rows, tokens = batching.train_rows if mbs is None else mbs, batching.train_tokens
-        at_most = token_bound(self.settings.skip_masked_tokens)
-        return MicroBatchBounds(batching.kind, rows, tokens, backend.vocabulary, backend.places_multiple, at_most)
+        batching, at_most = self.settings.batching, token_bound(self.settings.skip_masked_tokens)
+        return self.backend.bounds(mbs, batching.train_rows, batching.train_tokens, at_most)
 
     def _update(self, number: int, factor: float = 1.0) -> float:
         """Multiplies the gradients by `factor`, clips them and steps the optimizer. The norm before clipping."""

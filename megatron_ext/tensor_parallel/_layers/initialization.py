@@ -24,7 +24,7 @@ from megatron_ext.distributed.groups import (
     parallel_state,
     require_tensor_parallel_group,
 )
-from megatron_ext.numerics.readable_values import has_values
+from megatron_ext.numerics.tensors import has_values
 from megatron_ext.tensor_parallel._layers.parameter_attributes import set_tensor_model_parallel_attributes
 from megatron_ext.tensor_parallel._random.generator_state import generator_of
 from megatron_ext.tensor_parallel._random.process_tracker import Process

@@ -37,7 +37,7 @@ from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.distributed.symmetric_matmul import all_gather_matmul, matmul_reduce_scatter
 from megatron_ext.numerics import cpu_products
 from megatron_ext.numerics.batch_invariance import is_on, product, say_once
-from megatron_ext.numerics.readable_values import check_plain
+from megatron_ext.numerics.tensors import check_plain
 from megatron_ext.numerics.tree_sums import sum_of_ranks
 from megatron_ext.tensor_parallel._layers import distributed_weights
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral, add_to_main_grad

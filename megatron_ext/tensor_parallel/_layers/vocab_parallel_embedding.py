@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
+from megatron_ext.distributed.groups import Group, VocabShard, group_size, require_tensor_parallel_group
 from megatron_ext.distributed.sizes import check_size
-from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.numerics.readable_values import fault_within, on_host
+from megatron_ext.numerics.tensors import fault_within, on_host
 from megatron_ext.tensor_parallel._layers.distributed_weights import table_of_lookup
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import LayerPlacement

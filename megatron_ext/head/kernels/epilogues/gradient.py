@@ -81,9 +81,8 @@ def product_gradient(
     counted: int,
     temperature: float = 1.0,
 ) -> None:
-    """A block of the gradient matrix in one launch. See `megatron_ext.head.row_passes.fused_products`."""
-    tokens, columns = out_TV.shape
-    if tokens == 0:
+    """A block of the gradient matrix in one launch. See `row_passes/passes.py`."""
+    if x_TD.shape[0] == 0:
         return
     shift_T, room_TV = shift_T.contiguous(), tiles.room(writable(out_TV))
     tiles.launch(

@@ -9,6 +9,8 @@ made once more, by a launch that finds nothing to do otherwise. bf16 has fp32's 
 are as precise as those below 1, and so are factors scaled down by e^-40.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -75,7 +77,7 @@ def product_statistics_kernel(
         if WITH_ENTROPY:
             inner = tl.sum(e * tl.maximum(z - reference[:, None], FAR), 1)
             tl.store(out_ptr + 3 * tokens, inner, mask=inside)
-        if kept is not None:
+        if kept is not None:  # noqa: SIM102, None has no shape
             if n * N < kept.shape[1]:
                 sample = tl.load(sample_ptr + at, mask=inside, other=0.0)
                 sample = tl.where(sample > float("-inf"), sample, 0.0)
@@ -165,7 +167,7 @@ def product_statistics(
     with_entropy: bool = False,
     with_hits: bool = False,
 ) -> None:
-    """Each row's statistics in two launches, with exponentials in four. See `row_passes/fused_products.py`."""
+    """Each row's statistics in two launches, with exponentials in four. See `row_passes/passes.py`."""
     (tokens, _), columns = x_TD.shape, w_VD.shape[0]
     if tokens == 0:
         return
@@ -175,8 +177,13 @@ def product_statistics(
 
     def scan(columns: int, sample_T: Tensor | None, sums: dict[str, bool], rows: int) -> Tensor:
         parts = stats_KT.new_empty(triton.cdiv(columns, tiles.TILE_N), rows, tokens)
-        bends = temperature, None if bias_V is None else bias_V[:columns]
-        given = {"kept": None if sample_T is None else written, "target_ptr": target_T, "sample_ptr": sample_T, "parts_ptr": parts}
+        bends: tuple[float, Any] = temperature, None if bias_V is None else bias_V[:columns]
+        given: dict[str, Any] = {
+            "kept": None if sample_T is None else written,
+            "target_ptr": target_T,
+            "sample_ptr": sample_T,
+            "parts_ptr": parts,
+        }
         given |= {"counted": min(counted, columns), **sums}
         tiles.launch(product_statistics_kernel, x_TD, w_VD[:columns], *bends, by_rows=False, **given)
         return parts
@@ -205,9 +212,9 @@ def product_statistics(
         )
     if exp_TV is not None and kept_TV is not None:
         width = exp_TV.shape[1]
-        given = {"out": written, "target_ptr": target_T, "shift_ptr": shift_T, "sample_ptr": sample_T}
+        given: dict[str, Any] = {"out": written, "target_ptr": target_T, "shift_ptr": shift_T, "sample_ptr": sample_T}
         given |= {"scale_ptr": None, "slope_ptr": None, "counted": min(counted, width)}
-        bends = temperature, None if bias_V is None else bias_V[:width]
+        bends: tuple[float, Any] = temperature, None if bias_V is None else bias_V[:width]
         tiles.launch(product_gradient_kernel, x_TD, w_VD[:width], *bends, by_rows=True, **given)
         if kept_TV is not exp_TV:
             exp_TV.copy_(kept_TV)

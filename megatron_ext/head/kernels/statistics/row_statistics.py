@@ -1,4 +1,4 @@
-"""`row_statistics` in Triton: the same arguments and results as in `megatron_ext.head.row_passes.logit_passes`.
+"""`row_statistics` in Triton: the same arguments and results as in `megatron_ext.head.row_passes.passes`.
 
 One program has one token, `T` of them in all. Offsets are 64-bit: T * V/R may pass 2^31. Nothing is read back to the
 host and nothing is allocated, so it can be captured in a CUDA graph.
@@ -30,7 +30,7 @@ def row_statistics(
     with_hits: bool = False,
     labelled: bool = False,
 ) -> None:
-    """Each row's statistics and exponentials in one launch. See `row_passes/logit_passes.py`."""
+    """Each row's statistics and exponentials in one launch. See `row_passes/passes.py`."""
     tokens, columns = z_TV.shape
     if tokens == 0:
         return

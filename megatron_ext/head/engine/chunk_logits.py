@@ -1,6 +1,6 @@
-"""The gradient of logits, chunk by chunk: that through the softmax, at chosen columns and places, and what read-outs
-pull from a chunk of logits; and the one that is made and kept in forward, of a read-out whose upstream gradient is a
-factor of each token.
+"""The logits of a chunk, as a product makes them, their transform into the ones read, and their gradient: that through
+the softmax, at chosen columns and places, and what read-outs pull from a chunk; and the one that is made and kept in
+forward, of a read-out whose upstream gradient is a factor of each token.
 
 Where nothing is exchanged, a chunk's own statistics say what its read-out's gradient is, while the logits of student
 and teacher are there: it is written over the student's. Backward makes no logits then, and the factors g commute with
@@ -13,22 +13,133 @@ the gradient where g is 1.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.groups import Group
 from megatron_ext.head.call import chunk_sizes, logit_gradient, matmul
 from megatron_ext.head.call.chunk_sizes import blocks
-from megatron_ext.head.call.matmul import WeightSums
-from megatron_ext.head.engine.logit_sources import ComputedLogits
+from megatron_ext.head.call.matmul import WeightSums, bend, in_one, operand, transformed
+from megatron_ext.head.call.resolved_head import FAST, FIXED, Arithmetic, ResolvedHead, leaves_of
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
-from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.numerics import cpu_products, matrices
-from megatron_ext.numerics.matrices import accumulation_dtype, part_of, parts_of
-from megatron_ext.numerics.readable_values import has_values
+from megatron_ext.numerics import cpu_products, fixed_order, tensors
+from megatron_ext.numerics.tensors import accumulation_dtype, has_values, new_matrix, part_of, parts_of
+
+
+class LogitTransform(NamedTuple):
+    """Transform of a product's logits into those that are read: a bias `[V]` of this rank's columns, scale, softcap."""
+
+    bias_V: Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+    rounds: bool = False  # whether the product is rounded to the operands' 16 bits
+
+    @property
+    def changes(self) -> bool:
+        """Return whether it does anything."""
+        return self.bias_V is not None or self.softcap is not None or self.scale != 1.0
+
+    def applied(self, z_tV: Tensor) -> Tensor:
+        """`softcap * tanh(scale * (z + bias) / softcap)`, in the dtype of the passes; `z` itself if nothing changes.
+
+        Rows are as far apart for one token as for many: kernels add in an order that goes by it.
+        """
+        if not self.changes:
+            return z_tV
+        dtype = accumulation_dtype(z_tV.dtype)
+        out_tV = new_matrix(z_tV, z_tV.shape[0], z_tV.shape[1], dtype)
+        return transformed(z_tV, self.bias_V, self._own_cap, 1.0 / self.scale, dtype, out_tV)
+
+    def pull(self, z_tV: Tensor, out_tV: Tensor) -> None:
+        """Turns the gradient of what `applied` gives of `z`, in `out`, into that of `z`."""
+        if self._own_cap is not None:
+            out_tV.mul_(bend(z_tV, self.bias_V, self._own_cap, accumulation_dtype(out_tV.dtype)))
+        if self.scale != 1.0:
+            out_tV.mul_(self.scale)
+
+    @property
+    def _own_cap(self) -> float | None:
+        """Return the softcap of the logits before they are multiplied."""
+        return None if self.softcap is None else self.softcap / self.scale
+
+
+class ComputedLogits:
+    """Logits that the product of hidden states and weight makes, in forward and in backward by the same matmul.
+
+    `repeats`: how many tokens in a row each row of hidden states is of. `memory_TV`: of the first tokens' logits.
+    """
+
+    memory_TV: Tensor | None = None
+
+    def __init__(self, x_TD: Tensor, w_VD: Any, transform: LogitTransform, arithmetic: Arithmetic, repeats: int = 1):
+        self.x_TD, self.w_VD, self.transform, self.repeats = x_TD, w_VD, transform, repeats
+        self._arithmetic = arithmetic
+
+    def __call__(self, rows: slice) -> Tensor:
+        kept_TV, first = self.memory_TV, rows.start // self.repeats
+        made = rows if self.repeats == 1 else slice(first, -(-rows.stop // self.repeats))
+        out_tV = kept_TV[made] if kept_TV is not None and made.stop <= kept_TV.shape[0] else None
+        z_tV = self._arithmetic.logits(self.x_TD[made], self.w_VD, out_tV, self.transform.rounds)
+        if self.repeats == 1:
+            return z_tV
+        return z_tV.repeat_interleave(self.repeats, 0)[rows.start - first * self.repeats :][: rows.stop - rows.start]
+
+
+def of_hidden(
+    inputs: Sequence[Any], transforms: Sequence[LogitTransform], call: ResolvedHead, sizes: list[int] | None
+) -> list[list[ComputedLogits]]:
+    """Sources, for each leaf, of logits from all tokens' hidden states. `inputs`: hidden states, weight, bias and low
+    rank of each head. Communicates: with `sizes` 1 all-gather."""
+    hidden, biases = [*inputs[::4]], [*inputs[2::4]]
+    weights = [operand(*each) for each in zip(inputs[1::4], inputs[3::4], strict=True)]
+    if call.chosen is not None:
+        weights[0] = weights[0].index_select(0, call.chosen)
+        biases[0] = None if biases[0] is None else biases[0].index_select(0, call.chosen)
+    if sizes and any(sizes):
+        hidden = gather_tokens(hidden, call.group, sizes)
+    leaves = leaves_of(call) if call.bits != "fast" else []
+    found: list[list[ComputedLogits]] = [[] for _ in range(max(len(leaves), 1))]
+    for x_TD, weight_VD, bias_V, transform in zip(hidden, weights, biases, transforms, strict=True):
+        w_VD, repeats = weight_VD.to(x_TD.dtype), max(len(hidden[0]) // max(len(x_TD), 1), 1)
+        wide_V = None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
+        if not leaves:
+            found[0].append(ComputedLogits(x_TD, w_VD, transform._replace(bias_V=wide_V), FAST, repeats))
+            continue
+        x_TD, whole_VD = fixed_order.aligned(x_TD), in_one(w_VD)
+        for leaf, made in zip(leaves, found, strict=True):
+            own_V = None if wide_V is None else leaf.cut(wide_V)
+            made.append(ComputedLogits(x_TD, leaf.cut(whole_VD), transform._replace(bias_V=own_V), FIXED, repeats))
+    return found
+
+
+def of_each(x_TD: Tensor, tokens: int) -> Tensor:
+    """A row for each of `tokens`, of rows that are of several in a row."""
+    return x_TD if len(x_TD) == tokens else x_TD.repeat_interleave(tokens // len(x_TD), 0)
+
+
+def gather_tokens(hidden: list[Tensor], group: Group, sizes: list[int]) -> list[Tensor]:
+    """All ranks' tokens of each `[t, D]`, whose D and dtypes may differ, and some of which may have a row for several
+    tokens. Communicates: 1 all-gather."""
+    if len(hidden) == 1:
+        return [collectives.all_gather(hidden[0], group, sizes=sizes)]
+    dtypes = [x.dtype for x in hidden]
+    alike = all(dtype == dtypes[0] for dtype in dtypes)
+    fewest = min(len(x) for x in hidden)
+    together = len(hidden[0]) // max(fewest, 1)  # tokens of which one row is sent
+    sides = hidden if alike else [x.contiguous().view(torch.uint8) for x in hidden]
+    if together > 1:
+        sides, sizes = [x.reshape(fewest, -1) for x in sides], [size // together for size in sizes]
+    whole = collectives.all_gather(torch.cat(sides, 1), group, sizes=sizes)
+    found = [
+        x if alike else x.contiguous().view(dtype)
+        for x, dtype in zip(whole.split([x.shape[1] for x in sides], 1), dtypes, strict=True)
+    ]
+    return [x.reshape(-1, own.shape[1]) for x, own in zip(found, hidden, strict=True)]
 
 
 def logits_of_chunk(made: Sequence[Any], rows: slice, keep_raw: bool) -> tuple[Tensor | None, list[Tensor]]:
@@ -68,7 +179,7 @@ class ChunkGradient:
         ]
         self._passed: logit_gradient.PassCoefficients | None = None
         if stats is not None:
-            basis = plan.basis(stats, saved, grads)
+            basis = logit_gradient.basis_of(plan.readouts, stats, saved, grads)
             if any(grad_T is not None for grad_T in basis):
                 coef = logit_gradient.coefficients(stats, plan.kept_T, basis, plan.call.temperature)
                 self._exact, dtype = logit_gradient.pass_coefficients(stats, coef), stats.shift.dtype
@@ -200,7 +311,7 @@ class KeptGradient:
             bad_t = ~out_tV.sum(1, dtype=accumulation_dtype(out_tV.dtype)).isfinite()
             self.bad_T[rows] = bad_t
             out_tV.masked_fill_(bad_t.unsqueeze(1), 0)
-        if transform.changes or matrices.widens(self._source.x_TD, transform.rounds):
+        if transform.changes or tensors.widens(self._source.x_TD, transform.rounds):
             self.unit_TV[rows] = out_tV
 
     def add_products(self, grad_T: Tensor | None, out: tuple[Tensor | None, WeightSums, Tensor | None]) -> None:
@@ -219,15 +330,16 @@ class KeptGradient:
             total_V += cpu_products.mm(self.unit_TV.t(), g_T1.to(self.unit_TV.dtype)).squeeze(1)
 
 
-def of(plan: Plan, source: ComputedLogits) -> KeptGradient | None:
-    """Return the memory for the gradients of a call whose logits `source` makes; None: nothing is kept."""
+def kept_gradient(plan: Plan, source: ComputedLogits) -> KeptGradient | None:
+    """Return the memory for the gradients of a read-out by factor alone, whose logits `source` makes; None: nothing is
+    kept."""
     call, (x_TD, w_VD) = plan.call, (source.x_TD, source.w_VD)
-    if len(plan.readouts) != 1 or not plan.readouts[0].by_factor or plan.ranks != 1 or plan.fixed:
+    if plan.ranks != 1 or plan.fixed:
         return None
     if torch.compiler.is_compiling():  # which does not take an output of forward in whose memory its products lie
         return None
     tokens = chunk_sizes.kept_tokens(call, plan.tokens, w_VD.shape[0], x_TD)
     if not tokens:
         return None
-    source.memory_TV = matrices.new_matrix(x_TD, tokens, w_VD.shape[0])
+    source.memory_TV = tensors.new_matrix(x_TD, tokens, w_VD.shape[0])
     return KeptGradient(plan, source, source.memory_TV, torch.zeros(tokens, dtype=torch.bool, device=x_TD.device))

@@ -1,11 +1,15 @@
-"""`Proofs`: the proofs that were made, each with what it rests on, and the decision whether to make another.
+"""Outcomes of comparing a model's own loss with the fused one, what each rests on, and the decision to compare again.
 
 An option or an environment variable says when a proof is made, and a switch turns all fusion off.
 """
 
 import os
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from types import MethodType
 from typing import Any, Literal, NamedTuple, cast, get_args
 from weakref import WeakKeyDictionary
 
@@ -13,17 +17,117 @@ import torch
 
 from megatron_ext.distributed.collectives import all_gather_object
 from megatron_ext.distributed.groups import Group, group_size
-from megatron_ext.proof.basis import ProofBasis
-from megatron_ext.proof.result import Proof, worst
+from megatron_ext.proof.values import PLAIN
 
+Verdict = Literal["proved", "trusted", "refused", "not comparable"]
 ProofMode = Literal["first", "always", "off"]
 
 SAMPLE_TOKENS = 64  # at most, of a batch's first ones
 PROOF_VARIABLE = "MEGATRON_EXT_PROOF"
 FUSION_VARIABLE = "MEGATRON_EXT_FUSION"
+MANY_CHANGES = 10
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The outcome of one comparison; `str(proof)` is a sentence for reports.
+
+    Attributes:
+        verdict: "proved": both are equal within rounding; "trusted": the user asked for no comparison; "refused": they
+            differ; "not comparable": the model's own could not be run on a sample.
+        reason: for the last two, in words.
+        tokens: how many were compared.
+        largest_difference: relative, of losses, of gradients of hidden states and of each parameter of the head.
+    """
+
+    verdict: Verdict
+    reason: str = ""
+    tokens: int = 0
+    largest_difference: float = 0.0
+
+    @classmethod
+    def refused(cls, reason: str, tokens: int = 0, largest_difference: float = 0.0) -> "Proof":
+        """The outcome if both ways were run, and differ."""
+        return cls("refused", reason, tokens, largest_difference)
+
+    @classmethod
+    def not_comparable(cls, reason: str) -> "Proof":
+        """The outcome if one of the two ways cannot be run."""
+        return cls("not comparable", reason)
+
+    @property
+    def fused(self) -> bool:
+        """Return whether the fused way may be used."""
+        return self.verdict in ("proved", "trusted")
+
+    def __str__(self) -> str:
+        if self.verdict == "proved":
+            return f"proved on {self.tokens} tokens, largest difference {self.largest_difference:.0e}"
+        if self.verdict == "trusted":
+            return "not compared with the model's own loss, as the proof is off"
+        if self.verdict == "refused":
+            return f"the model's own loss is another one: {self.reason} (compared on {self.tokens} tokens)"
+        return f"not compared with the model's own loss: {self.reason}"
+
+
+def agreed(proof: Proof, group: Group) -> Proof:
+    """The proof that all ranks of `group` have: see `worst`.
+
+    Communicates: one all-gather of a small object over several ranks.
+    """
+    return worst(all_gather_object(proof, group)) if group_size(group) > 1 else proof
+
+
+def worst(proofs: Iterable[Proof]) -> Proof:
+    """The first proof that is not fused, or else the one that differs most."""
+    proofs = list(proofs)
+    not_fused = [proof for proof in proofs if not proof.fused]
+    return not_fused[0] if not_fused else max(proofs, key=lambda proof: proof.largest_difference)
+
 
 _TRUSTED = Proof("trusted")
-MANY_CHANGES = 10
+
+
+class ProofBasis:
+    """Basis of a proof. Two are the same if each part is: plain values by what they are, all else by identity.
+
+    A bound method counts as its function and its object, a list or a tuple as what is in it, and a dict too. Parts are
+    referred to weakly: a proof keeps no model alive, and an object in the place of one that is gone is another one.
+    Reads no tensor.
+    """
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, *parts: Any):
+        self._parts: list[Any] = []
+        left: list[Any] = [parts]  # what is still to be taken apart, the next one last: each step of a job does so
+        while left:
+            part = left.pop()
+            if isinstance(part, PLAIN):
+                self._parts.append(part)
+            elif type(part) in (tuple, list):
+                self._parts.append(len(part))
+                left += reversed(part)
+            elif type(part) is MethodType:  # a transparent proxy of one is another function
+                left.append((part.__func__, part.__self__))
+            elif isinstance(part, Mapping):
+                left.append([*chain.from_iterable(part.items())])
+            else:
+                try:
+                    self._parts.append(weakref.ref(part))  # the same one each time while it lives
+                except TypeError:
+                    self._parts.append(part)
+
+    def same_as(self, other: "ProofBasis") -> bool:
+        """Return whether nothing has changed between the two."""
+        if len(self._parts) != len(other._parts):
+            return False
+        for a, b in zip(self._parts, other._parts, strict=True):
+            if a is b:
+                continue
+            if type(a) is not type(b) or not isinstance(a, PLAIN) or (a != b and (a == a or b == b)):  # NaN is alike
+                return False
+        return True
 
 
 class _Made(NamedTuple):

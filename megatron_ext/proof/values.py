@@ -1,5 +1,5 @@
-"""`code_values`: the values that the code of a user's function reads beside its arguments, as a loss's weight that a
-schedule changes."""
+"""Values that a proof rests on: of modules and configurations, and those that a user's function reads beside its
+arguments, as a loss's weight that a schedule changes."""
 
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -7,11 +7,46 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_ext.proof.basis import PLAIN
-
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+# To a config of transformers by whoever saves it, one rank, maybe; the last two up to transformers 4.55.
+_WRITTEN = ("architectures", "dtype", "torch_dtype", "_attn_implementation_autoset")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _LIBRARIES = ("torch", "transformers", "megatron", "megatron_ext", "peft", "accelerate", "numpy", "builtins")
 _DEPTH = 5  # of values inside of values
 _ENTRIES = 64  # of a container that is looked into
+
+
+def module_parts(module: nn.Module) -> tuple[Any, ...]:
+    """Return the parts that a call of `module` goes through: its class, the forward there and on the instance, its
+    hooks."""
+    own, hooks = vars(module), list[Any]()
+    for kind in _HOOKS:
+        hooks += own.get(kind, {}).values()
+    return type(module), type(module).forward, own.get("forward"), type(module).__call__, hooks
+
+
+def module_values(module: nn.Module) -> tuple[Any, ...]:
+    """The plain values that `module` holds, and the versions of its tensors; but those of its weight, of its bias, and
+    of parameters that train, which the fused way computes with too."""
+    own, found = vars(module), list[Any]()
+    for name, value in (own | own["_buffers"] | own["_parameters"] | {"weight": None, "bias": None}).items():
+        if isinstance(value, Tensor):
+            if not value.requires_grad:
+                found += (value, 0 if value.is_inference() else value._version)
+        elif isinstance(own.get(name, own), PLAIN):
+            found += (name, own[name])
+    return tuple(found)
+
+
+def config_values(config: Any) -> tuple[Any, ...]:
+    """The plain values of a configuration, and of those inside of it, with their names; not what saving writes."""
+    found: list[Any] = []
+    for name, value in vars(config).items():
+        if isinstance(value, PLAIN) and name not in _WRITTEN:
+            found += (name, value)
+        elif hasattr(value, "__dict__") and type(value).__name__.endswith("Config"):
+            found += (name, config_values(value))
+    return tuple(found)
 
 
 def code_values(function: Any) -> list[Any]:

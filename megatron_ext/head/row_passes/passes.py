@@ -1,8 +1,17 @@
-"""The two elementwise passes over logits: row statistics, and the gradient. No process groups, no autograd.
+"""The passes over rows that the head is made of: `RowPasses`, which of its instances a tensor takes, and the two passes
+over logits, row statistics and the gradient. No process groups, no autograd.
 
 Every read-out of the head (cross entropy, log-prob, entropy, ...) is made of a few sums over each row of logits, and
 the gradient of every read-out has one form. So these two functions are all that ever touches a logit. They take tensors
 and plain numbers only and write into the tensors they are given.
+
+PyTorch's instance is the definition; Triton's gives the same results on CUDA. With TRITON_INTERPRET=1 in the
+environment, Triton's own switch for running kernels on CPU, CPU tensors take Triton's passes too: slow, and the same
+code as on CUDA.
+
+`torch.compile` sees each pass over logits, dx or dW as one operator, `torch.ops.megatron_ext.row_statistics` and so on,
+and leaves it whole: what is compiled runs the same code as what is not. What is made of a few numbers per token it
+compiles itself, from the plain functions, and so it does the passes of top-k and top-p, which are slower then.
 
 Legend: T tokens of this chunk, V columns of this rank's shard (or of a block of it), K statistics.
 
@@ -10,12 +19,23 @@ What a logit goes through before anything else, in the accumulation dtype (fp32;
     z = softcap * tanh((z0 + bias) / softcap) / temperature, and columns from `counted` on do not exist.
 """
 
+import functools
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from megatron_ext.head.call.statistics import MAX, SUM_EXP, TARGET, statistics_rows
-from megatron_ext.numerics.matrices import part_of
-from megatron_ext.numerics.readable_values import has_values
+from megatron_ext.head.call import logit_gradient, matmul, statistics
+from megatron_ext.head.call.matmul import bend, transformed
+from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import MAX, SUM_EXP, TARGET, Statistics, statistics_rows
+from megatron_ext.head.row_passes import fixed_order_sums, label_terms, nucleus, selection
+from megatron_ext.numerics.tensors import has_values, part_of, sums_of_rows
 
 # exp(-1e4) is 0 in every dtype, and 0 * -1e4 is 0 where 0 * -inf would be NaN.
 _FAR = -1e4
@@ -196,36 +216,6 @@ def row_gradient(
     _write(out_TV, target_T, 0.0 if value_T is None else value_T.to(out_TV.dtype), labelled)
 
 
-def transformed(
-    z: Tensor,
-    bias: Tensor | None,
-    softcap: float | None,
-    temperature: float,
-    dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`softcap * tanh((z + bias) / softcap) / temperature` in `dtype`, in `out`; `z` itself where nothing changes."""
-    if z.dtype == dtype and bias is None and softcap is None and temperature == 1.0:
-        return z
-    out = z.to(dtype, copy=True) if out is None else out if out is z else out.copy_(z)
-    if bias is not None:
-        out.add_(bias)
-    if softcap is not None:
-        out.mul_(1.0 / softcap).tanh_().mul_(softcap)
-    if temperature != 1.0:  # `* (1 / temperature)`, by which torch divides by a number on CUDA, would round twice
-        out.div_(out.new_full((), temperature) if out.is_cuda else temperature)
-    return out
-
-
-def sums_of_rows(x_TV: Tensor) -> Tensor:
-    """Sum each row, the last additions in fp64, since they lose most; all of them in fp64 would cost 4 times as
-    much."""
-    end = x_TV.shape[1] // 16 * 16
-    whole_TV = x_TV if end == x_TV.shape[1] else x_TV[:, :end]
-    sums_T = whole_TV.view(x_TV.shape[0], 16, end // 16).sum(-1).sum(1, dtype=torch.float64)
-    return sums_T if whole_TV is x_TV else sums_T + x_TV[:, end:].sum(1)
-
-
 def _at_owned(x_T1: Tensor, elsewhere_T: Tensor | None, other: float) -> Tensor:
     """Return what was found at targets, `other` where they are another shard's."""
     return x_T1.squeeze(1) if elsewhere_T is None else x_T1.squeeze(1).masked_fill(elsewhere_T, other)
@@ -249,19 +239,6 @@ def _write(out_TV: Tensor, target_T: Tensor, value_T: Tensor | float, labelled: 
     out_TV.index_put_(at, after_T)
 
 
-def bend(z: Tensor, bias: Tensor | None, softcap: float, dtype: torch.dtype) -> Tensor:
-    """The softcap's slope `1 - tanh^2` at `z + bias`, as `4 t / (1 + t)^2`, t = exp(-2 |x|).
-
-    Near 1 tanh has no digit to spare, and torch's cosh on a CPU has other bits for a tensor's last elements.
-    """
-    t = z.to(dtype, copy=True)
-    if bias is not None:
-        t.add_(bias)
-    t.mul_(2.0 / softcap).abs_().neg_().exp_()
-    squared = t.add(1.0).square_()
-    return t.mul_(4.0).div_(squared)
-
-
 def _blocks(z_TV: Tensor) -> list[slice]:
     """Rows to work on at a time: never all of them in fp32, on CPU a few; more where nothing is computed anyway."""
     tokens, columns = z_TV.shape
@@ -273,3 +250,162 @@ def _blocks(z_TV: Tensor) -> list[slice]:
     if 0 < tokens <= step:
         return [slice(0, tokens)]
     return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
+
+
+class RowPasses:
+    """The passes over rows in plain PyTorch, which is their definition; another instance has other functions.
+
+    `row_statistics` and `row_gradient` above, `label_terms`, `statistics`, `logit_gradient`, `nucleus`, `selection` and
+    `fixed_order_sums` say what each of them takes.
+    """
+
+    row_statistics = staticmethod(row_statistics)
+    row_gradient = staticmethod(row_gradient)
+
+    @staticmethod
+    def product_statistics(
+        x_TD: Tensor,
+        w_VD: Tensor,
+        target_T: Tensor,
+        stats_KT: Tensor,
+        shift_T: Tensor,
+        exp_TV: Tensor | None = None,
+        bias_V: Tensor | None = None,
+        *,
+        counted: int,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_hits: bool = False,
+    ) -> None:
+        """`row_statistics` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap."""
+        sums = {"with_entropy": with_entropy, "with_hits": with_hits}
+        options: dict[str, Any] = {"bias_V": bias_V, "counted": counted, "temperature": temperature, **sums}
+        RowPasses.row_statistics(matmul.logits(x_TD, w_VD), target_T, stats_KT, exp_TV, shift_T, **options)
+
+    @staticmethod
+    def product_gradient(
+        x_TD: Tensor,
+        w_VD: Tensor,
+        target_T: Tensor,
+        shift_T: Tensor,
+        out_TV: Tensor,
+        scale_T: Tensor | None = None,
+        slope_T: Tensor | None = None,
+        bias_V: Tensor | None = None,
+        *,
+        counted: int,
+        temperature: float = 1.0,
+    ) -> None:
+        """`row_gradient` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap."""
+        parts = {"scale_T": scale_T, "slope_T": slope_T, "bias_V": bias_V}
+        options: dict[str, Any] = {**parts, "counted": counted, "temperature": temperature}
+        RowPasses.row_gradient(matmul.logits(x_TD, w_VD), target_T, shift_T, out_TV, **options)
+
+    add_label_rows = staticmethod(label_terms.add_label_rows)
+    finish_dx = staticmethod(label_terms.finish_dx)
+    scale_rows = staticmethod(label_terms.scale_rows)
+    combined = staticmethod(statistics.combine)
+    token_gradient = staticmethod(logit_gradient.token_gradient)
+    nucleus = staticmethod(nucleus.nucleus)
+    group_maxima = staticmethod(selection.group_maxima)
+    first_columns = staticmethod(selection.first_columns)
+    equal_counts = staticmethod(selection.equal_counts)
+    add_at_equals = staticmethod(selection.add_at_equals)
+    row_sums = staticmethod(fixed_order_sums.row_sums)
+    segment_sums = staticmethod(fixed_order_sums.segment_sums)
+
+
+PYTORCH = RowPasses()
+
+
+def passes_of(x: Tensor) -> RowPasses:
+    """Triton's passes for real CUDA tensors, PyTorch's for others; while compiling the operators."""
+    if torch.compiler.is_compiling():
+        return _OPERATORS
+    if not has_values(x) or x.is_cuda == _interpreted():
+        return PYTORCH
+    return triton_passes() or _without_triton()
+
+
+@functools.cache
+def _interpreted() -> bool:
+    """Return whether Triton runs kernels on CPU tensors, as it decides when it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def triton_passes() -> RowPasses | None:
+    """The passes in Triton; None where it is not installed, or has no device."""
+    if importlib.util.find_spec("triton") is None or (torch.version.cuda is None and not _interpreted()):
+        return None
+    found: RowPasses = importlib.import_module("megatron_ext.head.kernels.triton_passes").TRITON
+    return found
+
+
+@functools.cache
+def _without_triton() -> RowPasses:
+    """PyTorch's passes on a GPU; said once."""
+    missing = "Triton is not installed" if importlib.util.find_spec("triton") is None else "this torch is not for CUDA"
+    warnings.warn(
+        f"{missing}: the head reads each row of logits in several passes of plain PyTorch instead of one kernel; the "
+        f"results are the same",
+        stacklevel=2,
+    )
+    return PYTORCH
+
+
+def _operator(name: str, plain: Callable[..., None], written: tuple[str, ...]) -> Any:
+    """An operator of a pass, by its own annotations. Its fake does nothing: a pass returns nothing."""
+
+    @functools.wraps(plain)
+    def run(x: Tensor, *arguments: Tensor, **options: Any) -> None:
+        getattr(passes_of(x), name)(x, *arguments, **options)
+
+    operator = torch.library.custom_op(f"megatron_ext::{name}", run, mutates_args=written)
+    operator.register_fake(lambda *arguments, **options: None)
+    return staticmethod(getattr(torch.ops.megatron_ext, name))
+
+
+class _OperatorPasses(RowPasses):
+    """The passes as torch's compiler sees them."""
+
+    row_statistics = _operator("row_statistics", RowPasses.row_statistics, ("stats_KT", "exp_TV", "shift_T"))
+    row_gradient = _operator("row_gradient", RowPasses.row_gradient, ("out_TV",))
+    product_statistics = _operator(
+        "product_statistics", RowPasses.product_statistics, ("stats_KT", "shift_T", "exp_TV")
+    )
+    product_gradient = _operator("product_gradient", RowPasses.product_gradient, ("out_TV",))
+    add_label_rows = _operator("add_label_rows", label_terms.add_label_rows, ("out_VD",))
+    finish_dx = _operator("finish_dx", label_terms.finish_dx, ("out_TD",))
+    scale_rows = _operator("scale_rows", label_terms.scale_rows, ("out_TD",))
+
+
+_OPERATORS = _OperatorPasses()
+
+
+def in_engine_order(call: ResolvedHead, x_TD: Tensor) -> bool:
+    """Return whether log-probabilities have the bits of inference engines' batch-invariant kernels, and of Megatron's.
+
+    Logits have those bits already: both products sum in steps of the same size, one after the other. What is left is
+    the softmax: the order of its sums, and that its logarithm and both differences are rounded to fp32. Over several
+    ranks each shard has sums of its own, which are joined as always: an engine gathers its logits first.
+    """
+    return call.rounds and call.bits == "batch" and x_TD.is_cuda
+
+
+def write_engine_sums(z_tV: Tensor, stats_Kt: Tensor, bias_V: Tensor | None, counted: int, call: ResolvedHead) -> None:
+    """Sums of exponentials in an engine's order, over those in `stats_Kt`."""
+    _kernels().write_sums(z_tV, stats_Kt, bias_V, counted, call.softcap, call.temperature)
+
+
+def engine_combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead, like: Tensor) -> Statistics:
+    """`statistics.combine`, of a whole vocabulary with an engine's roundings, in fp32, where they apply."""
+    stats = statistics.combine(stats_RKT, own_KT, shift_T, call)
+    if len(stats_RKT) > 1 or not in_engine_order(call, like):
+        return stats
+    total_T = stats_RKT[0, SUM_EXP, :-1].masked_fill(stats_RKT[0, MAX, :-1] == -torch.inf, 1.0)
+    return stats._replace(log_sum=_kernels().log(total_T).double(), target=stats.target.float().double())
+
+
+def _kernels() -> Any:
+    return importlib.import_module("megatron_ext.head.kernels.engine_softmax")

@@ -1,0 +1,165 @@
+"""Logits that exist: their rows as one dim of tokens, and the autograd function of any read-outs of them.
+
+Leading dims are flattened and restored. Logits are not copied: `[..., V]` become as flat as their strides allow. Those
+of `logits[:, :-1]` stay `[B, S - 1, V]`, B runs of rows that follow each other in memory, and are read run by run.
+
+Legend: T tokens, t of a chunk, B sequences, S positions, V columns of this rank's vocabulary shard.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.autograd import differentiable_once, save_groups, saved_groups, without_autocast
+from megatron_ext.head.call.statistics import Statistics
+from megatron_ext.head.engine.chunk_logits import ChunkGradient, LogitTransform
+from megatron_ext.head.engine.chunked import read_chunks, row_chunks
+from megatron_ext.head.engine.plan import Plan
+from megatron_ext.numerics.tensors import part_of
+
+# Elements of rows that are copied after all, because their runs are too short to be worked on one by one.
+_FEW = 1 << 20
+
+
+class Flat:
+    """The leading dims of logits `[..., V]` as one, in the order of their strides: transposed ones are not copied.
+
+    `as_given`: in the order that the dims have.
+    """
+
+    def __init__(self, logits: Tensor, as_given: bool = False):
+        self.shape, strides = logits.shape[:-1], logits.stride()
+        self.order = sorted(range(len(self.shape)), key=lambda dim: 0 if as_given else -strides[dim])
+        self.back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        self._in_order = self.order == sorted(self.order)
+
+    def places(self, device: torch.device, ranks: int) -> Tensor | None:
+        """`[T]`: where each row is among the tokens as the caller has them; None if in that order, or alone."""
+        if ranks == 1 or self._in_order:
+            return None
+        return self(torch.arange(self.shape.numel(), device=device).view(self.shape))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, ...]` of a tensor with the same leading dims."""
+        x = x if self._in_order else x.permute([*self.order, *range(len(self.order), x.dim())])
+        return x if len(self.order) == 1 else x.reshape(self.shape.numel(), *x.shape[len(self.order) :])
+
+    def rows(self, logits: Tensor) -> Tensor:
+        """The logits themselves, as `rows_of` wants them: `[T, V]`, or with further leading dims."""
+        z = logits if self._in_order else logits.permute(*self.order, -1)
+        z = z if self.order else z.unsqueeze(0)
+        dim = 0
+        while dim < z.dim() - 2:
+            above, below = z.stride(dim), z.stride(dim + 1) * z.shape[dim + 1]
+            if above == below or 1 in z.shape[dim : dim + 2] or z.numel() == 0:
+                z = z.flatten(dim, dim + 1)
+            else:
+                dim += 1
+        return z
+
+    def up(self, x_T: Tensor) -> Tensor:
+        """The tensor whose leading dims were made one."""
+        if len(self.order) == 1:
+            return x_T
+        x = x_T.reshape([*(self.shape[dim] for dim in self.order), *x_T.shape[1:]])
+        return x if self._in_order else x.permute([*self.back, *range(len(self.order), x.dim())])
+
+
+def tokens_of(z: Tensor) -> int:
+    """T of logits `[..., V]`."""
+    return z.shape[:-1].numel()
+
+
+def rows_of(z: Tensor, rows: slice) -> Tensor:
+    """`[t, V]`: `rows` of the T rows of logits `[..., V]`; a copy only where they lie in several runs."""
+    run = z.shape[-2]
+    if z.dim() == 2:
+        return part_of(z, rows)
+    parts = [
+        _run(z, i)[max(rows.start - i * run, 0) : rows.stop - i * run]
+        for i in range(rows.start // run, -(-rows.stop // run))
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def in_runs(z: Tensor, chunks: Iterable[slice], copy: bool = True) -> Iterator[slice]:
+    """`chunks` of rows, cut where a run ends, so that none is copied; with `copy` a few short runs stay together."""
+    step = z.shape[-2] * (max(1, _FEW // max(z.shape[-2] * z.shape[-1], 1)) if copy else 1)
+    for rows in chunks:
+        ends = range((rows.start // step + 1) * step, rows.stop, step) if z.dim() > 2 else ()
+        for start, stop in zip((rows.start, *ends), (*ends, rows.stop), strict=True):
+            yield slice(start, stop)
+
+
+def new_gradient(z: Tensor) -> Tensor:
+    """Room for the gradient of logits `[..., V]`, in its rows as flat as it gets."""
+    return torch.empty_like(z) if z.dim() == 2 else z.new_empty(tokens_of(z), z.shape[-1])
+
+
+def _run(z: Tensor, i: int) -> Tensor:
+    """The i-th run of rows, `[S, V]`."""
+    while z.dim() > 2:
+        inner = z.shape[1:-2].numel()
+        z, i = z[i // inner], i % inner
+    return z
+
+
+class StoredLogits:
+    """Logits that exist."""
+
+    def __init__(self, z: Tensor, transform: LogitTransform):
+        self.z, self.transform = z, transform
+
+    def __call__(self, rows: slice) -> Tensor:
+        return rows_of(self.z, rows)
+
+
+def of_logits(logits: Sequence[Tensor], transforms: Sequence[LogitTransform]) -> list[StoredLogits]:
+    """Sources of the student's and the teachers' logits, which exist already."""
+    return [StoredLogits(z, transform) for z, transform in zip(logits, transforms, strict=True)]
+
+
+class StoredLogitsHead(torch.autograd.Function):
+    """The results of `plan`'s read-outs, of logits `[T, V]`, or as `Flat.rows` has them, and of those of read-outs that
+    have a teacher, which get no gradient.
+
+    `transforms`: of each. Saves the logits themselves. `into_logits`: backward writes the gradient into their memory,
+    once. The ranks' logits may lie in memory in different orders, above all those of an empty shard: `plan.places_T`
+    says in which.
+
+    Communicates: forward what the read-outs' exchange does, backward nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, transforms: Sequence[LogitTransform], into_logits: bool, *logits: Tensor
+    ) -> tuple[Tensor, ...]:
+        with without_autocast(logits[0]):
+            chunks = plan.chunks() or _chunks(logits, plan)
+            stats, results, saved, _ = read_chunks(plan, [of_logits(logits, transforms)], chunks, logits[0])
+        ctx.plan, ctx.transforms, ctx.into_logits = plan, transforms, into_logits
+        save_groups(ctx, logits, stats or (), *saved)
+        return plan.give(ctx, results)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan, (logits, fields, *saved) = ctx.plan, saved_groups(ctx)
+        stats = Statistics(*fields) if fields else None
+        with without_autocast(logits[0]):
+            made = of_logits(logits, ctx.transforms)
+            gradient = ChunkGradient(plan, made, stats, saved, [*map((*grads, None).__getitem__, ctx.firsts)])
+            dz = logits[0].detach() if ctx.into_logits else new_gradient(logits[0])
+            for rows in _chunks(logits, plan, copy=not ctx.into_logits):
+                gradient.write(rows, rows_of(dz, rows))
+        return None, None, None, dz.view(logits[0].shape), *[None] * (len(logits) - 1)
+
+
+def _chunks(logits: Sequence[Tensor], plan: Plan, copy: bool = True) -> list[slice]:
+    """All tokens, by chunks whose rows are the logits' own memory, or copied if they are few; never without `copy`."""
+    chunks: Iterable[slice] = row_chunks(plan, logits[0].shape[-1])
+    for z in logits:
+        chunks = in_runs(z, chunks, copy=copy)
+    return [*chunks]
