@@ -73,7 +73,7 @@ RULES ?= lazy
 ON_NCCL_RULES = $(PY) $(PYTEST) -k "not world1" --nccl-rules
 # What sends most, for `make test-all`; and eager, where messages run among collectives, what has both.
 KEEP_NCCL_RULES := tests/distributed tests/tensor_parallel tests/sequence \
-	$(addprefix tests/head/test_,linear.py linear_steps.py disagreement.py fixed_bits.py) \
+	$(addprefix tests/head/test_,linear.py disagreement.py fixed_bits.py) \
 	$(addprefix tests/dtensor/test_,parity.py gradients.py parallelize.py) \
 	$(addprefix tests/policy/test_,train.py checkpoint.py refit.py megatron_worker.py) \
 	$(addprefix tests/megatron/test_,linear_ce_fsdp.py pretraining_parity.py) tests/experimental

@@ -264,6 +264,7 @@ def verify(
 
     The last rank prints the table. `must_fuse`: end the process with an error where `--linear-ce` fused no loss.
     """
+    from megatron_ext.proof import why_fusion_is_off
     from megatron_ext.verify.picture import draw
     from megatron_ext.verify.two_runs import run_twice
 
@@ -285,12 +286,18 @@ def verify(
     if found.fault is not None:
         sys.exit(f"verify: {found.fault}")
     if options.linear_ce and found.fuses_nothing:
-        nothing = "verify: --linear-ce fused no loss, so the fused head was not compared; --check reports why"
+        why = why_fusion_is_off() or "--check reports why"
+        nothing = f"verify: --linear-ce fused no loss, so the fused head was not compared: {why}"
         if must_fuse:
             sys.exit(nothing)
         print(nothing, file=sys.stderr, flush=True)
     if last:
-        print(f"verify: the same, within {options.tolerance:g}", file=sys.stderr, flush=True)
+        losses, norms = found.limits
+        print(
+            f"verify: the same, losses within {losses:g} and gradient norms within {norms:g}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _without_verify(ways: list[str]) -> list[str]:

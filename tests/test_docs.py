@@ -70,7 +70,7 @@ RUN = {
     "docs/one_gpu.md": 2,
     "docs/pipeline.md": 1,
     "docs/plug_in.md": 10,
-    "docs/rl.md": 3,
+    "docs/rl.md": 4,
     "docs/trainer.md": 2,
 }
 
@@ -111,10 +111,13 @@ def test_the_loop_of_the_page_about_rl_runs():
     """With log-probabilities as from whole logits, and a loss of both kinds with gradients."""
     given = {}
     (code,) = [text for name, text in blocks(section(DOCS / "rl.md", "Your own loop")) if name == "python"]
-    exec(code, given)
+    (scored,) = [t for name, t in blocks(section(DOCS / "rl.md", "Scoring what was sampled")) if name == "python"]
+    exec(code + scored, given)
     logits = given["policy"](given["tokens"]).logits[:, :-1] / 0.7
     whole = logits.log_softmax(-1).gather(-1, given["labels"].unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(given["old"][:, :-1], whole)
+    inside = given["sampled"][given["kept"] > 0]
+    assert (inside > whole[given["kept"] > 0]).all()  # the filter leaves the others' probability to them
     assert given["policy"].lm_head.weight.grad.abs().sum() > 0
 
 

@@ -340,9 +340,8 @@ def check_marks(weight: Any, alone: bool) -> None:
             "generalized tensor parallelism: it must be the shard [V/R, D]; set the size of generalized tensor "
             "parallelism to 1, or use the layer's logits"
         )
-    if not alone or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    if getattr(weight, "tensor_model_parallel", False) and getattr(weight, "partition_dim", -1) == 0:
+    marked = getattr(weight, "tensor_model_parallel", False) and getattr(weight, "partition_dim", -1) == 0
+    if alone and marked and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"tp_group is None, {dist.get_world_size()} ranks run, and weight is marked as one rank's shard of the "
             "vocabulary (tensor_model_parallel, partition_dim 0): pass the group that shares it, such as "

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, VocabShard
 from megatron_ext.head.checks import HiddenLayout, one_of, tells_torchs_names, token_bound
-from megatron_ext.head.engine.softmax import dense_softmax
+from megatron_ext.head.engine.stored_logits import dense_softmax
 from megatron_ext.head.layer_facts import FactsBesideTemperature, HeadFacts
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.logits import Logits

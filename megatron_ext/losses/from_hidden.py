@@ -136,8 +136,10 @@ class LogProbLoss(FromHidden, ABC):
                 options are merged.
             labels: the token that each position predicts: shifted already.
             mask: which tokens count, or weights of them; None: all whose label is not `ignore_index`.
-            given, others: what `from_log_probs` takes beside log-probabilities and mask: by position only what comes
-                before its mask (`advantages`, `desirable`), by keyword all else.
+            given: arguments of `from_log_probs` that come before its mask: `advantages` of `GRPOLoss`, `desirable` of
+                `KTOLoss`; other losses have none.
+            others: the other arguments of `from_log_probs`, by keyword, such as `reference_log_probs` of `DPOLoss` and
+                `old_log_probs` of `GRPOLoss`.
 
         Raises:
             ValueError: before anything is communicated, what every rank sees: an argument that is missing or of another

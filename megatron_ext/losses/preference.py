@@ -168,7 +168,8 @@ class DPOLoss(_PairLoss):
         Args:
             log_probs: of the labels, `[B, S]` (all per token `[S, B]` with `sequence_first`).
             mask: which tokens count, or weights of them; None: all.
-            reference_log_probs: of the reference policy; None with `reference_free` alone.
+            reference_log_probs: of the reference policy, for each token as `log_probs`; None with `reference_free`
+                alone.
             count: pairs that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
             sft_count: tokens that the sum of `sft_weight` is divided by, those of the chosen rows of all micro-batches
                 and ranks; None: those of this call. It goes together with `count`.

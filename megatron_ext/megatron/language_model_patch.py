@@ -51,10 +51,10 @@ def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
     fusion_decision.forget()
     versions.warn_if_untested()
     if models is None:
-        wrap_models(MAKES, settings)
+        wrap_models(settings)
     else:
         for one in models:
-            wrap_model(one, MAKES, settings)
+            wrap_model(one, settings)
             if one not in _watched:
                 _watched.add(one)
                 weakref.finalize(one, _guard_megatron, False).atexit = False
@@ -65,17 +65,23 @@ def patch_for_specs() -> None:
     """Models whose layer spec names a head get it; a patch of the classes that is there already stays."""
     if not models_are_wrapped():
         versions.warn_if_untested()
-        wrap_models(MAKES, None)
+        wrap_models(None)
         _guard_megatron()
 
 
 def unpatch_language_models(model: Any = None) -> None:
     """`megatron_ext.model_utils.unpatch_gpt_model_forward_for_linear_ce_fusion`."""
     if model is None:
-        unwrap_models()
+        for patch in _of_classes.values():
+            patch.restore()
+        _of_classes.clear()
+        if models_are_wrapped():
+            del LanguageModule.__init_subclass__
     else:
         for one in _models_in(model):
-            unwrap_model(one)
+            for patch in _patches_of(one):
+                patch.restore()
+            _of_models.pop(one, None)
     _guard_megatron()
 
 
@@ -139,7 +145,7 @@ def _made_by_spec(make: Make, usual: HeadSettings | None, original: Any) -> Any:
     return method
 
 
-def wrap_models(makes: dict[str, Make], settings: HeadSettings | None) -> None:
+def wrap_models(settings: HeadSettings | None) -> None:
     """Patch the methods of every language model, and of those whose classes are made later.
 
     `settings`: None for the models alone whose spec names settings.
@@ -148,7 +154,7 @@ def wrap_models(makes: dict[str, Make], settings: HeadSettings | None) -> None:
     def wrap(kind: type) -> None:
         for name in model_methods.methods(kind):
             patch = _of_classes.setdefault((kind, name), Patch(kind, name))
-            patch.set(makes[name], settings)
+            patch.set(MAKES[name], settings)
 
     def created(kind: type, **arguments: Any) -> None:
         super(LanguageModule, kind).__init_subclass__(**arguments)
@@ -159,19 +165,11 @@ def wrap_models(makes: dict[str, Make], settings: HeadSettings | None) -> None:
     LanguageModule.__init_subclass__ = classmethod(created)
 
 
-def unwrap_models() -> None:
-    for patch in _of_classes.values():
-        patch.restore()
-    _of_classes.clear()
-    if _FUTURE in vars(LanguageModule):
-        del LanguageModule.__init_subclass__
-
-
 def models_are_wrapped() -> bool:
     return _FUTURE in vars(LanguageModule)
 
 
-def wrap_model(model: Any, makes: dict[str, Make], settings: HeadSettings) -> None:
+def wrap_model(model: Any, settings: HeadSettings) -> None:
     """Patch the methods of one model, which come before those of its class."""
     patches = {patch.name: patch for patch in _patches_of(model)}
     for name in (FORWARD, POSTPROCESS):
@@ -183,20 +181,9 @@ def wrap_model(model: Any, makes: dict[str, Make], settings: HeadSettings) -> No
     for name in dict.fromkeys((FORWARD, model_methods.loss_method(type(model)))):
         if name not in patches:
             patches[name] = Patch(model, name)
-        patches[name].set(makes[name], settings)
+        patches[name].set(MAKES[name], settings)
     # Held by the function that it has placed, and not here: a patch holds its model.
     _of_models[model] = [weakref.ref(patch) for patch in patches.values()]
-
-
-def unwrap_model(model: Any) -> None:
-    for patch in _patches_of(model):
-        patch.restore()
-    _of_models.pop(model, None)
-
-
-def models_of_their_own() -> bool:
-    """Return whether a model that is alive has a patch of its own."""
-    return any(True for _ in _of_models)
 
 
 def _patches_of(model: Any) -> list[Patch]:
@@ -235,7 +222,7 @@ def _guard_megatron(wait: bool = True) -> None:
     if not _guarding.acquire(wait):
         return
     try:
-        patched = models_of_their_own() or models_are_wrapped()
+        patched = any(True for _ in _of_models) or models_are_wrapped()  # models that are alive
         for guard in _GUARDS:
             if patched and hasattr(guard.owner, guard.name):
                 guard.apply()

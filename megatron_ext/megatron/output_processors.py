@@ -63,7 +63,9 @@ class _Processor:
         the model is patched itself, as `model`."""
         hooks, others = split_hooks(output_layer)
         promising = stands_in_this_call(output_layer)
-        reason = None if promising else fusion_decision.why_not_linear(output_layer)
+        reason = None
+        if not promising:
+            reason = fusion_decision.why_not_promised(output_layer) or fusion_decision.why_not_known(output_layer)
         if reason is None and not all(is_torchs(hook) for kind in others for hook in kind.values()):
             reason = "its output layer has forward hooks, which would not run"
         if reason is not None:

@@ -19,6 +19,7 @@ from unittest.mock import NonCallableMock
 
 import megatron.core
 import torch
+from megatron.core.tensor_parallel import random as their_random
 
 from megatron_ext.distributed.groups import is_registered
 from megatron_ext.megatron import versions
@@ -367,7 +368,7 @@ def substitute_tensor_parallel() -> Substitution:
         for subclass in swap.subclasses():
             swap.in_bases(subclass)
         Process.tracker = None
-        _carry_streams(_their_random()._CUDA_RNG_STATE_TRACKER, our_random)
+        _carry_streams(their_random._CUDA_RNG_STATE_TRACKER, our_random)
     except BaseException:
         swap.undo.close()
         Process.tracker, Process.kind = before
@@ -398,7 +399,7 @@ def restore_tensor_parallel() -> Substitution | None:
         if subclass.__module__ in {module.__name__ for module in later}:
             back.in_bases(subclass)
     swap.undo.close()
-    _carry_streams(Process.tracker, _their_random())
+    _carry_streams(Process.tracker, their_random)
     Process.tracker, Process.kind = tracker
     _active = None
     return report
@@ -411,7 +412,3 @@ def megatrons_own_layer(ours: type) -> type:
         return found
     classes = [old for old in _active.swap.old if isinstance(old, type)]
     return next((old for old in classes if old.__name__ == ours.__name__), found)
-
-
-def _their_random() -> Any:
-    return importlib.import_module(f"{_THEIRS}.random")

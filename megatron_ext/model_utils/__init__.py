@@ -50,12 +50,10 @@ from megatron_ext.model_utils.logits import (
     from_parallel_logits_to_logprobs_packed_sequences,
     get_next_token_logprobs_from_logits,
 )
-from megatron_ext.model_utils.top_k import (
+from megatron_ext.model_utils.vocabulary import (
     distributed_vocab_topk,
     gather_logits_at_global_indices,
     get_distillation_topk_logprobs_from_logits,
-)
-from megatron_ext.model_utils.vocabulary import (
     vocab_parallel_argmax,
     vocab_parallel_full_log_softmax,
     vocab_parallel_gather_columns,

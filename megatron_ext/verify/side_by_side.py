@@ -48,6 +48,11 @@ class TwoRuns:
         return self._largest("loss"), self._largest("gradient_norm")
 
     @property
+    def limits(self) -> tuple[float, float]:
+        """The largest relative differences that are allowed: of a step's loss, and of its gradient norm."""
+        return self.tolerance, _NORMS_DIFFER * self.tolerance
+
+    @property
     def differences(self) -> str:
         """The largest differences, in words."""
         loss, norm = self.largest
@@ -71,9 +76,7 @@ class TwoRuns:
                 f"the stock run took {len(self.stock)} steps of an optimizer, the other one {len(self.ours)}: "
                 f"there is nothing to compare beyond the shorter one"
             )
-        for name, found, limit in zip(
-            ("loss", "gradient norm"), self.largest, (self.tolerance, _NORMS_DIFFER * self.tolerance), strict=True
-        ):
+        for name, found, limit in zip(("loss", "gradient norm"), self.largest, self.limits, strict=True):
             if found > limit:
                 return f"the {name} of a step differs by {found:.1e}, and at most {limit:.1e} is allowed"
         return None

@@ -1,8 +1,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import LlamaForCausalLM
@@ -12,11 +11,8 @@ from megatron_ext.dtensor import (
     RotaryEmbedParallel,
     _parallelize_llama,
     causal_lm_loss,
-    clip_grad_by_total_norm_,
-    get_grad_norm,
     get_hf_tp_plan,
     get_logprobs_from_vocab_parallel_logits,
-    tie_word_embeddings,
     translate_parallel_style,
 )
 from megatron_ext.dtensor.layers import Unknown, check_attention
@@ -32,11 +28,10 @@ from tests.dtensor.models import (
     parallelize,
     reference,
 )
-from tests.marks import slow
 from tests.ranks import ranks
 
 
-def _check_trains_as(reference_of, model, tokens):
+def check_trains_as(reference_of, model, tokens):
     """Loss through the head and every gradient."""
     _, loss, gradients = reference_of
     found = causal_lm_loss(model, tokens)[:, :-1].mean()
@@ -66,7 +61,7 @@ def test_custom_plans(plan):
     model = parallelize(make("llama", True), *meshes(tp=2), custom_parallel_plan=plan)
     assert not any(p.is_shard() for p in _tp_placements(model.model.layers[0].self_attn.q_proj.weight))
     assert any(p.is_shard() for p in _tp_placements(model.model.layers[0].mlp.up_proj.weight))
-    _check_trains_as(reference("llama", True, tokens), model, tokens)
+    check_trains_as(reference("llama", True, tokens), model, tokens)
 
 
 def _tp_placements(parameter):
@@ -119,7 +114,7 @@ def test_a_model_with_transformers_own_plan():
     true_logits, _, gradients = reference("llama", False, tokens)
     true = torch.nn.functional.log_softmax(true_logits[:, :-1], -1).gather(2, tokens[:, 1:, None])[..., 0]
     assert error(get_logprobs_from_vocab_parallel_logits(logits, tokens), true) < 3e-6
-    _check_trains_as((None, -true.mean().item(), gradients), model, tokens)
+    check_trains_as((None, -true.mean().item(), gradients), model, tokens)
     with pytest.raises(ValueError, match="sequence parallelism of Wired .*wire in a layer is not known here"):
         parallelize(_wired(), mesh, dp_cp, sequence_parallel=True)
     with pytest.raises(ValueError, match="expert parallelism of LlamaForCausalLM, which has no experts"):
@@ -208,7 +203,7 @@ def test_fused_attention_is_understood_by_what_it_computes():
     """Not by its text: a forward of another text that computes the same is cut, one that computes another is not."""
     tokens = drawn(2, 16)
     model = parallelize(_attention_of(make("phi3"), False), *meshes(tp=2), sequence_parallel=True)
-    _check_trains_as(reference("phi3", False, tokens), model, tokens)
+    check_trains_as(reference("phi3", False, tokens), model, tokens)
     with pytest.raises(ValueError, match="Own, which cuts its qkv_proj in a way"):
         parallelize(_attention_of(make("phi3"), True), *meshes(tp=2), sequence_parallel=True)
 
@@ -317,7 +312,7 @@ def test_a_model_is_made_parallel_once():
     model = parallelize(make("llama"), mesh, dp_cp)
     with pytest.raises(ValueError, match="LlamaForCausalLM has parameters that are DTensors: it is parallel already"):
         parallelize(model, mesh, dp_cp)
-    _check_trains_as(reference("llama", False, drawn(2, 8)), model, drawn(2, 8))
+    check_trains_as(reference("llama", False, drawn(2, 8)), model, drawn(2, 8))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_multimodal"])
@@ -360,95 +355,6 @@ def test_plans_by_name():
     functions = megatron_ext.dtensor.PARALLIZE_FUNCTIONS
     assert functions[LlamaForCausalLM] is _parallelize_llama
     assert len(functions) == 5
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)])
-@ranks(2)
-def test_mixed_precision(sequence_parallel):
-    """bf16 matmuls without autocast, fp32 master weights, gradients and results; as near as one process in bf16 is."""
-    tokens = drawn(2, 16)
-    _, true_loss, gradients = reference("qwen3", False, tokens)
-    plain = make("qwen3").bfloat16()
-    logits = plain(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    loss.backward()
-    baseline = {name: error(p.grad.float(), gradients[name]) for name, p in plain.named_parameters()}
-
-    model = parallelize(make("qwen3"), *meshes(tp=2), torch.bfloat16, sequence_parallel=sequence_parallel)
-    found = causal_lm_loss(model, tokens)[:, :-1].mean()
-    assert found.dtype == torch.float32
-    assert abs(found.item() - true_loss) <= max(2 * abs(loss.item() - true_loss), 2e-2 * true_loss)
-    found.backward()
-    errors = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == parameter.grad.dtype == torch.float32
-        errors[name] = error(parameter.grad, gradients[name]) / baseline[name]
-    assert all(e < 2.5 for e in errors.values()), errors
-    assert sum(errors.values()) / len(errors) < 1.2, errors
-    logits = model(input_ids=tokens).logits
-    assert logits.dtype == torch.float32
-
-
-@ranks(2)
-def test_cpu_offload():
-    tokens = drawn(2, 16)
-    mesh, dp_cp = meshes(dp=2)
-    model = parallelize(make("llama", True), mesh, dp_cp, cpu_offload=True)
-    assert isinstance(model._get_fsdp_state()._fsdp_param_group.offload_policy, CPUOffloadPolicy)
-    _check_trains_as(reference("llama", True, tokens), model, tokens)
-    norm = get_grad_norm(model.parameters(), dp_cp.get_group(), mesh["tp"].get_group())
-    clip_grad_by_total_norm_(model.parameters(), norm / 2, norm)
-    assert get_grad_norm(model.parameters(), dp_cp.get_group()) == pytest.approx(norm / 2, rel=1e-5)
-
-
-@pytest.mark.parametrize("tied, tp", [(True, 2), *slow((False, 2), (True, 1))])
-@ranks(2)
-def test_from_the_meta_device(tied, tp):
-    """Empty models on all ranks, weights from rank 0 alone; tied ones are one parameter again, and stay so."""
-    from accelerate import init_empty_weights
-
-    tokens = drawn(2, 16)
-    full = make("gemma3", tied).state_dict()
-    with init_empty_weights():
-        empty = make("gemma3", tied)
-    model = parallelize(empty, *meshes(dp=2 // tp, tp=tp))
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, full if torch.distributed.get_rank() == 0 else {}, options=options)
-    tie_word_embeddings(model)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    _check_trains_as(reference("gemma3", tied, tokens), model, tokens)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    before = causal_lm_loss(model, tokens).sum().item()
-    optimizer.step()
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    assert causal_lm_loss(model, tokens).sum().item() < before
-
-
-@ranks(2)
-def test_frozen_parameters_stay_frozen():
-    model = make("qwen3")
-    model.model.requires_grad_(False)
-    parallelize(model, *meshes(tp=2), sequence_parallel=True)
-    causal_lm_loss(model, drawn(2, 16)).sum().backward()
-    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["lm_head.weight"]
-
-
-@ranks(2)
-def test_the_functions_of_one_family():
-    tokens = drawn(2, 16)
-    mesh, dp_cp = meshes(tp=2)
-    model = make("llama")
-    policy = MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=torch.float32)
-    assert _parallelize_llama(model, dp_cp, mesh["tp"], policy, OffloadPolicy(), True, True) is model
-    _check_trains_as(reference("llama", False, tokens), model, tokens)
-
-
-@ranks(2)
-def test_layers_are_wrapped_where_they_recompute():
-    mesh, dp_cp = meshes(tp=2)
-    for recomputes in (False, True):
-        model = parallelize(make("llama"), mesh, dp_cp, activation_checkpointing=recomputes)
-        assert [hasattr(layer, "_checkpoint_wrapped_module") for layer in model.model.layers] == [recomputes] * 2
 
 
 @ranks(2)

@@ -93,11 +93,16 @@ def test_a_process_says_what_it_has_used_and_started():
     own, before, after = psutil.Process(), heartbeat._used(psutil.Process()), os.times()
     assert before[1] == pytest.approx(after.user + after.system, abs=1.0)
     assert before[2] > 0
-    sleeper = SimpleNamespace(num_threads=lambda: 10**6, children=own.children, status=lambda: "sleeping")
-    process = subprocess.Popen(["sleep", "600"])
+    started = subprocess.Popen(["sleep", "600"])
+    child = psutil.Process(started.pid)
+    assert child in own.children(recursive=True)
+    while child.status() != psutil.STATUS_SLEEPING:  # it is being loaded
+        time.sleep(0.01)
+    sleeper = SimpleNamespace(num_threads=lambda: 10**6, children=lambda recursive: [child], status=child.status)
     assert not heartbeat._moves(sleeper, heartbeat._used(own))
-    process.kill()
-    process.wait()
+    started.kill()
+    started.wait()
+    assert heartbeat._moves(sleeper, heartbeat._used(own)), "a process that has just ended has moved"
 
 
 @pytest.mark.parametrize(

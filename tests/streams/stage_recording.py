@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ext.distributed import collectives
-from megatron_ext.head.engine import linear_steps
+from megatron_ext.experimental.pipeline_vocabulary import linear_steps
 from tests.gpt import SEQUENCE, data_parallel, model_parallel, run_schedule, stock_spec, tiny_gpt
 from tests.streams.recording import Log, recording
 

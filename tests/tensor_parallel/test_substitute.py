@@ -95,12 +95,12 @@ def test_megatrons_layers_are_known_after_imports_among_ours():
     """What is first imported between substituting and putting back knows Megatron's own classes all the same."""
     with model_parallel():
         with ours_everywhere():
-            names = ("fused_loss.fusion_decision", "build_check")
-            fusion_decision, build_check = (_executed_anew(f"megatron_ext.megatron.{name}") for name in names)
+            names = ("fused_loss.fusion_decision", "fused_loss.fused_region")
+            fusion_decision, fused_region = (_executed_anew(f"megatron_ext.megatron.{name}") for name in names)
         layer = tiny_gpt(stock_spec, num_layers=1)[0].output_layer
         assert type(layer).__module__.startswith("megatron.core")
         assert fusion_decision.why_not_known(layer) is None
-        assert isinstance(layer, build_check._LAYERS["megatron"])
+        assert isinstance(layer, fused_region._LAYERS["megatron"])
 
 
 def _executed_anew(name):

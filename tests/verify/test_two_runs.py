@@ -70,7 +70,7 @@ def test_compare_shows_equal_runs_of_a_megatron_script(standin, capsys, tmp_path
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"picture: {picture}\n" in said
     assert re.search(r"^ +1  4\.\d{6}  4\.\d{6} ", said, re.M)
-    assert "verify: the same, within 0.001\n" in said
+    assert "verify: the same, losses within 0.001 and gradient norms within 0.01\n" in said
 
 
 def test_compare_tells_another_loss(standin, capsys, tmp_path, monkeypatch):
@@ -88,12 +88,15 @@ def test_compare_fails_where_no_loss_was_fused(standin, capsys, tmp_path, monkey
     monkeypatch.setenv("MEGATRON_EXT_FUSION", "off")
     with pytest.raises(SystemExit) as ended:
         compare.main(["--cpu", "--linear-ce", "--verify", "1", *standin])
-    nothing = "verify: --linear-ce fused no loss, so the fused head was not compared; --check reports why"
+    why = "MEGATRON_EXT_FUSION=off is set in the environment"
+    nothing = f"verify: --linear-ce fused no loss, so the fused head was not compared: {why}"
     assert ended.value.code == nothing
     assert "verify: the same" not in capsys.readouterr().err
     given = ["--cpu", "--linear-ce", "--verify", "1", *standin]
     run.verify(run.command_line(), run.command_line().parse_args(given), given)
-    assert capsys.readouterr().err.endswith(f"{nothing}\nverify: the same, within 0.001\n")
+    assert capsys.readouterr().err.endswith(
+        f"{nothing}\nverify: the same, losses within 0.001 and gradient norms within 0.01\n"
+    )
 
 
 def test_compare_shows_why_a_run_failed(standin):
@@ -110,7 +113,7 @@ def test_verify_on_two_ranks_trains_afterwards(tmp_path):
     script = [STANDIN, "--tensor-model-parallel-size", 2, "--transformer-impl", "local", "--report", report]
     done = launch(tmp_path, "--cpu", "--linear-ce", "--verify", 2, *script, ranks=2)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("verify: the same, within 0.001") == 1
+    assert done.stderr.count("verify: the same, losses within 0.001 and gradient norms within 0.01") == 1
     assert report.exists()
 
 

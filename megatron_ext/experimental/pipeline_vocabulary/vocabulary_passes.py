@@ -15,12 +15,12 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
+from megatron_ext.experimental.pipeline_vocabulary import linear_steps
 from megatron_ext.experimental.pipeline_vocabulary.order.passes import Exchange, Pass, Sent, Shape
 from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers import Sharing
 from megatron_ext.experimental.pipeline_vocabulary.side_stream import Aside, SideWork
 from megatron_ext.experimental.pipeline_vocabulary.stage_messages import StageMessages
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.engine import linear_steps
 from megatron_ext.head.readouts.read_out import CrossEntropy, IsArgmax, ReadOut
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX
 from megatron_ext.megatron.fused_loss.megatron_log import counts_acceptance

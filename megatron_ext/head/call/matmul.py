@@ -231,22 +231,14 @@ def weighed_sum(x_ND: Tensor, factor_N: Tensor) -> Tensor:
     return total_D
 
 
-class WeightSums:
-    """The gradients of an operand's parts, summed over chunks of tokens.
-
-    `totals`: where those of each part are added; None for one that wants none. `columns`: the parts' of the operand.
-    """
-
-    def __init__(self, columns: Sequence[slice], totals: Sequence[Tensor | None]):
-        self._columns, self.totals = columns, totals
-        self.wanted = any(total is not None for total in totals)
-
-    def rows(self, rows: slice) -> "WeightSums":
-        """Return the sums of some rows of the operand."""
-        return WeightSums(self._columns, [None if total is None else total[rows] for total in self.totals])
-
-    def add(self, g_TV: Tensor, x_TD: Tensor, add_product: Callable[..., Any] = main_grad.add_product) -> None:
-        """`G.T @ x` of these tokens, to each part's with its columns of `x`, by `add_product`."""
-        for total_VD, span in zip(self.totals, self._columns, strict=True):
-            if total_VD is not None:
-                add_product(total_VD, g_TV, x_TD if len(self._columns) == 1 else x_TD[:, span])
+def add_to_parts(
+    totals: Sequence[Tensor | None],
+    g_TV: Tensor,
+    x_TD: Tensor,
+    columns: Sequence[slice],
+    add_product: Callable[..., Any] = main_grad.add_product,
+) -> None:
+    """Add `G.T @ x` to the total of each part of an operand that has one, by `add_product`; `columns`: of each."""
+    for total_VD, span in zip(totals, columns, strict=True):
+        if total_VD is not None:
+            add_product(total_VD, g_TV, x_TD if len(columns) == 1 else x_TD[:, span])

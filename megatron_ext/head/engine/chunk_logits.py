@@ -22,7 +22,7 @@ from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
 from megatron_ext.head.call import chunk_sizes, logit_gradient, matmul
 from megatron_ext.head.call.chunk_sizes import blocks
-from megatron_ext.head.call.matmul import WeightSums, bend, in_one, operand, transformed
+from megatron_ext.head.call.matmul import add_to_parts, bend, in_one, operand, transformed
 from megatron_ext.head.call.resolved_head import FAST, FIXED, Arithmetic, ResolvedHead, leaves_of
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces
@@ -314,18 +314,26 @@ class KeptGradient:
         if transform.changes or tensors.widens(self._source.x_TD, transform.rounds):
             self.unit_TV[rows] = out_tV
 
-    def add_products(self, grad_T: Tensor | None, out: tuple[Tensor | None, WeightSums, Tensor | None]) -> None:
-        """Write dx of the kept tokens, and add what they give to dW and db: `out`, each None where it is not wanted."""
-        kept, (dx_TD, sums, total_V), x_TD = self.tokens, out, self._source.x_TD
+    def add_products(
+        self,
+        grad_T: Tensor | None,
+        dx_TD: Tensor | None,
+        totals_VD: Sequence[Tensor | None],
+        columns: Sequence[slice],
+        total_V: Tensor | None,
+    ) -> None:
+        """Write dx of the kept tokens, and add what they give to dW, of each part of the operand, and db: None where it
+        is not wanted."""
+        kept, x_TD = self.tokens, self._source.x_TD
         g_T = x_TD.new_zeros(kept) if grad_T is None else grad_T[:kept]
         g_T = g_T.to(accumulation_dtype(x_TD.dtype))
         g_T1 = g_T.masked_fill(self.bad_T & (g_T != 0), torch.nan).unsqueeze(1)
         if dx_TD is not None:
             dx_TD[:kept] = matmul.add_product(None, self.unit_TV, self._source.w_VD).mul_(g_T1)
-        if sums.wanted:
+        if any(total is not None for total in totals_VD):
             # Hidden states of tokens that do not count may be NaN.
             scaled_TD = (x_TD[:kept] * g_T1).masked_fill_(g_T1 == 0, 0).to(x_TD.dtype)
-            sums.add(self.unit_TV, scaled_TD)
+            add_to_parts(totals_VD, self.unit_TV, scaled_TD, columns)
         if total_V is not None:
             total_V += cpu_products.mm(self.unit_TV.t(), g_T1.to(self.unit_TV.dtype)).squeeze(1)
 

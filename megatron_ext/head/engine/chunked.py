@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_ext import main_grad
 from megatron_ext.autograd import differentiable_once, save_groups, saved_groups, without_autocast
 from megatron_ext.head.call import chunk_sizes, statistics
-from megatron_ext.head.call.matmul import WeightSums, column_spans
+from megatron_ext.head.call.matmul import add_to_parts, column_spans
 from megatron_ext.head.call.resolved_head import of_shard
 from megatron_ext.head.call.statistics import MAX, SUM_EXP, Statistics
 from megatron_ext.head.engine.chunk_logits import (
@@ -31,7 +31,7 @@ from megatron_ext.head.engine.chunk_logits import (
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.passes import engine_combined, in_engine_order, write_engine_sums
 from megatron_ext.numerics import tensors
-from megatron_ext.numerics.tensors import accumulation_dtype, part_of
+from megatron_ext.numerics.tensors import accumulation_dtype, part_of, parts_of
 from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
 
 
@@ -118,33 +118,30 @@ def _gradients(
         return like.new_zeros(spans[-1].stop, *like.shape[1:], dtype=wide) if wanted else None
 
     low = [] if low_VR is None else [low_VR]
-    own_totals = [room(need_dw, weight_VD, fused_VD if chosen is None else None), *(room(need_dlow, x) for x in low)]
-    sums = WeightSums(column_spans([weight_VD, *low]), own_totals)
-    of_leaf = [sums] if len(made) == 1 else [sums.rows(span) for span in spans]
-    total_V, dx_TD = room(need_db, bias_V), None
+    totals_VD = [room(need_dw, weight_VD, fused_VD if chosen is None else None), *(room(need_dlow, x) for x in low)]
+    columns, total_V, dx_TD = column_spans([weight_VD, *low]), room(need_db, bias_V), None
     if need_dx:
         dx_TD = x_TD.new_empty(x_TD.shape, dtype=wide if fixed else x_TD.dtype)
     if kept is not None:
-        kept.add_products(first_T, (dx_TD, sums, total_V))
+        kept.add_products(first_T, dx_TD, totals_VD, columns, total_V)
     for rows in _product_chunks(plan, made, kept):
         if kept is not None and rows.stop <= kept.tokens:
             continue
         tree = TreeSum()
-        for (leaf, *_), gradient, own_sums, span in zip(made, gradients, of_leaf, spans, strict=True):
+        for (leaf, *_), gradient, span in zip(made, gradients, spans, strict=True):
             dz_tV, w_VD = tensors.new_matrix(x_TD, rows.stop - rows.start, width), leaf.w_VD
             gradient.write(rows, dz_tV)
             if dx_TD is not None:
                 tree.add(arithmetic.add_product(None, dz_tV, w_VD))
-            if sums.wanted:
-                own_sums.add(dz_tV, x_TD[rows], arithmetic.add_transposed)
+            add_to_parts(parts_of(span, *totals_VD), dz_tV, x_TD[rows], columns, arithmetic.add_transposed)
             if total_V is not None:
                 arithmetic.add_column_sums(total_V[span], dz_tV)
             del dz_tV  # before the next one is made
         if dx_TD is not None:
             dx_TD[rows] = tree.total()
     sum_TD = None if dx_TD is None else start_sum_of_ranks(dx_TD, inputs[0], plan.call.group, ctx.sizes, fixed)
-    of_low = sums.totals[1] if low else None
-    totals = (sums.totals[0], weight_VD, fused_VD), (total_V, bias_V, None), (of_low, low_VR, None)
+    of_low = totals_VD[1] if low else None
+    totals = (totals_VD[0], weight_VD, fused_VD), (total_V, bias_V, None), (of_low, low_VR, None)
     if chosen is not None:
         found = [_of_all(total, chosen, like, begun) for total, like, begun in totals]
     elif fixed:

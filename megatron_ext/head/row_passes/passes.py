@@ -104,13 +104,14 @@ def row_statistics(
     bias_V = None if bias_V is None else bias_V[:counted]
     in_place = exp_TV is not None and exp_TV.dtype == dtype and exp_TV.shape == z_TV.shape
     blocks = _blocks(z_TV)
-    scratch_TV = z_TV.new_empty(0 if in_place or not blocks else blocks[0].stop, counted, dtype=dtype)
+    scratch_TV = None if in_place or not blocks else z_TV.new_empty(blocks[0].stop, counted, dtype=dtype)
     for rows in blocks:
         whole = len(blocks) == 1 and counted == z_TV.shape[1]
-        if exp_TV is not None and in_place:
-            work = exp_TV if whole else part_of(exp_TV, rows, counted)
-        else:
+        if scratch_TV is not None:
             work = scratch_TV if len(blocks) == 1 else scratch_TV[: rows.stop - rows.start]
+        else:
+            assert exp_TV is not None
+            work = exp_TV if whole else part_of(exp_TV, rows, counted)
         z = z_TV if whole else part_of(z_TV, rows, counted)
         z = transformed(z, bias_V, softcap, temperature, dtype, work)
         peak = stats_KT[MAX] if len(blocks) == 1 else stats_KT[MAX, rows]
@@ -182,9 +183,12 @@ def row_gradient(
     bias_V = None if bias_V is None else bias_V[:counted]
     in_place = out_TV.dtype == dtype
     blocks = _blocks(source_TV)
-    scratch_TV = source_TV.new_empty(0 if in_place or not blocks else blocks[0].stop, counted, dtype=dtype)
+    scratch_TV = None if in_place or not blocks else source_TV.new_empty(blocks[0].stop, counted, dtype=dtype)
     for rows in blocks:
-        work = part_of(out_TV, rows, counted) if in_place else part_of(scratch_TV, slice(0, rows.stop - rows.start))
+        if scratch_TV is None:
+            work = part_of(out_TV, rows, counted)
+        else:
+            work = part_of(scratch_TV, slice(0, rows.stop - rows.start))
         shift = part_of(shift_T, rows).unsqueeze(1)
         scale = None if scale_T is None else part_of(scale_T, rows).unsqueeze(1)
         slope = None if slope_T is None else part_of(slope_T, rows).unsqueeze(1)

@@ -391,11 +391,6 @@ def why_not_known(layer: Any) -> str | None:
     )
 
 
-def why_not_linear(layer: Any) -> str | None:
-    """Return why the logits of an output layer are not known without a proof; None if they are."""
-    return why_not_promised(layer) or why_not_known(layer)
-
-
 def _home(function: Any) -> str:
     return str(function.__globals__.get("__name__")) if type(function) is FunctionType else ""
 

@@ -1,6 +1,6 @@
 """The fused linear head as separate steps that a pipeline schedule calls, for stages that share one vocabulary.
 
-They are the passes of `linear.py`. A schedule has the products with the weight come first, before anything is known of
+They are the passes of `head/engine/linear.py`. A schedule has the products with the weight come first, before anything is known of
 the other ranks:
 
     E = exp(z - m),  P = E @ W                                 `products`: no communication
@@ -10,7 +10,7 @@ the other ranks:
 
 Rows are scaled after the products, so the sum over ranks needs no g: that is what lets the exchange be hidden. The
 order of passes is that of "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv 2411.05288); the products
-and the passes over rows are the head's own. FLOPs are those of `linear.py` at `cache=1`: 6 T D V / R.
+and the passes over rows are the head's own. FLOPs are those of that file at `cache=1`: 6 T D V / R.
 
 Legend: T tokens, D hidden size, V columns of this rank's shard, K statistics, R ranks.
 """

@@ -10,8 +10,8 @@ from benchmarks.meter import measure
 from megatron_ext import linear_cross_entropy
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import VocabShard
+from megatron_ext.experimental.pipeline_vocabulary import linear_steps
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.engine import linear_steps
 from megatron_ext.head.readouts.read_out import CrossEntropy
 from megatron_ext.head.readouts.row_sums import Entropy
 from tests.head.problems import error
