@@ -1,7 +1,7 @@
 """The fused linear head as separate steps that a pipeline schedule calls, for stages that share one vocabulary.
 
-They are the passes of `head/engine/linear.py`. A schedule has the products with the weight come first, before anything is known of
-the other ranks:
+They are the passes of `head/engine/linear.py`. A schedule has the products with the weight come first, before anything
+is known of the other ranks:
 
     E = exp(z - m),  P = E @ W                                 `products`: no communication
     alpha = exp(m - lse), u = alpha * P + the label's terms    `result`: after one all-gather of the statistics
