@@ -57,14 +57,15 @@ def test_fused_epilogue_errs_no_more_than_plain_pytorch():
 @pytest.mark.skipif(not interpreted, reason="CPU tensors take Triton's passes where they are interpreted")
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
 def test_fused_epilogue_of_shards_and_layouts(layout):
-    """Values and gradients over two ranks beside those without the option; a shard's first columns may be padding."""
+    """Values and gradients over two ranks beside those in fp32 without the option."""
     group, generator = dist.group.WORLD, torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 16, generator=generator).bfloat16() for n in (20, 300))
     labels = torch.randint(0, 300, (20,), generator=generator)
     rank, found = dist.get_rank(), []
     for fused in (False, True):
         own = x.chunk(2)[rank] if layout == "sequence" else x
-        own, shard = own.clone().requires_grad_(), w.chunk(2)[rank].clone().requires_grad_()
+        dtype = torch.bfloat16 if fused else torch.float32
+        own, shard = (each.to(dtype, copy=True).requires_grad_() for each in (own, w.chunk(2)[rank]))
         head = LmHead(shard, group, layout, cache=0.5, fused_epilogue=fused)
         values = head.read(own, LogProbs(labels), Entropy())
         found.append([*values, *torch.autograd.grad(sum(value.sum() for value in values), [own, shard])])
