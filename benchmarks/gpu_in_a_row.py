@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import gpu, gpu_run, record
 from benchmarks.cases import GPU_CASES, Case
-from benchmarks.implementations import ours
+from benchmarks.implementations import fused_epilogue, ours
 from benchmarks.measure import Inputs, drawn, run_once
 from benchmarks.nvml import Nvml, StandIn
 
@@ -65,6 +65,8 @@ def steps_of(case: Case, size: float) -> dict[str, Callable[[], object]]:
     """What is measured of a case, whose logits are of about this size."""
     inputs = drawn(case, size)
     known = {f"ours, cache {cache}": ours(cache).build(case, None) for cache in (1, 0)}
+    fused = [fused_epilogue(cache) for cache in (1, 0)]
+    known |= {head.name: head.build(case, None) for head in fused}
     heads = {name: lambda head=head: run_once(head, inputs) for name, head in known.items()}
     if size != 1:
         return {f"{name}, logits of {size:g}": step for name, step in heads.items()}

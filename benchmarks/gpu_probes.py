@@ -1,7 +1,8 @@
 """`python -m benchmarks.gpu_probes`: why dx is slow where it is, and which chunks are quickest.
 
 dx at B runs at 663 TFLOP/s where dW has 713: here it is made five ways. Log-probabilities without gradient take chunks
-of three sizes. With `--profile FILE` a table of the kernels of one step, and nothing else.
+of three sizes, or are read where the product is made. With `--profile FILE` a table of the kernels of one step, and
+nothing else.
 """
 
 import argparse
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,11 +65,12 @@ def log_probs_by_chunks(case: Case) -> dict[str, Callable[[], object]]:
     """Forward alone, by tokens of a chunk."""
     x_TD, w_VD, labels_T = (x.detach() for x in drawn(case))
 
-    def step(tokens: int) -> object:
+    def step(**options: Any) -> object:
         with torch.no_grad():
-            return head.LmHead(w_VD, chunk_tokens=tokens).read(x_TD, head.LogProbs(labels_T))
+            return head.LmHead(w_VD, **options).read(x_TD, head.LogProbs(labels_T))
 
-    return {f"log-probabilities: chunks of {n}": lambda n=n: step(n) for n in CHUNKS}
+    steps = {f"log-probabilities: chunks of {n}": lambda n=n: step(chunk_tokens=n) for n in CHUNKS}
+    return steps | {"log-probabilities: fused epilogue": lambda: step(fused_epilogue=True)}
 
 
 def measure(run: gpu_run.Run, case: Case) -> None:

@@ -59,8 +59,8 @@ def steps(folder: Path, rehearse: bool, wheels: Path | None = None) -> list[Step
     elif importlib.util.find_spec("xdist") is not None:
         tests += ["-n", str(WORKERS)]
     found = [
-        Step("in a row", 30, _python("-m", "benchmarks.gpu_in_a_row", *rows)),
-        Step("probes", 25, _python("-m", "benchmarks.gpu_probes", *rows)),
+        Step("in a row", 40, _python("-m", "benchmarks.gpu_in_a_row", *rows)),
+        Step("probes", 28, _python("-m", "benchmarks.gpu_probes", *rows)),
         Step("measurements", 130, _python(*measured)),
         Step("tests", 95, _python(*tests)),
         Step("memcheck", 30, _sanitized("memcheck", rehearse)),

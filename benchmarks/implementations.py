@@ -18,6 +18,7 @@ from benchmarks import peers
 from benchmarks.cases import MEGATRON, Case
 from megatron_ext import VocabShard, linear_cross_entropy
 from megatron_ext.distributed.groups import Group
+from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.call.chunk_sizes import cached_columns
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.checks import Bits
@@ -30,6 +31,7 @@ class Implementation:
 
     `error_limit`: how many times plain PyTorch's error in the same dtype is still right; beyond it no time counts.
     `through`: the dtype that its logits' gradient passes through, and plain PyTorch's beside it; None: its own.
+    `products`: FLOPs over NVH, of the products alone.
     `slow`: its time is taken once, so that all heads together do not take too long.
     `foreign`: of a package that may not run here: it is left out then, and the others are measured.
     """
@@ -38,6 +40,7 @@ class Implementation:
     build: Callable[[Case, Group], Head]
     error_limit: float = 1.5
     through: torch.dtype | None = None
+    products: float = 6.0
     slow: bool = False
     foreign: bool = False
 
@@ -52,6 +55,17 @@ def ours(cache: float | None) -> Implementation:
     if cache is None:
         return Implementation("ours, default", build)
     return Implementation(f"ours, cache {cache:g}", build, slow=0 < cache < 1)
+
+
+def fused_epilogue(cache: float) -> Implementation:
+    """Ours, whose products take the exponentials of logits."""
+    return Implementation(
+        f"ours, fused epilogue, cache {cache:g}", partial(_with_fused_epilogue, cache), products=8 - 2 * cache
+    )
+
+
+def _with_fused_epilogue(cache: float, case: Case, group: Group) -> Head:
+    return lambda x, w, y: -LmHead(w, group, cache=cache, fused_epilogue=True).read(x, LogProbs(y))
 
 
 def of_bits(bits: Bits) -> Implementation:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megatron_ext.head.call.gpu_properties import Device, epilogue_seconds, product_seconds, waves
+from megatron_ext.head.call.gpu_properties import TILE_M, TILE_N, Device, epilogue_seconds, product_seconds, waves
 from megatron_ext.memory.fake_cuda import cuda_rank_of
 
 aten = torch.ops.aten
@@ -26,6 +26,11 @@ LEAST_SECONDS = 2e-6
 _STEP_SECONDS = 1.5e-6
 # A kernel's reads, its writes, and how many steps the program takes that takes most.
 Traffic = tuple[int, int, int]
+
+# Instructions of an epilogue for each logit, as compiled (tests/head/test_fused_epilogue.py); lanes of a multiprocessor
+# and its clock under load.
+EPILOGUE_INSTRUCTIONS = {"product_statistics_kernel": 11, "product_gradient_kernel": 8}
+_LANES, _CLOCK = 128, 1.7e9
 
 _SEVERAL = {aten.sort: 8}  # launches of an operator, where they are several
 
@@ -157,6 +162,9 @@ class Recorder(TorchDispatchMode):
         told = {"ranks": self.ranks, "worst_labels": self.worst_labels}
         read, written, steps = KERNELS[name](arguments | told)
         tensors = [x for x in arguments.values() if isinstance(x, Tensor) and x.dim() == 2][:2]
+        if name in EPILOGUE_INSTRUCTIONS and written:
+            self._fused_product(name, arguments["x"].base, arguments["w"].base, (read, written))
+            return
         if name == "fixed_product_kernel":
             a_MK, b_KN, out_MN = (arguments[each] for each in ("a_ptr", "b_ptr", "out_ptr"))
             again = 2 if arguments["GOES_ON"] or arguments["ADDS"] else 1
@@ -164,6 +172,17 @@ class Recorder(TorchDispatchMode):
             return
         waves = grid[0] / self.plan.device.multiprocessors
         self._add(name.strip("_"), tensors, read, written, least=steps * _STEP_SECONDS, waves=waves)
+
+    def _fused_product(self, name: str, x_TD: Tensor, w_VD: Tensor, traffic: tuple[int, int]) -> None:
+        """A product and, after each tile's sums, the instructions of its epilogue, with no other program beside it."""
+        (m, k), n, device = x_TD.shape, w_VD.shape[0], self.plan.device
+        full = waves(device, m, n)
+        epilogue = -(-full // 1) * TILE_M * TILE_N / _LANES * EPILOGUE_INSTRUCTIONS[name] / _CLOCK
+        seconds = product_seconds(device, m, n, k, 0) + epilogue
+        seconds = max(seconds, sum(traffic) / device.bytes_per_s, LEAST_SECONDS)
+        shapes = f"{_shape(x_TD)} @ {_shape(w_VD.t())}"
+        launch = Launch(self.phase, name.strip("_"), shapes, *traffic, 2 * m * n * k, full, seconds, epilogue)
+        self.plan.launches.append(launch)
 
     def _add(
         self,
@@ -244,6 +263,22 @@ def _fixed_product(given: dict[str, Any]) -> Traffic:
     return _bytes(given["a_ptr"]) + _bytes(given["b_ptr"]) + again, out, 0
 
 
+def _product_statistics(given: dict[str, Any]) -> Traffic:
+    kept = 0 if given["kept"] is None else _bytes(given["kept"].base)
+    return _bytes(given["x"].base) + _bytes(given["w"].base), kept + _bytes(given["parts_ptr"]), 0
+
+
+def _product_gradient(given: dict[str, Any]) -> Traffic:
+    """With a sample shifts alone: no row is taken to be far from it."""
+    if given["sample_ptr"] is not None:
+        return 2 * _bytes(given["shift_ptr"]), 0, 0
+    return _bytes(given["x"].base) + _bytes(given["w"].base), _bytes(given["out"].base), 0
+
+
+def _joined_parts(given: dict[str, Any]) -> Traffic:
+    return 2 * _bytes(given["parts_ptr"]), _bytes(given["stats_ptr"]), 0
+
+
 def _finish_dx(given: dict[str, Any]) -> Traffic:
     """A row of the weight for each token whose label is this rank's."""
     product_TD, w_VD = given["product_ptr"], given["w_ptr"]
@@ -285,6 +320,9 @@ KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
     "whole_row_kernel": _whole_rows,
     "long_row_kernel": _long_rows,
     "_row_gradient_kernel": _gradient,
+    "product_statistics_kernel": _product_statistics,
+    "product_gradient_kernel": _product_gradient,
+    "joined_parts_kernel": _joined_parts,
     "_label_parts_kernel": _label_parts,
     "_label_rows_kernel": _label_rows,
     "_finish_dx_kernel": _finish_dx,

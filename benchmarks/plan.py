@@ -10,15 +10,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import gpu_reads, power, record
 from benchmarks.cases import GPU_CASES, Case
-from benchmarks.implementations import UNFUSED, Implementation, kept_by_default, of_bits, ours
+from benchmarks.implementations import UNFUSED, Implementation, fused_epilogue, kept_by_default, of_bits, ours
 from benchmarks.launches import Launch, Plan, planned
 from benchmarks.meter import measure
-from megatron_ext.head import LmHead
+from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.call.gpu_properties import DEVICES, Device
 from megatron_ext.memory.byte_counter import fake_world
 
@@ -38,10 +39,11 @@ CASES = [
 ]
 CACHES = (1, 0.5, 0)
 Cache = float | None  # None: as the head has it by default
-PEERS = (of_bits("batch"), of_bits("tensor_parallel"), UNFUSED)
+PEERS = (fused_epilogue(1), fused_epilogue(0), of_bits("batch"), of_bits("tensor_parallel"), UNFUSED)
 MILLISECONDS, FLOOR, ABOVE = "planned time", "floor", "above the floor"
 EPILOGUES, WORST = "of it epilogues", "planned time, worst labels"
 SUSTAINED, ENERGY, MEASURED = "time at 700 W", "energy", "measured / time at 700 W"
+LOG_PROBS = "log-probabilities"
 BESIDE, PEAK, LAUNCHES = "beside the products / (T V / R)", "peak / (T V / R)", "launches"
 
 Row = tuple[str, str, str, list[float]]  # implementation, metric, unit, values
@@ -77,7 +79,7 @@ def floor_seconds(case: Case, cache: Cache | Implementation, device: Device) -> 
 def products(case: Case, cache: Cache | Implementation) -> float:
     """FLOPs over NVH."""
     if isinstance(cache, Implementation):
-        return 6.0
+        return cache.products
     return 8 - 2 * (kept_by_default(case) if cache is None else cache)
 
 
@@ -138,11 +140,13 @@ def _powered(impl: str, found: Plan, measured: Iterable[record.Row]) -> list[Row
 def reads(case: Case, device: Device = DEVICES["H200"]) -> dict[str, Plan]:
     """What the read-outs of `gpu_reads.py` launch, of one rank that has its shard for the whole vocabulary."""
     found = {}
-    for name, (asked, _) in gpu_reads.READS.items():
+    asks: dict[str, Any] = {name: asked for name, (asked, _) in gpu_reads.READS.items()}
+    asks[LOG_PROBS] = asks[f"{LOG_PROBS}, fused epilogue"] = lambda y: [LogProbs(y)]
+    for name, asked in asks.items():
         with planned(device, 1) as (recorder, _), torch.no_grad(), recorder:
             x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype)
             w_VD = torch.empty(case.columns, case.width, dtype=case.dtype)
-            LmHead(w_VD).read(x_TD, *asked(torch.empty(case.tokens, dtype=torch.int64)))
+            LmHead(w_VD, fused_epilogue="fused" in name).read(x_TD, *asked(torch.empty(case.tokens, dtype=torch.int64)))
         found[f"read: {name}"] = recorder.plan
     return found
 

@@ -172,6 +172,7 @@ LAUNCHES = [
     "head/kernels/*",
     "numerics/fixed_order_kernels.py",
     "head/row_passes/passes.py row_*",
+    "head/row_passes/passes.py product_*",
 ]
 
 

@@ -41,7 +41,7 @@ from megatron_ext.head.lora import (
 )
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.teacher import Teacher, teacher_fault
-from megatron_ext.head.row_passes.passes import passes_of
+from megatron_ext.head.row_passes.passes import PYTORCH, passes_of
 from megatron_ext.numerics.fixed_order import products_fault
 from megatron_ext.numerics.tensors import accumulation_dtype
 
@@ -87,6 +87,10 @@ class LmHead:
             before scale, softcap and temperature, which are taken in fp32 as the softmax is, as inference engines do.
             Gradients take the rounding for the identity. None or torch.float32: on CUDA the product's fp32 sums are
             used as they are; a CPU's products of 16-bit operands come rounded in any case.
+        fused_epilogue: experimental, not measured yet: logits are not written, the products themselves take their
+            exponentials (kernels in Triton for Hopper): without gradient no memory for logits, and in backward none for
+            those that are recomputed. For read-outs of the softmax with bf16 on CUDA; other options and read-outs that
+            these kernels do not have are refused. docs/head.md#exponentials-in-the-product
         lora: `LoRA`, or several: low-rank parts of the logits, before scale, softcap and temperature. Given `bits`
             other than "fast", each pass makes one operand of weight and B.
 
@@ -106,6 +110,7 @@ class LmHead:
     gradient_accumulation_fusion: bool = field(default=False, kw_only=True)
     bits: Bits | None = field(default=None, kw_only=True)
     logit_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    fused_epilogue: bool = field(default=False, kw_only=True)
     lora: LoRA | Sequence[LoRA] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -190,6 +195,8 @@ class LmHead:
         fault = _tensors_fault(self, hidden, None if head.guessed else head.vocab, ranks) or found or fault
         if head.bits != "fast":
             fault = bits_fault(head, ranks, hidden, asked) or fault
+        if head.fused_epilogue:
+            _check_fused_epilogue(head, self, hidden, asked)
         if head.fuse_main_grad and torch.is_grad_enabled():
             fault = fault or _main_grad_fault(self.weight)
         for teacher in teachers:
@@ -276,6 +283,7 @@ class LmHead:
             rounds=self.logit_dtype is not None and self.logit_dtype.itemsize == 2,
             in_slices=in_slices,
             guessed=guessed,
+            fused_epilogue=self.fused_epilogue,
         )
 
 
@@ -383,6 +391,34 @@ def _tensors_fault(
         return found
     dtype = computed_dtype(hidden, given.weight)
     return checks.logit_dtype_fault(given.logit_dtype, dtype, f"{whose}hidden")
+
+
+def _check_fused_epilogue(head: ResolvedHead, own: Any, hidden: Tensor, readouts: Sequence[ReadOut]) -> None:
+    """Refuses what kernels with a fused epilogue do not have; every rank sees it.
+
+    Raises:
+        ValueError: an argument is not theirs, or there are no such kernels here.
+    """
+    dtype, width = computed_dtype(hidden, own.weight), hidden.shape[-1]
+    others = [type(r).__name__ for r in readouts if r.needs_logits or r.mean]
+    found = {
+        f"logits are computed in {dtype}, not bfloat16": dtype != torch.bfloat16,
+        f"hidden has {width} columns, no multiple of 8": width % 8 or not width,
+        f"softcap is {head.softcap}": head.softcap is not None,
+        f'bits is "{head.bits}"': head.fixed,
+        f"logit_dtype is {own.logit_dtype}": head.rounds,
+        f"chunk_tokens is {head.chunk_tokens}": head.chunk_tokens is not None,
+        "lora is given": bool(own.lora),
+        f"{', '.join(others)} read more than sums of exponentials": others,
+        f"hidden is on {hidden.device}, without Triton's kernels": passes_of(hidden) is PYTORCH,
+    }
+    for reason, holds in found.items():
+        if holds:
+            raise ValueError(
+                f"fused_epilogue is True and {reason}: it is for bf16 hidden states of a multiple of 8 columns on CUDA "
+                f"with Triton, for read-outs of the softmax without label smoothing, softcap, lora, logit_dtype and "
+                f'chunk_tokens, and bits "fast"; leave fused_epilogue out of this head'
+            )
 
 
 def _main_grad_fault(weight: Tensor) -> ValueError | None:

@@ -93,11 +93,11 @@ def _product_steps(device: Device, tokens: int, columns: int, width: int, most: 
 
 
 def column_blocks(
-    tokens: int, columns: int, chunk_tokens: int | None, like: Tensor, width: int | None = None
+    tokens: int, columns: int, chunk_tokens: int | None, like: Tensor, width: int | None = None, alone: bool = False
 ) -> list[slice]:
     """Columns in blocks, for passes that take all tokens at once: as many as there are token chunks.
 
-    `width`: the hidden size, where each block takes part in three matrix products.
+    `width`: the hidden size, where each block takes part in three matrix products. `alone`: it has no logits beside it.
     """
     whole = slice(0, columns)
     if chunk_tokens:
@@ -105,7 +105,7 @@ def column_blocks(
     row = max(tokens, 1) * like.element_size()
     if not like.is_cuda:
         return _stepped(whole, _rounded(max(_CPU_BLOCK_BYTES, row * columns // _CPU_BLOCK_SHARE) // row, 128))
-    most = _rounded(max(_CUDA_BLOCK_BYTES, row * columns // _CUDA_BLOCK_SHARE) // row, TILE_N)
+    most = _rounded((2 + alone) * max(_CUDA_BLOCK_BYTES, row * columns // _CUDA_BLOCK_SHARE) // (2 * row), TILE_N)
     fewest = max(1, -(-columns // most))
     if width is None or not on_tensor_cores(like):
         return even_blocks(columns, fewest)
@@ -183,7 +183,9 @@ def tiles(
         if as_kept and part.stop <= cached:
             found.append(part)
             continue
-        blocks = column_blocks(tokens, part.stop - part.start, head.chunk_tokens, like, like.shape[1])
+        blocks = column_blocks(
+            tokens, part.stop - part.start, head.chunk_tokens, like, like.shape[1], head.fused_epilogue
+        )
         if multiple > 1 and len(blocks) > 1:
             blocks = _stepped(slice(0, part.stop - part.start), -(-blocks[0].stop // multiple) * multiple)
         found += [slice(part.start + block.start, part.start + block.stop) for block in blocks]

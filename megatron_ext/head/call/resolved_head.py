@@ -58,6 +58,7 @@ class ResolvedHead:
         leaf: which of this rank's leaves `vocab` is; None: it is all of this rank's columns.
         in_slices: each rank has its slice of dim 0 of the hidden states.
         guessed: the caller gave no `vocab`, and equal shards are assumed.
+        fused_epilogue: products take exponentials of their logits, which are not written.
     """
 
     group: Group
@@ -78,6 +79,7 @@ class ResolvedHead:
     leaf: int | None = None
     in_slices: bool = False
     guessed: bool = False
+    fused_epilogue: bool = False
 
     @property
     def fixed(self) -> bool:

@@ -277,6 +277,22 @@ def statistics_pass(
         found.append(FirstPass(stats_KT, exp_TV, stats_KT.new_empty(tokens)))
 
     def run(x_TD: Tensor, span: slice) -> None:
+        if call.fused_epilogue:
+            leaf, (stats_KT, exp_TV, shift_T) = leaves[0], found[0]
+            plan.passes.product_statistics(
+                x_TD,
+                leaf.w_VD,
+                part_of(leaf.target_T, span),
+                stats_KT[:, span],
+                part_of(shift_T, span),
+                part_of(exp_TV, span) if cached else None,
+                leaf.bias_V,
+                counted=leaf.vocab.counted,
+                temperature=call.temperature,
+                with_entropy=call.expected,
+                with_hits=call.hits,
+            )
+            return
         for rows in product_chunks(span, call.chunk_tokens, columns, hidden_TD, later, in_place):
             x_tD = x_TD
             if rows.stop - rows.start != x_TD.shape[0]:
@@ -343,6 +359,21 @@ def gradient_tile(
     bias_V = None if leaf.bias_V is None else leaf.bias_V[block]
     g_TV = tensors.new_matrix(x_TD, tokens.stop - tokens.start, width)
     inside = grad.inside or (None, None, None)
+    if call.fused_epilogue and not kept:
+        scale_T, slope_T = parts_of(tokens, *inside[:2])
+        plan.passes.product_gradient(
+            part_of(x_TD, tokens),
+            leaf.w_VD[block],
+            part_of(target_T, tokens),
+            part_of(grad.shift, tokens),
+            g_TV,
+            scale_T=scale_T,
+            slope_T=slope_T,
+            bias_V=bias_V,
+            counted=min(max(leaf.vocab.counted - block.start, 0), width),
+            temperature=call.temperature,
+        )
+        return g_TV
     room = block_room(target_T.shape[0], leaf.w_VD.shape[0], x_TD)
     for rows in [tokens] if kept else product_chunks(tokens, None, width, x_TD, room):
         out_TV = g_TV[rows.start - tokens.start : rows.stop - tokens.start]

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.head.call import logit_gradient, statistics
+from megatron_ext.head.call import logit_gradient, matmul, statistics
 from megatron_ext.head.call.matmul import bend, transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import MAX, SUM_EXP, TARGET, Statistics, statistics_rows
@@ -265,6 +265,46 @@ class RowPasses:
 
     row_statistics = staticmethod(row_statistics)
     row_gradient = staticmethod(row_gradient)
+
+    @staticmethod
+    def product_statistics(
+        x_TD: Tensor,
+        w_VD: Tensor,
+        target_T: Tensor,
+        stats_KT: Tensor,
+        shift_T: Tensor,
+        exp_TV: Tensor | None = None,
+        bias_V: Tensor | None = None,
+        *,
+        counted: int,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_hits: bool = False,
+    ) -> None:
+        """`row_statistics` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap."""
+        sums = {"with_entropy": with_entropy, "with_hits": with_hits}
+        options: dict[str, Any] = {"bias_V": bias_V, "counted": counted, "temperature": temperature, **sums}
+        RowPasses.row_statistics(matmul.logits(x_TD, w_VD), target_T, stats_KT, exp_TV, shift_T, **options)
+
+    @staticmethod
+    def product_gradient(
+        x_TD: Tensor,
+        w_VD: Tensor,
+        target_T: Tensor,
+        shift_T: Tensor,
+        out_TV: Tensor,
+        scale_T: Tensor | None = None,
+        slope_T: Tensor | None = None,
+        bias_V: Tensor | None = None,
+        *,
+        counted: int,
+        temperature: float = 1.0,
+    ) -> None:
+        """`row_gradient` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap."""
+        parts = {"scale_T": scale_T, "slope_T": slope_T, "bias_V": bias_V}
+        options: dict[str, Any] = {**parts, "counted": counted, "temperature": temperature}
+        RowPasses.row_gradient(matmul.logits(x_TD, w_VD), target_T, shift_T, out_TV, **options)
+
     add_label_rows = staticmethod(label_terms.add_label_rows)
     finish_dx = staticmethod(label_terms.finish_dx)
     scale_rows = staticmethod(label_terms.scale_rows)
@@ -335,6 +375,10 @@ class _OperatorPasses(RowPasses):
 
     row_statistics = _operator("row_statistics", RowPasses.row_statistics, ("stats_KT", "exp_TV", "shift_T"))
     row_gradient = _operator("row_gradient", RowPasses.row_gradient, ("out_TV",))
+    product_statistics = _operator(
+        "product_statistics", RowPasses.product_statistics, ("stats_KT", "shift_T", "exp_TV")
+    )
+    product_gradient = _operator("product_gradient", RowPasses.product_gradient, ("out_TV",))
     add_label_rows = _operator("add_label_rows", label_terms.add_label_rows, ("out_VD",))
     finish_dx = _operator("finish_dx", label_terms.finish_dx, ("out_TD",))
     scale_rows = _operator("scale_rows", label_terms.scale_rows, ("out_TD",))

@@ -1,0 +1,104 @@
+"""`product_gradient` in Triton: a block of the gradient matrix from hidden states and weight, without its logits.
+
+The shift of each row is known in backward, so a tile of logits turns into gradients where it was summed, and is rounded
+once to the dtype in which it is written.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_ext.head.kernels.epilogues import tiles
+from megatron_ext.head.kernels.logits import FAR, writable
+
+
+@triton.jit
+def product_gradient_kernel(
+    x,
+    w,
+    out,
+    target_ptr,
+    shift_ptr,
+    scale_ptr,
+    slope_ptr,
+    bias_ptr,
+    sample_ptr,
+    tokens,
+    columns,
+    width,
+    counted,
+    factor,
+    together,
+    HAS_FACTOR: tl.constexpr,
+    WIDENS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Writes `exp(u) * (scale + slope * u)`, `u = z - shift`: 0 at the label and in columns that do not count.
+
+    Given `sample`, tiles of rows are left as they are whose shifts are all equal to it.
+    """
+    down, across = tl.cdiv(tokens, M), tl.cdiv(columns, N)
+    stop = down * across
+    if sample_ptr is not None:
+        at = tl.program_id(0) % down * M + tl.arange(0, M)
+        shift = tl.load(shift_ptr + at, mask=at < tokens, other=0.0)
+        moved = shift != tl.load(sample_ptr + at, mask=at < tokens, other=0.0)
+        stop *= tl.max(moved.to(tl.int32), 0)
+    for tile in tl.range(tl.program_id(0), stop, tl.num_programs(0)):
+        m, n = tiles.place(tile, down, across, together)
+        z = tiles.product(x, w, m * M, n * N, width, WIDENS, M, N, K)
+        at, column = m * M + tl.arange(0, M), n * N + tl.arange(0, N)
+        z = tiles.bent(z, bias_ptr, column, counted, factor, HAS_FACTOR)
+        inside = at < tokens
+        target = tl.load(target_ptr + at, mask=inside, other=-1).to(tl.int32)
+        if tl.max((target // N == n).to(tl.int32), 0) > 0:  # few tiles have a label's column
+            z = tl.where(column[None, :] == target[:, None], float("-inf"), z)
+        shift = tl.load(shift_ptr + at, mask=inside, other=0.0)
+        g = tiles.exp(z, shift)
+        if slope_ptr is not None:
+            slope = tl.load(slope_ptr + at, mask=inside, other=0.0)[:, None]
+            inner = slope * tl.maximum(z - shift[:, None], FAR)
+            if scale_ptr is not None:
+                inner += tl.load(scale_ptr + at, mask=inside, other=0.0)[:, None]
+            g *= inner
+        elif scale_ptr is not None:
+            g *= tl.load(scale_ptr + at, mask=inside, other=0.0)[:, None]
+        out.store([m * M, n * N], g.to(out.dtype))
+
+
+def product_gradient(
+    x_TD: Tensor,
+    w_VD: Tensor,
+    target_T: Tensor,
+    shift_T: Tensor,
+    out_TV: Tensor,
+    scale_T: Tensor | None = None,
+    slope_T: Tensor | None = None,
+    bias_V: Tensor | None = None,
+    *,
+    counted: int,
+    temperature: float = 1.0,
+) -> None:
+    """A block of the gradient matrix in one launch. See `row_passes/passes.py`."""
+    if x_TD.shape[0] == 0:
+        return
+    shift_T, room_TV = shift_T.contiguous(), tiles.room(writable(out_TV))
+    tiles.launch(
+        product_gradient_kernel,
+        x_TD,
+        w_VD,
+        temperature,
+        bias_V,
+        by_rows=False,
+        out=tiles.descriptor(room_TV, tiles.TILE_M, tiles.TILE_N),
+        target_ptr=target_T.contiguous(),
+        shift_ptr=shift_T,
+        scale_ptr=None if scale_T is None else scale_T.contiguous(),
+        sample_ptr=None,
+        slope_ptr=None if slope_T is None else slope_T.contiguous(),
+        counted=counted,
+    )
+    if room_TV is not out_TV:
+        out_TV.copy_(room_TV)

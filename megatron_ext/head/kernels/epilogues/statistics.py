@@ -1,0 +1,220 @@
+"""`product_statistics` in Triton: statistics and exponentials of rows of logits that are never written.
+
+Each tile of logits leaves a few numbers of each of its rows, relative to the tile's own maximum; a second launch
+combines those of a row. They take 12 bytes for 256 logits, or some more.
+
+Exponentials are written before a row's maximum is known: relative to a sample, the maximum of its first 256 columns,
+which in a language model's vocabulary are the common ones. Rows whose maximum is further than `_REACH` from that are
+made once more, by a launch that finds nothing to do otherwise. bf16 has fp32's exponents, so exponentials up to e^40
+are as precise as those below 1, and so are factors scaled down by e^-40.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_ext.head.call.statistics import statistics_rows
+from megatron_ext.head.kernels.epilogues import tiles
+from megatron_ext.head.kernels.epilogues.gradient import product_gradient_kernel
+from megatron_ext.head.kernels.logits import FAR, exp, writable
+
+_TOKENS, _PARTS = 32, 32  # of a program that combines parts
+_NONE = tl.constexpr(1 << 30)  # past every column
+_REACH = tl.constexpr(40.0)
+
+
+@triton.jit
+def product_statistics_kernel(
+    x,
+    w,
+    kept,
+    target_ptr,
+    sample_ptr,
+    parts_ptr,
+    bias_ptr,
+    tokens,
+    columns,
+    width,
+    counted,
+    factor,
+    together,
+    HAS_FACTOR: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_HITS: tl.constexpr,
+    WIDENS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Writes rows of `parts`, `[V / N, rows, T]`, of each tile: those of `row_statistics`, the label's logit only in
+    the tile that has its column; and `exp(z - sample)`, 0 at the label, as far as `kept` reaches."""
+    ROWS: tl.constexpr = 3 + WITH_ENTROPY + WITH_HITS
+    down, across = tl.cdiv(tokens, M), tl.cdiv(columns, N)
+    for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0)):
+        m, n = tiles.place(tile, down, across, together)
+        z = tiles.product(x, w, m * M, n * N, width, WIDENS, M, N, K)
+        at, column = m * M + tl.arange(0, M), n * N + tl.arange(0, N)
+        z = tiles.bent(z, bias_ptr, column, counted, factor, HAS_FACTOR)
+        inside = at < tokens
+        target = tl.load(target_ptr + at, mask=inside, other=-1).to(tl.int32)
+        out_ptr = parts_ptr + n.to(tl.int64) * ROWS * tokens + at
+        peak = tl.max(z, 1)
+        tl.store(out_ptr, peak, mask=inside)
+        mine = target // N == n
+        labelled = tl.max(mine.to(tl.int32), 0) > 0
+        if labelled:
+            label = tl.max(tl.where(column[None, :] == target[:, None], z, float("-inf")), 1)
+            tl.store(out_ptr + 2 * tokens, label, mask=inside & mine)
+        if WITH_HITS:
+            first = tl.min(tl.where(z == peak[:, None], column[None, :], _NONE), 1)
+            tl.store(out_ptr + (ROWS - 1) * tokens, (first == target).to(tl.float32), mask=inside)
+        reference = tl.where(peak > float("-inf"), peak, 0.0)
+        e = tiles.exp(z, reference)
+        tl.store(out_ptr + tokens, tl.sum(e, 1), mask=inside)
+        if WITH_ENTROPY:
+            inner = tl.sum(e * tl.maximum(z - reference[:, None], FAR), 1)
+            tl.store(out_ptr + 3 * tokens, inner, mask=inside)
+        if kept is not None:  # noqa: SIM102, None has no shape
+            if n * N < kept.shape[1]:
+                sample = tl.load(sample_ptr + at, mask=inside, other=0.0)
+                sample = tl.where(sample > float("-inf"), sample, 0.0)
+                e *= exp(reference - sample)[:, None]
+                if labelled:
+                    e = tl.where(column[None, :] == target[:, None], 0.0, e)
+                kept.store([m * M, n * N], e.to(kept.dtype))
+
+
+@triton.jit
+def joined_parts_kernel(
+    parts_ptr,
+    target_ptr,
+    sample_ptr,
+    stats_ptr,
+    shift_ptr,
+    tokens,
+    count,
+    stats_stride,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_HITS: tl.constexpr,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """The statistics of `count` neighbouring parts of a row as those of the row, of some tokens."""
+    ROWS: tl.constexpr = 3 + WITH_ENTROPY + WITH_HITS
+    at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = at < tokens
+    largest = tl.full([TOKENS], float("-inf"), tl.float32)
+    for start in range(0, count, PARTS):
+        part = start + tl.arange(0, PARTS)
+        there = (part < count)[:, None] & inside[None, :]
+        part_ptr = parts_ptr + part.to(tl.int64)[:, None] * ROWS * tokens + at[None, :]
+        largest = tl.maximum(largest, tl.max(tl.load(part_ptr, mask=there, other=float("-inf")), 0))
+    reference = tl.where(largest > float("-inf"), largest, 0.0)
+    total = tl.zeros([TOKENS], tl.float32)
+    expected = total
+    first = tl.full([TOKENS], _NONE, tl.int32)
+    for start in range(0, count, PARTS):
+        part = start + tl.arange(0, PARTS)
+        there = (part < count)[:, None] & inside[None, :]
+        part_ptr = parts_ptr + part.to(tl.int64)[:, None] * ROWS * tokens + at[None, :]
+        peak = tl.load(part_ptr, mask=there, other=float("-inf"))
+        more = tl.load(part_ptr + tokens, mask=there, other=0.0)
+        if WITH_HITS:
+            first = tl.minimum(first, tl.min(tl.where(peak == largest[None, :], part[:, None], _NONE), 0))
+        below = tl.where(peak > float("-inf"), peak - reference[None, :], 0.0)  # of no finite column all is 0
+        weight = tl.exp(below)
+        total += tl.sum(more * weight, 0)
+        if WITH_ENTROPY:
+            expected += tl.sum(weight * (tl.load(part_ptr + 3 * tokens, mask=there, other=0.0) + more * below), 0)
+    target = tl.load(target_ptr + at, mask=inside, other=-1).to(tl.int32)
+    owned = inside & (target >= 0)
+    label_ptr = parts_ptr + (target // N).to(tl.int64) * ROWS * tokens + at
+    stats_ptr += at
+    tl.store(stats_ptr, largest, mask=inside)
+    tl.store(stats_ptr + stats_stride, total, mask=inside)
+    label = tl.load(label_ptr + 2 * tokens, mask=owned, other=float("-inf"))
+    tl.store(stats_ptr + 2 * stats_stride, label, mask=inside)
+    if sample_ptr is not None:
+        sample = tl.load(sample_ptr + at, mask=inside, other=0.0)
+        sample = tl.where(sample > float("-inf"), sample, 0.0)
+        tl.store(sample_ptr + at, sample, mask=inside)
+        reference = tl.where(tl.abs(reference - sample) <= _REACH, sample, reference)
+    tl.store(shift_ptr + at, reference, mask=inside)
+    stats_ptr += 3 * stats_stride
+    if WITH_ENTROPY:
+        tl.store(stats_ptr, expected, mask=inside)
+        stats_ptr += stats_stride
+    if WITH_HITS:
+        hit = tl.load(label_ptr + (ROWS - 1) * tokens, mask=owned, other=0.0)
+        tl.store(stats_ptr, tl.where(first == target // N, hit, 0.0), mask=inside)
+
+
+def product_statistics(
+    x_TD: Tensor,
+    w_VD: Tensor,
+    target_T: Tensor,
+    stats_KT: Tensor,
+    shift_T: Tensor,
+    exp_TV: Tensor | None = None,
+    bias_V: Tensor | None = None,
+    *,
+    counted: int,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    with_hits: bool = False,
+) -> None:
+    """Each row's statistics in two launches, with exponentials in four. See `row_passes/passes.py`."""
+    (tokens, _), columns = x_TD.shape, w_VD.shape[0]
+    if tokens == 0:
+        return
+    target_T = target_T.contiguous()
+    sums = {"WITH_ENTROPY": with_entropy, "WITH_HITS": with_hits}
+    rows = statistics_rows(False, with_entropy, with_hits, False)
+
+    def scan(columns: int, sample_T: Tensor | None, sums: dict[str, bool], rows: int) -> Tensor:
+        parts = stats_KT.new_empty(triton.cdiv(columns, tiles.TILE_N), rows, tokens)
+        bends: tuple[float, Any] = temperature, None if bias_V is None else bias_V[:columns]
+        given: dict[str, Any] = {
+            "kept": None if sample_T is None else written,
+            "target_ptr": target_T,
+            "sample_ptr": sample_T,
+            "parts_ptr": parts,
+        }
+        given |= {"counted": min(counted, columns), **sums}
+        tiles.launch(product_statistics_kernel, x_TD, w_VD[:columns], *bends, by_rows=False, **given)
+        return parts
+
+    sample_T = kept_TV = written = None
+    if exp_TV is not None:
+        kept_TV = tiles.room(writable(exp_TV))
+        written = tiles.descriptor(kept_TV, tiles.TILE_M, tiles.TILE_N)
+        sample_T = scan(min(columns, tiles.TILE_N), None, dict.fromkeys(sums, False), 3)[0, 0]
+    parts = scan(columns, sample_T, sums, rows)
+    with torch.cuda.device_of(x_TD):
+        joined_parts_kernel[(triton.cdiv(tokens, _TOKENS),)](
+            parts,
+            target_T,
+            sample_T,
+            stats_KT,
+            shift_T,
+            tokens,
+            parts.shape[0],
+            stats_KT.stride(0),
+            N=tiles.TILE_N,
+            PARTS=_PARTS,
+            TOKENS=_TOKENS,
+            num_warps=4,
+            **sums,
+        )
+    if exp_TV is not None and kept_TV is not None:
+        width = exp_TV.shape[1]
+        given: dict[str, Any] = {"out": written, "target_ptr": target_T, "shift_ptr": shift_T, "sample_ptr": sample_T}
+        given |= {"scale_ptr": None, "slope_ptr": None, "counted": min(counted, width)}
+        bends: tuple[float, Any] = temperature, None if bias_V is None else bias_V[:width]
+        tiles.launch(product_gradient_kernel, x_TD, w_VD[:width], *bends, by_rows=True, **given)
+        if kept_TV is not exp_TV:
+            exp_TV.copy_(kept_TV)

@@ -1,0 +1,131 @@
+"""`fused_epilogue`: products that take exponentials of their logits, which are not written."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import plan
+from benchmarks.implementations import fused_epilogue
+from benchmarks.launches import EPILOGUE_INSTRUCTIONS
+from megatron_ext.head import CrossEntropy, Entropy, LmHead, LogProbs, LoRA, TopK
+from megatron_ext.memory.fake_cuda import kernels
+from tests.head.as_on_cuda import cuda_branches
+from tests.head.hopper import recorded
+from tests.programs import python
+from tests.ranks import ranks
+
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+compiled = pytest.mark.skipif(interpreted, reason="interpreted kernels are not compiled; the ordinary run does")
+LABELS = torch.zeros(3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "options, readout, width, message",
+    [
+        ({"softcap": 30.0}, LogProbs(LABELS), 16, "softcap is 30.0"),
+        ({"bits": "batch"}, LogProbs(LABELS), 16, 'bits is "batch"'),
+        ({"logit_dtype": torch.bfloat16}, LogProbs(LABELS), 16, "logit_dtype is torch.bfloat16"),
+        ({"chunk_tokens": 64}, LogProbs(LABELS), 16, "chunk_tokens is 64"),
+        ({"lora": LoRA(torch.zeros(2, 16).bfloat16(), torch.zeros(40, 2).bfloat16())}, Entropy(), 16, "lora is given"),
+        ({}, TopK(5), 16, "TopK read more than sums of exponentials"),
+        ({}, CrossEntropy(LABELS, label_smoothing=0.1), 16, "CrossEntropy read more"),
+        ({}, LogProbs(LABELS), 12, "hidden has 12 columns, no multiple of 8"),
+        ({}, LogProbs(LABELS), 16, "hidden is on cpu, without Triton's kernels"),
+    ],
+)
+def test_fused_epilogue_refuses_options_it_does_not_have(options, readout, width, message):
+    head = LmHead(torch.zeros(40, width).bfloat16(), fused_epilogue=True, **options)
+    with pytest.raises(ValueError, match=f"fused_epilogue is True and .*{message}.*leave fused_epilogue out"):
+        head.read(torch.zeros(3, width).bfloat16(), readout)
+
+
+def test_fused_epilogue_refuses_hidden_states_in_fp32():
+    with pytest.raises(ValueError, match=r"computed in torch\.float32, not bfloat16"):
+        LmHead(torch.zeros(40, 16), fused_epilogue=True).read(torch.zeros(3, 16), LogProbs(LABELS))
+
+
+@pytest.mark.slow
+def test_fused_epilogue_errs_no_more_than_plain_pytorch():
+    """Kernels beside plain passes, and values and gradients of the head at each cache, as on CUDA; interpreted."""
+    done = python("-m", "tests.head.fused_products", interpreted=True, ignore_warnings=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@ranks(2)
+@pytest.mark.skipif(not interpreted, reason="CPU tensors take Triton's passes where they are interpreted")
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_fused_epilogue_of_shards_and_layouts(layout):
+    """Values and gradients over two ranks beside those in fp32 without the option."""
+    group, generator = dist.group.WORLD, torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 16, generator=generator).bfloat16() for n in (20, 300))
+    labels = torch.randint(0, 300, (20,), generator=generator)
+    rank, found = dist.get_rank(), []
+    for fused in (False, True):
+        own = x.chunk(2)[rank] if layout == "sequence" else x
+        dtype = torch.bfloat16 if fused else torch.float32
+        own, shard = (each.to(dtype, copy=True).requires_grad_() for each in (own, w.chunk(2)[rank]))
+        head = LmHead(shard, group, layout, cache=0.5, fused_epilogue=fused)
+        values = head.read(own, LogProbs(labels), Entropy())
+        found.append([*values, *torch.autograd.grad(sum(value.sum() for value in values), [own, shard])])
+    for ours, theirs in zip(*found, strict=True):
+        difference = (theirs.double() - ours).norm() / ours.double().norm()
+        assert difference <= 0.01, difference  # of 16-bit numbers that the interpreter cuts off
+
+
+@compiled
+def test_launches_of_logits_made_again_are_an_eighth():
+    """At 16384 x 8192 x 152064 / 8 without kept exponentials, where a block's logits came in eight products and passes;
+    memory is the same, and blocks are larger, since there are no logits beside them."""
+    fused, peak = plan.plan(plan.B, fused_epilogue(0))
+    made = [one for one in fused.launches if one.name == "product_gradient_kernel"]
+    assert len(made) <= 9
+    assert sum(one.flops for one in made) == 2 * plan.B.nvh
+    assert not any(one.name in ("row_gradient_kernel", "long_row_kernel", "whole_row_kernel") for one in fused.launches)
+    apart, peak_apart = plan.plan(plan.B, 0)
+    assert sum(one.name == "row_gradient_kernel" for one in apart.launches) >= 72
+    assert peak <= peak_apart
+
+
+@compiled
+def test_log_probs_without_gradient_write_no_logits():
+    """At 8192 x 4096 x 128256: one product, and 12 bytes of each row and tile."""
+    launches = plan.reads(plan.A)[f"read: {plan.LOG_PROBS}, fused epilogue"].launches
+    products = [one for one in launches if one.flops]
+    assert [one.name for one in products] == ["product_statistics_kernel"]
+    assert products[0].written == 12 * 8192 * 501
+
+
+@compiled
+@pytest.mark.slow
+def test_fused_epilogues_on_hopper():
+    """Nothing is spilled, operands come by TMA, warp groups multiply, and epilogues take as few instructions a logit as
+    the plan has; of the label's and the last columns, which few tiles have, the instructions are counted too."""
+    from megatron_ext.head.kernels.epilogues.gradient import product_gradient
+    from megatron_ext.head.kernels.epilogues.statistics import product_statistics
+
+    tokens, width, columns = 1000, 256, 1280
+    x, w = torch.zeros(tokens, width).bfloat16(), torch.zeros(columns, width).bfloat16()
+    target, f, e = torch.zeros(tokens).long(), torch.zeros(tokens), torch.zeros(tokens, columns).bfloat16()
+    bends = {"bias_V": torch.zeros(columns), "temperature": 0.7, "counted": columns}
+    with cuda_branches(kernels), recorded() as found:
+        for given, sums in (({"counted": columns}, {}), (bends, {"with_entropy": True, "with_hits": True})):
+            for kept in (None, e):
+                product_statistics(x, w, target, torch.zeros(5, tokens), f, kept, **given, **sums)
+        product_gradient(x, w, target, f, e, counted=columns)
+        product_gradient(x, w, target, f, e, f, f, **bends)
+    counts = []
+    for launch in found:
+        launch.check_spills()
+        if launch.name in EPILOGUE_INSTRUCTIONS:
+            text = [each for _, each in launch.instructions()]
+            for needed, least in (("HGMMA.64x256x16.F32.BF16", 4), ("UTMALDG", 6)):
+                assert sum(needed in each for each in text) >= least, (launch.name, needed)
+            main = min((loop for loop in launch.loops() if any("HGMMA" in each for each in loop)), key=len)
+            assert len(main) <= 100
+            counts.append(len(text) / 128)
+    # Statistics; the sample's, statistics with exponentials, the launch for rows far from the sample; the same with
+    # all options; gradients, without options and with all.
+    budgets = [15, 15, 18, 12, 22, 17, 27, 14, 11, 18]
+    assert all(count <= budget for count, budget in zip(counts, budgets, strict=True)), counts
