@@ -262,7 +262,7 @@ def verify(
 ) -> None:
     """Run the script's first steps stock and with `argv`, say how they differ, and end the process if they do.
 
-    The last rank prints the table. `must_fuse`: end the process with an error where `--linear-ce` fused no loss.
+    The last rank prints its table, and so does each whose runs differ. `must_fuse`: end the process with an error where `--linear-ce` fused no loss.
     """
     from megatron_ext.proof import why_fusion_is_off
     from megatron_ext.verify.picture import draw
@@ -281,8 +281,9 @@ def verify(
     last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
     if last and options.picture is not None:
         print(draw(found, options.picture), file=sys.stderr, flush=True)
-    if last:
-        print(found, file=sys.stderr, flush=True)
+    if last or found.fault is not None:
+        rank = "" if last else f"rank {os.environ['RANK']}:\n"
+        print(f"{rank}{found}", file=sys.stderr, flush=True)
     if found.fault is not None:
         sys.exit(f"verify: {found.fault}")
     if options.linear_ce and found.fuses_nothing:

@@ -20,7 +20,7 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1403,
+    "megatron_ext/*.py": 1404,
     "megatron_ext/distributed": 859,
     "megatron_ext/dtensor": 5028,
     "megatron_ext/experimental": 2546,
@@ -31,8 +31,8 @@ LINES = {
     "megatron_ext/memory": 715,
     "megatron_ext/model_utils": 1499,
     "megatron_ext/numerics": 1073,
-    "megatron_ext/policy": 7167,
-    "megatron_ext/proof": 733,
+    "megatron_ext/policy": 7176,
+    "megatron_ext/proof": 736,
     "megatron_ext/sequence": 1508,
     "megatron_ext/tensor_parallel": 4661,
     "megatron_ext/verify": 342,

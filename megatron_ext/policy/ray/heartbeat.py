@@ -71,8 +71,11 @@ def _is_library(file: str) -> bool:
 
 def _used(process: Any) -> tuple[float, float, int]:
     """Clock, processor seconds, and bytes read and written until now."""
-    counters = getattr(process, "io_counters", lambda: None)()  # macOS has none
-    return time.monotonic(), time.process_time(), counters.read_chars + counters.write_chars if counters else 0
+    nbytes = 0
+    with suppress(Exception):  # macOS has no counters, and a system may refuse them
+        counters = process.io_counters()
+        nbytes = counters.read_chars + counters.write_chars
+    return time.monotonic(), time.process_time(), nbytes
 
 
 def _moves(process: Any, before: tuple[float, float, int]) -> bool:

@@ -7,6 +7,7 @@
 Where a rank waits by spinning, as for a collective on a GPU, it looks busy: NCCL's own timeout ends that.
 """
 
+import logging
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from megatron_ext.policy.ray.heartbeat import PERIOD_S
 
 LOOK_S = 0.5  # seconds between two calls of `fault`; a fault is known at most three calls and a beat after its timeout
+_LOG = logging.getLogger(__name__)
 _OLD_S = 3.0  # a beat, or a look at a process, that is older says nothing of now
 
 
@@ -162,8 +164,10 @@ class Liveness:
                 self._silent_s[node] += passed_s
             if self._ray.wait([asked], timeout=0)[0]:
                 self._silent_s[node], self._asked[node] = 0.0, self._monitors[node].report.remote()
-                with suppress(self._ray.exceptions.RayError):  # Ray starts the monitor again; it tells of a dead host
+                try:
                     self._reports |= self._ray.get(asked)
+                except self._ray.exceptions.RayError as error:  # Ray starts the monitor again; it tells of a dead host
+                    _LOG.warning("the monitor of a host does not answer (%s): its ranks are not watched", error)
 
 
 def _doing(report: RankReport) -> str:
