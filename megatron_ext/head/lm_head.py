@@ -41,7 +41,7 @@ from megatron_ext.head.lora import (
 )
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.teacher import Teacher, teacher_fault
-from megatron_ext.head.row_passes.passes import PYTORCH, passes_of
+from megatron_ext.head.row_passes.passes import has_triton, passes_of
 from megatron_ext.numerics.fixed_order import products_fault
 from megatron_ext.numerics.tensors import accumulation_dtype
 
@@ -410,7 +410,7 @@ def _check_fused_epilogue(head: ResolvedHead, own: Any, hidden: Tensor, readouts
         f"chunk_tokens is {head.chunk_tokens}": head.chunk_tokens is not None,
         "lora is given": bool(own.lora),
         f"{', '.join(others)} read more than sums of exponentials": others,
-        f"hidden is on {hidden.device}, without Triton's kernels": passes_of(hidden) is PYTORCH,
+        f"hidden is on {hidden.device}, without Triton's kernels": not has_triton(hidden),
     }
     for reason, holds in found.items():
         if holds:

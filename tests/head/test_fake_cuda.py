@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from benchmarks.meter import one_rank_of
 from megatron_ext import linear_cross_entropy, linear_log_probs, token_entropy, vocab_parallel_cross_entropy
-from megatron_ext.head import LoRA, distributions
+from megatron_ext.head import Entropy, LmHead, LogProbs, LoRA, distributions
 from megatron_ext.head.engine.linear import LinearHead
 from tests.devices import GPU
 from tests.head.as_on_cuda import rehearsal
@@ -63,6 +63,12 @@ def linear(function, cache, chunk_tokens, options, with_bias=False, fused=False,
     return call
 
 
+def fused_log_probs(hidden, weight, labels, group, layout, **options):
+    if hidden.dtype == torch.bfloat16:
+        head = LmHead(weight, group, layout, fused_epilogue=True, **options)
+        head.read(hidden, LogProbs(labels), Entropy())
+
+
 def on(shapes, function, *more, **options):
     def call(dtype, group, layout):
         tensors = [empty(*shape, dtype=dtype) for shape in shapes]
@@ -101,6 +107,7 @@ CALLS = {
     "log-probs, main_grad": linear(linear_log_probs, 0, 7, READ_BOTH, with_bias=True, fused=True),
     "loss, lora": linear(linear_cross_entropy, 0.5, 7, EVERYTHING, with_bias=True, fused=True, lora=True),
     "log-probs, lora": linear(linear_log_probs, 1, None, READ_BOTH, lora=True),
+    "log-probs, fused epilogue": linear(fused_log_probs, 0.5, None, {}, with_bias=True, fused=True),
     "loss of logits": on_logits(vocab_parallel_cross_entropy, labels, **EVERYTHING),
     "loss into logits": on_logits(vocab_parallel_cross_entropy, labels, gradient_into_logits=True, reduction="mean"),
     "entropy": on_logits(token_entropy, **BENDS),

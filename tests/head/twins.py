@@ -26,6 +26,7 @@ from megatron_ext.head.row_passes import selection as plain_selection
 from megatron_ext.head.row_passes.passes import PYTORCH
 from megatron_ext.numerics import fixed_order_kernels
 from megatron_ext.numerics.tensors import accumulation_dtype
+from tests.head.fused_products import CASES, compare_fused_products
 
 WIDTHS = [(37, 37), (37, 30), (37, 0), (1, 1), (2500, 2500), (17000, 16999)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -338,7 +339,7 @@ def comparisons():
             (50_000, 49_000, 50_000, all_options),
         ]
     ]
-    return [*sampled, *terms, *passes]
+    return [*sampled, *terms, *passes, *((compare_fused_products, case) for case in CASES)]
 
 
 def compare_products(device: str, dtype: torch.dtype, goes_on: bool, adds: bool) -> None:
@@ -404,6 +405,7 @@ QUICK = {
         (compare_products, (_FP32, False, True)),
         (compare_products, (torch.float64, False, False)),
     ],
+    "fused products": [(compare_fused_products, CASES[-1])],
     "fixed sums": [(compare_fixed_sums, (dtype,)) for dtype in (_FP32, torch.float64)],
     "engine softmax": [
         (compare_engine_softmax, (None, 1.0, False)),

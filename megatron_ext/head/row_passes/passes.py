@@ -331,6 +331,13 @@ def passes_of(x: Tensor) -> RowPasses:
     return triton_passes() or _without_triton()
 
 
+def has_triton(x: Tensor) -> bool:
+    """Return whether the device of `x` has Triton's passes; a tensor without values may still take PyTorch's."""
+    if torch.compiler.is_compiling():  # on CUDA torch's compiler needs Triton itself
+        return x.is_cuda != (os.environ.get("TRITON_INTERPRET") == "1")
+    return x.is_cuda != _interpreted() and triton_passes() is not None
+
+
 @functools.cache
 def _interpreted() -> bool:
     """Return whether Triton runs kernels on CPU tensors, as it decides when it is imported."""
