@@ -262,7 +262,8 @@ def verify(
 ) -> None:
     """Run the script's first steps stock and with `argv`, say how they differ, and end the process if they do.
 
-    The last rank prints its table, and so does each whose runs differ. `must_fuse`: end the process with an error where `--linear-ce` fused no loss.
+    The last rank prints its table, and so does each whose runs differ. `must_fuse`: end the process with an error where
+    `--linear-ce` fused no loss.
     """
     from megatron_ext.proof import why_fusion_is_off
     from megatron_ext.verify.picture import draw

@@ -20,11 +20,11 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1404,
+    "megatron_ext/*.py": 1405,
     "megatron_ext/distributed": 859,
     "megatron_ext/dtensor": 5028,
     "megatron_ext/experimental": 2546,
-    "megatron_ext/head": 10558,
+    "megatron_ext/head": 10565,
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1331,
     "megatron_ext/megatron": 4454,
