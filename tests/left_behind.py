@@ -276,6 +276,11 @@ def end_file(on_rank: bool = False) -> None:
     """
     models = {} if on_rank else new_models()
     before, after = dict(_last), of_file()
+    if (
+        on_rank and after != before
+    ):  # a patched model in a cycle keeps Megatron's functions wrapped until it is collected
+        gc.collect()
+        after = of_file()
     _last.clear()
     _last.update(after)
     _compare(before, after | models, "a test of this file")

@@ -33,6 +33,7 @@ class FactsBesideTemperature(TypedDict, total=False):
     bits: Bits | None
     logit_dtype: torch.dtype | None
     lora: LoRA | Sequence[LoRA] | None
+    fused_epilogue: bool
 
 
 class HeadFacts(FactsBesideTemperature, total=False):
