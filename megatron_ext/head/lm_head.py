@@ -196,7 +196,7 @@ class LmHead:
         if head.bits != "fast":
             fault = bits_fault(head, ranks, hidden, asked) or fault
         if head.fused_epilogue:
-            _check_fused_epilogue(head, self, hidden, asked)
+            fault = _fused_epilogue_fault(head, self, hidden, asked) or fault
         if head.fuse_main_grad and torch.is_grad_enabled():
             fault = fault or _main_grad_fault(self.weight)
         for teacher in teachers:
@@ -393,12 +393,10 @@ def _tensors_fault(
     return checks.logit_dtype_fault(given.logit_dtype, dtype, f"{whose}hidden")
 
 
-def _check_fused_epilogue(head: ResolvedHead, own: Any, hidden: Tensor, readouts: Sequence[ReadOut]) -> None:
-    """Refuses what kernels with a fused epilogue do not have; every rank sees it.
-
-    Raises:
-        ValueError: an argument is not theirs, or there are no such kernels here.
-    """
+def _fused_epilogue_fault(
+    head: ResolvedHead, own: Any, hidden: Tensor, readouts: Sequence[ReadOut]
+) -> ValueError | None:
+    """Return the fault of an argument that kernels with a fused epilogue do not have, or of missing kernels."""
     dtype, width = computed_dtype(hidden, own.weight), hidden.shape[-1]
     others = [type(r).__name__ for r in readouts if r.needs_logits or r.mean]
     found = {
@@ -414,11 +412,12 @@ def _check_fused_epilogue(head: ResolvedHead, own: Any, hidden: Tensor, readouts
     }
     for reason, holds in found.items():
         if holds:
-            raise ValueError(
+            return ValueError(
                 f"fused_epilogue is True and {reason}: it is for bf16 hidden states of a multiple of 8 columns on CUDA "
                 f"with Triton, for read-outs of the softmax without label smoothing, softcap, lora, logit_dtype and "
                 f'chunk_tokens, and bits "fast"; leave fused_epilogue out of this head'
             )
+    return None
 
 
 def _main_grad_fault(weight: Tensor) -> ValueError | None:

@@ -47,6 +47,15 @@ def test_fused_epilogue_refuses_hidden_states_in_fp32():
         LmHead(torch.zeros(40, 16), fused_epilogue=True).read(torch.zeros(3, 16), LogProbs(LABELS))
 
 
+@ranks(2)
+@compiled
+def test_a_fused_epilogue_refused_on_one_rank_is_told_to_all():
+    """The other rank's exchange tells of it: neither waits."""
+    head = LmHead(torch.zeros(40, 16).bfloat16(), dist.group.WORLD, fused_epilogue=dist.get_rank() == 0)
+    with pytest.raises(ValueError, match="fused_epilogue is True|another rank"):
+        head.read(torch.zeros(3, 16).bfloat16(), LogProbs(LABELS))
+
+
 @pytest.mark.slow
 def test_fused_epilogue_errs_no_more_than_plain_pytorch():
     """Values and gradients of the head at each cache, as on CUDA; interpreted."""
