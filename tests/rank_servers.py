@@ -91,6 +91,8 @@ def _server(rank: int, interpreted: bool) -> Path:
     """The socket of the server of `rank`, which is started if it was not."""
     if _RUN not in os.environ:
         begin_run()
+    # A process that interprets kernels takes part in the run of one that does not: its ranks are not that one's.
+    interpreted |= _environment.get("TRITON_INTERPRET") == "1"
     folder = Path(os.environ[_RUN])
     path = folder / f"{'interpreted_' * interpreted}rank{rank}"
     environment = _environment | {"PYTHONHASHSEED": str(rank + 1), FOLDER: str(folder)}

@@ -1,5 +1,9 @@
 """What becomes of a test body that runs on ranks."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.ranks import ranks
@@ -34,3 +38,17 @@ def test_ranks_have_hash_seeds_of_their_own():
     orders = [None, None]
     dist.all_gather_object(orders, [hash(name) for name in sorted(names)])
     assert orders[0] != orders[1]
+
+
+def send_triton_interpret(connection, rank):
+    connection.send(os.environ.get("TRITON_INTERPRET"))
+
+
+def test_interpreting_process_has_interpreted_ranks():
+    """Also where ranks of the run that started it, which do not interpret, are there already."""
+    names = "from tests.rank_servers import begin_run, fork; from tests.test_ranks import send_triton_interpret, sys"
+    ask = 'begin_run(); sys.exit(fork(1, send_triton_interpret)[0].connection.recv() == "1")'
+    for value, interpreted in (("0", 0), ("1", 1)):
+        command = [sys.executable, "-c", f"{names}; {ask}"]
+        # Its output is not captured: the ranks' server would hold the pipe open.
+        assert subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": value}).returncode == interpreted
