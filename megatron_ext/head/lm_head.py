@@ -28,6 +28,7 @@ from megatron_ext.head.engine.chunk_logits import LogitTransform, gather_tokens,
 from megatron_ext.head.engine.chunked import ChunkedHead
 from megatron_ext.head.engine.linear import LinearHead
 from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.engine.summed import SummedHead, chunks_in_forward
 from megatron_ext.head.layer_facts import HeadFacts, head_facts
 from megatron_ext.head.lora import (
     LoRA,
@@ -162,6 +163,7 @@ class LmHead:
         counts: Tensor | None = None,
         at_most: int | None = None,
         fault: ValueError | None = None,
+        weights: Tensor | None = None,
     ) -> Any:
         """Return what `readouts` read out of the logits of `hidden`, which are made a chunk at a time.
 
@@ -175,6 +177,14 @@ class LmHead:
                 by a device-side assertion.
             fault: what the caller found wrong, and other ranks may not see: it is raised here, and on the others what
                 the exchange says of a rank that refused.
+            weights: `[...]`, floating, of all ranks' tokens and the same on all ranks, without a gradient: the sum of
+                the result times it is returned, for one read-out of one tensor. The gradient of such a sum is known in
+                forward but for one factor. So if it is of labels (cross entropy, log-probabilities), `cache` is 0, or
+                "bounded" and not all exponentials would be kept, and something requires a gradient, forward makes the
+                gradients, chunk by chunk, and backward scales them: 6 T V D / R FLOPs without kept exponentials, an
+                fp32 gradient of the weight in memory until backward, and 4 of the 6 in vain if no backward follows.
+                Not with fixed bits, `fused_epilogue`, fp16, or at R > 1 with `counts`, where the sum is taken of
+                results as they are without `weights`.
 
         Returns:
             Of one read-out its result, of several a tuple of them; a result is a tensor of the tokens of all ranks,
@@ -182,7 +192,7 @@ class LmHead:
             rank alike. Gradients of all of them are added in one backward pass.
 
         Communicates, at R > 1: forward 1 collective, backward 1; with the sequence layout 2 and 2; what a read-out
-        needs besides is said there.
+        needs besides is said there. Where forward makes the gradients, 1 in forward for each chunk of tokens instead.
 
         Raises:
             ValueError: an argument breaks its rule; the message says which, and the fix.
@@ -192,6 +202,8 @@ class LmHead:
         ranks = 1 if head.group is None else head.group.size()
         asked, teachers, fault = checked(readouts, head)
         leading, found = _leading(hidden, asked, ranks, head.in_slices)
+        if weights is not None:
+            _check_weights(weights, asked, leading)
         fault = _tensors_fault(self, hidden, None if head.guessed else head.vocab, ranks) or found or fault
         if head.bits != "fast":
             fault = bits_fault(head, ranks, hidden, asked) or fault
@@ -235,7 +247,13 @@ class LmHead:
         if plan.fixed:
             for side in sides:
                 fault = fault or products_fault(side)
+        weights_T = chunks = None
+        if weights is not None:
+            weights_T = flat(weights).to(accumulation_dtype(sides[0].dtype))
+            apart = left is not None and (ranks > 1 or left.fills)
+            chunks = chunks_in_forward(plan, sides[0], apart) if _wants_gradient(self, hidden) else None
         if fault is not None:
+            plan.all_tokens = chunks[0].stop if chunks else plan.all_tokens
             if sizes is not None and tokens:
                 shared = [left is None and t.hidden.dim() < hidden.dim() for t in teachers]
                 repeats = [1, *(hidden.shape[-2] if each else 1 for each in shared)]
@@ -247,7 +265,11 @@ class LmHead:
             sides = [left.of_mine(of_each(x, len(sides[0]))) for x in sides]
         if head.fuse_main_grad:
             main_grad.promise(self.weight)
+        if chunks and weights_T is not None:
+            return _run(self, sides, teachers, plan, sizes, (chunks, weights_T))
         found_T = _run(self, sides, teachers, plan, sizes)
+        if weights_T is not None:
+            return (found_T[0] * weights_T).sum()
         if left is not None:
             found_T = [left.spread(x, leading.numel()) for x in found_T]
         if len(leading) != 1:
@@ -288,9 +310,15 @@ class LmHead:
 
 
 def _run(
-    own: Any, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
-) -> Sequence[Tensor]:
-    """The results of all read-outs, one after the other, by the autograd function that serves them."""
+    own: Any,
+    sides: list[Tensor],
+    teachers: Sequence[Teacher],
+    plan: Plan,
+    sizes: list[int] | None,
+    summed: tuple[list[slice], Tensor] | None = None,
+) -> Any:
+    """The results of all read-outs, one after the other, by the autograd function that serves them; `summed`: the sum
+    of the only one's, with its chunks and weights."""
     head = plan.call
     x_TD, weight, bias, low = _inputs(own, sides[0], head) if own.lora else (sides[0], own.weight, own.bias, None)
     keep = torch.is_grad_enabled() and (
@@ -312,6 +340,8 @@ def _run(
         plan.take_a_column()
         weight, bias = F.pad(numbers(weight), (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
         low = None if low is None else F.pad(low, (0, 0, 0, 1))
+    if summed is not None:
+        return SummedHead.apply(plan, summed[0], sizes, summed[1], x_TD, weight, bias, low)
     if plan.fixed:
         return _apply_eagerly(LinearHead, plan, sizes, keep, x_TD, weight, bias, low)
     return LinearHead.apply(plan, sizes, keep, x_TD, weight, bias, low)
@@ -329,6 +359,34 @@ def _inputs(given: Any, x_TD: Tensor, head: ResolvedHead) -> tuple[Tensor, Tenso
 def _apply_eagerly(function: Any, plan: Plan, *arguments: Any) -> Sequence[Tensor]:
     plan.passes = passes_of(plan.target_T)  # the plan may have been made while compiling
     return function.apply(plan, *arguments)
+
+
+def _wants_gradient(own: Any, hidden: Tensor) -> bool:
+    """Return whether a backward may follow; a weight that was refused may be no tensor."""
+    adapters = adapters_of(own.lora) if own.lora else ()
+    given = [hidden, own.weight, own.bias, *(x for each in adapters for x in (each.A, each.B))]
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given)
+
+
+def _check_weights(weights: Any, readouts: Sequence[ReadOut], leading: torch.Size) -> None:
+    """Raise what every rank sees wrong with the weights of a sum."""
+    if len(readouts) != 1 or readouts[0].count != 1 or not readouts[0].differentiable:
+        names = ", ".join(type(r).__name__ for r in readouts)
+        raise ValueError(
+            f"weights are given and {names} is read: they weigh a sum of one read-out that gives one differentiable "
+            f"tensor; read it alone, or sum its result without weights"
+        )
+    if not isinstance(weights, Tensor) or weights.shape != leading or not weights.is_floating_point():
+        said = f"{tuple(weights.shape)} of {weights.dtype}" if isinstance(weights, Tensor) else f"{weights!r}"
+        raise ValueError(
+            f"weights is {said}: it must be a floating tensor with a number for each token of all ranks, "
+            f"{tuple(leading)}; make it of the labels' shape"
+        )
+    if weights.requires_grad:
+        raise ValueError(
+            "weights requires a gradient, and a sum has none for its weights; pass weights.detach(), or sum the result "
+            "of a call without weights"
+        )
 
 
 def checked(asked: Sequence[ReadOut], head: ResolvedHead) -> tuple[list[ReadOut], list[Any], ValueError | None]:

@@ -34,6 +34,9 @@ _CUDA_BLOCK_BYTES, _CUDA_BLOCK_SHARE = 64 << 20, 10
 # takes less memory. _BLOCK_SECONDS: the dozen small launches of a block of columns.
 _HIDDEN_TRAFFIC, _AS_GOOD, _BLOCK_SECONDS = 0.1, 1.01, 24e-6
 
+# Tokens of a chunk that is added to dW, at least.
+_FEWEST_SUMMED = 256
+
 
 def _seconds(device: Device, m: int, n: int, k: int, result_bytes: int) -> float:
     """Estimate a product's time as `product_seconds`; also for sizes that are bound by arithmetic, less traffic is
@@ -152,6 +155,19 @@ def summed_tokens(w_VD: Operand) -> int:
     16-bit weight's memory, or 64 MiB. The sums take twice of it, and are read and written for each chunk."""
     columns, width = w_VD.shape
     return _rounded(max(width // 4, _CUDA_BLOCK_BYTES // (4 * max(columns, 1))), TILE_M)
+
+
+def summed_chunks(tokens: int, chunk_tokens: int | None, like: Tensor) -> list[slice]:
+    """Tokens in chunks of about equal size, each of which is added to an fp32 dW, of hidden states like `like`.
+
+    So many tokens that fp32 logits take half of dW's memory. dW is read and written for each chunk. They do not depend
+    on the columns, of which ranks may have more or fewer.
+    """
+    step = chunk_tokens or _rounded(max(like.shape[1] // 2, _FEWEST_SUMMED), TILE_M)
+    if not chunk_tokens:
+        step = -(-tokens // max(1, -(-tokens // step)))
+        step = -(-step // TILE_M) * TILE_M
+    return _stepped(slice(0, tokens), step)
 
 
 def tiles(

@@ -234,6 +234,15 @@ class Plan:
         tokens = self.asked, self.places_T, self.all_tokens
         return statistics.exchange(stats_KT, self.call, self.words, self.ids, *tokens)
 
+    def exchange_chunk(self, stats_Kt: Tensor, first: bool) -> Tensor:
+        """Every rank's statistics of a chunk of tokens, `[R, K, t + 1]`, of chunks that are alike on all ranks; the
+        `first` one is checked for all, and raises as `exchange`. Communicates: 1 all-gather."""
+        if self.ranks == 1:
+            return stats_Kt.unsqueeze(0)
+        if first:
+            return statistics.exchange(stats_Kt, self.call, self.words, self.ids, self.asked)
+        return statistics.exchange_signed(stats_Kt, self.call)
+
     def parts(self, stats_Kt: Tensor, own_KT: Tensor | None, rows: slice) -> list[tuple[int, Tensor, Any]]:
         """The place of each read-out with rows of its own, those that are sent and those that stay, if any do."""
         found = []

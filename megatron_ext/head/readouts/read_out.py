@@ -218,6 +218,15 @@ class ReadOut:
         part.call = call
         return part
 
+    @property
+    def by_tokens(self) -> bool:
+        """Return whether `of_tokens` can be asked for."""
+        return False
+
+    def of_tokens(self, rows: slice) -> Self:
+        """Return this read-out for the tokens `rows` alone, with what it has of each token flat; if `by_tokens`."""
+        raise NotImplementedError
+
     def scan_leaves(self, of_leaves: "Sequence[ReadOut]", chunks: Sequence[Chunk]) -> None:
         """`scan` of all leaves of this rank, each with its chunk; where `by_leaf`."""
         for leaf, chunk in zip(of_leaves, chunks, strict=True):
@@ -309,6 +318,17 @@ class OfLabels(ReadOut):
     def flatten(self, flat: Flatten) -> None:
         self.labels_T = flat(self.labels).long()
         self.counts_T = None if self.all_count and self.softmax else self.labels_T != self.ignore_index
+
+    @property
+    def by_tokens(self) -> bool:
+        """Return whether labels are all that it has of each token."""
+        return type(self).flatten is OfLabels.flatten and self.softmax and self.count == 1 and not self.rows
+
+    def of_tokens(self, rows: slice) -> Self:
+        part = self.copied()
+        part.labels_T = None if self.labels_T is None else self.labels_T[rows]
+        part.counts_T = None if self.counts_T is None else self.counts_T[rows]
+        return part
 
     def per_token(self) -> tuple[str, Tensor]:
         return "labels", self.labels

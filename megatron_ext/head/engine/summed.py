@@ -1,0 +1,189 @@
+"""A weighed sum of a read-out of labels, whose gradient forward makes chunk by chunk: 6 NVH in the memory of a chunk.
+
+The gradient of `s = sum_t w_t loss_t` is known in forward but for one factor, that of s. So each chunk of tokens has its
+logits made, read and turned into its part of dx and dW while they are there, and backward multiplies both by the factor:
+no logits are made again, and none are kept. dW is summed over the chunks in fp32 (fp64 for fp64), since a sum in 16 bits
+would be rounded with each chunk, and is rounded to the weight's dtype once, in backward.
+
+Legend: T tokens (after any gather), t of a chunk, D hidden size, V columns of this rank's vocabulary shard.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext import main_grad
+from megatron_ext.autograd import differentiable_once, without_autocast
+from megatron_ext.distributed import collectives
+from megatron_ext.head.call import statistics
+from megatron_ext.head.call.chunk_sizes import keeps_all, summed_chunks
+from megatron_ext.head.call.logit_gradient import basis_of
+from megatron_ext.head.call.matmul import SideBySide
+from megatron_ext.head.call.resolved_head import Leaf, ResolvedHead
+from megatron_ext.head.engine.linear import WeightGradient, finished_dx, leaf_weights
+from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.row_passes.passes import RowPasses
+from megatron_ext.numerics import tensors
+from megatron_ext.numerics.tensors import accumulation_dtype, part_of, pieces
+from megatron_ext.numerics.tree_sums import start_sum_of_ranks
+
+
+def chunks_in_forward(plan: Plan, x_TD: Tensor, apart: bool) -> list[slice] | None:
+    """Return the chunks of tokens in which forward makes the gradient of a sum; None: `LinearHead` has to make it.
+
+    They follow from what every rank knows, so that each exchanges as many statistics at a time. `x_TD`: hidden states
+    in the dtype to compute in. `apart`: ranks may have left out other tokens each.
+
+    Not where exponentials are kept in any case (`cache` above 0, or by default for few tokens), with fixed bits, with
+    a fused epilogue, or in fp16, whose range a gradient needs its loss scale for, which only backward knows.
+    """
+    call, readout = plan.head, plan.readouts[0]
+    keeps = call.cache not in (0, "bounded") or keeps_all(call, plan.tokens, x_TD)
+    other = plan.fixed or call.fused_epilogue or plan.needs_logits or not readout.by_tokens or x_TD.dtype == torch.float16
+    if keeps or other or apart or not plan.tokens:
+        return None
+    return summed_chunks(plan.tokens, call.chunk_tokens, x_TD)
+
+
+class SummedHead(torch.autograd.Function):
+    """The sum over all tokens of `weights` times the result of `plan`'s read-out, a number: of hidden states `[T, D]`,
+    weight, bias and low rank as `LinearHead` takes them.
+
+    `chunks`: see `chunks_in_forward`. `sizes`: with the sequence layout, where hidden states are this rank's slice, the
+    number of each rank's tokens; else None. `weights_T`: `[T]`, without a gradient.
+
+    Keeps for backward dx in the hidden states' dtype and an fp32 dW, no hidden states and no exponentials. A main_grad
+    is written by backward alone.
+
+    Communicates, at several ranks: forward an all-gather of statistics for each chunk, of which the first tells of
+    faults, options and labels; backward one all-reduce of dx. With the sequence layout forward also gathers the hidden
+    states, and dx is reduce-scattered.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        chunks: list[slice],
+        sizes: list[int] | None,
+        weights_T: Tensor,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        low_VR: Tensor | None,
+    ) -> Tensor:
+        call, (need_dx, need_dw, need_db, need_dlow) = plan.call, ctx.needs_input_grad[4:]
+        with without_autocast(hidden_TD):
+            x_TD = hidden_TD if sizes is None else collectives.all_gather(hidden_TD, call.group, sizes=sizes)
+            w_VD, (whole,) = leaf_weights(weight_VD, low_VR, bias_V, plan, x_TD)
+            wide, columns = accumulation_dtype(x_TD.dtype), slice(0, w_VD.shape[0])
+            parts = [(need_dw, weight_VD), *([] if low_VR is None else [(need_dlow, low_VR)])]
+            sums = [x_TD.new_empty(like.shape, dtype=wide) if need else None for need, like in parts]
+            spans = w_VD.columns if isinstance(w_VD, SideBySide) else [slice(0, w_VD.shape[1])]
+            db_V = x_TD.new_zeros(w_VD.shape[0], dtype=wide) if need_db else None
+            dx_TD = x_TD.new_empty(x_TD.shape) if need_dx else None
+            values = []
+            for rows in chunks:
+                leaf, x_tD = whole._replace(target_T=part_of(whole.target_T, rows)), part_of(x_TD, rows)
+                value_t, grad, g_tV = _chunk(plan, leaf, rows, x_tD, weights_T[rows])
+                values.append(value_t)
+                if dx_TD is not None:
+                    product_tD = plan.arithmetic.add_product(None, g_tV, leaf.w_VD)
+                    dx_TD[rows] = finished_dx(slice(0, len(x_tD)), product_tD, grad, leaf, plan, passing=False)
+                    del product_tD
+                for sum_VD, span in zip(sums, spans, strict=True):
+                    if sum_VD is not None:
+                        side_tD = x_tD if len(spans) == 1 else x_tD[:, span]
+                        side = WeightGradient(sum_VD, side_tD, leaf, grad, plan, accumulate=rows.start > 0)
+                        side.add(columns, g_tV)
+                        side.finish()
+                if db_V is not None:
+                    db_V += plan.arithmetic.column_sums(g_tV, grad.scale)
+                    ones_t1 = db_V.new_ones(len(x_tD), 1)
+                    WeightGradient(db_V.unsqueeze(1), ones_t1, leaf, grad, plan, accumulate=True).add_exact()
+                del g_tV  # before the next chunk's logits are made
+            ctx.save_for_backward(dx_TD, db_V, *sums)
+        ctx.group, ctx.sizes, ctx.passes = call.group, sizes, plan.passes
+        ctx.parameter = weight_VD if call.fuse_main_grad and need_dw else None
+        ctx.dtypes = [None if x is None else x.dtype for x in (weight_VD, bias_V, low_VR)]
+        return (torch.cat(values) * weights_T).sum()
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx_TD, db_V, dw_VD, *low = ctx.saved_tensors
+        passes, (dtype, of_bias, of_low), sum_TD = ctx.passes, ctx.dtypes, None
+        if dx_TD is not None:
+            dx_TD = _scaled(dx_TD, grad, dx_TD.dtype, passes)
+            sum_TD = start_sum_of_ranks(dx_TD, dx_TD, ctx.group, ctx.sizes, fixed=False)
+        db_V = None if db_V is None else (db_V * grad).to(of_bias)
+        dlow_VR = _scaled(low[0], grad, of_low, passes) if low and low[0] is not None else None
+        if ctx.parameter is not None:
+            fused_VD = main_grad.buffer_of(ctx.parameter)
+            for rows in pieces(dw_VD):
+                fused_VD[rows] += dw_VD[rows] * grad
+            dw_VD = main_grad.finish(ctx.parameter, dtype)
+        elif dw_VD is not None:
+            dw_VD = _scaled(dw_VD, grad, dtype, passes)
+        return None, None, None, None, None if sum_TD is None else sum_TD.wait(), dw_VD, db_V, dlow_VR
+
+
+def _chunk(
+    plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor
+) -> tuple[Tensor, Any, Tensor]:
+    """Return the result of each token of a chunk, and the gradient of their sum by its parts: coefficients, and the
+    gradient matrix. `leaf`: with the labels of the chunk. Communicates: at several ranks 1 all-gather."""
+    call, tokens = plan.call, len(x_tD)
+    stats_Kt = statistics.new_statistics(
+        tokens, plan.shared_rows, plan.ranks, accumulation_dtype(x_tD.dtype), x_tD.device
+    )
+    shift_t, bent = stats_Kt.new_empty(tokens), call.softcap is not None or call.expected
+    wider = x_tD.is_cuda and tensors.widens(x_tD, call.rounds)
+    g_tV = tensors.new_matrix(x_tD, tokens, leaf.w_VD.shape[0])
+    z_tV = plan.arithmetic.logits(x_tD, leaf.w_VD, None if wider else g_tV, call.rounds)
+    plan.passes.row_statistics(
+        z_tV,
+        leaf.target_T,
+        stats_Kt[:, :-1],
+        exp_TV=None if bent else g_tV,
+        shift_T=shift_t,
+        bias_V=leaf.bias_V,
+        labelled=plan.labelled,
+        counted=leaf.vocab.counted,
+        **plan.sums,
+    )
+    if not bent:
+        del z_tV
+    stats_RKt = plan.exchange_chunk(stats_Kt, first=rows.start == 0)
+    stats = plan.passes.combined(stats_RKt, stats_Kt, shift_t, call)
+    readout = plan.readouts[0].of_tokens(rows)
+    (value_t, *_), saved = readout.results(stats, stats_RKt, stats_Kt)
+    kept_t = None if plan.kept_T is None else plan.kept_T[rows]
+    basis = basis_of([readout], stats, [saved], [weights_t])
+    grad = plan.passes.token_gradient(stats, kept_t, leaf.target_T, basis, call, plan.labelled)
+    if bent:
+        scale_t, slope_t, offset_t = grad.inside
+        plan.passes.row_gradient(
+            z_tV,
+            leaf.target_T,
+            grad.shift,
+            g_tV,
+            scale_T=scale_t,
+            slope_T=slope_t,
+            offset_T=offset_t,
+            bias_V=leaf.bias_V,
+            counted=leaf.vocab.counted,
+            softcap=call.softcap,
+            temperature=call.temperature,
+        )
+    return value_t, grad, g_tV
+
+
+def _scaled(x_ND: Tensor, factor: Tensor, dtype: torch.dtype, passes: RowPasses) -> Tensor:
+    """`factor * x`, rounded once to `dtype`, without a second tensor in the dtype of `x`."""
+    out_ND, factor_N = x_ND.new_empty(x_ND.shape, dtype=dtype), factor.to(accumulation_dtype(x_ND.dtype))
+    factor_N = factor_N.expand(x_ND.shape[0])
+    for rows in [slice(0, len(x_ND))] if x_ND.is_cuda else pieces(x_ND):
+        passes.scale_rows(part_of(out_ND, rows), part_of(x_ND, rows), factor_N[rows])
+    return out_ND
