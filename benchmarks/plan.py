@@ -62,12 +62,11 @@ def plan(
         x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
         w_VD = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
         labels_T = torch.empty(case.tokens, dtype=torch.int64)
-        upstream_T = torch.empty(case.tokens)
         head = implementation.build(case, group)
         with torch.autograd.set_multithreading_enabled(False), measure() as costs, recorder:
             loss = head(x_TD, w_VD, labels_T)
             recorder.phase = "backward"
-            torch.autograd.grad(loss, [x_TD, w_VD], upstream_T)  # `backward` would copy fake gradients into `.grad`
+            torch.autograd.grad(loss, [x_TD, w_VD], torch.empty_like(loss))  # `backward` would copy fake gradients into `.grad`
     return recorder.plan, costs.peak_bytes
 
 

@@ -157,17 +157,17 @@ def summed_tokens(w_VD: Operand) -> int:
     return _rounded(max(width // 4, _CUDA_BLOCK_BYTES // (4 * max(columns, 1))), TILE_M)
 
 
-def summed_chunks(tokens: int, chunk_tokens: int | None, like: Tensor) -> list[slice]:
-    """Tokens in chunks of about equal size, each of which is added to an fp32 dW, of hidden states like `like`.
+def summed_chunks(tokens: int, chunk_tokens: int | None, like: Tensor, as_logits: bool) -> list[slice]:
+    """Tokens in chunks of about equal size, each of which is added to dW, of hidden states like `like`.
 
-    So many tokens that fp32 logits take half of dW's memory. dW is read and written for each chunk. They do not depend
-    on the columns, of which ranks may have more or fewer.
+    Of 16 bits they are so many that their exponentials take half of an fp32 dW's memory, which each chunk reads and
+    writes; half as many where fp32 logits have to be there beside them (`as_logits`). They do not depend on the number
+    of columns, of which ranks may have more or fewer.
     """
-    step = chunk_tokens or _rounded(max(like.shape[1] // 2, _FEWEST_SUMMED), TILE_M)
-    if not chunk_tokens:
-        step = -(-tokens // max(1, -(-tokens // step)))
-        step = -(-step // TILE_M) * TILE_M
-    return _stepped(slice(0, tokens), step)
+    if chunk_tokens:
+        return _stepped(slice(0, tokens), chunk_tokens)
+    most = max(like.shape[1] // (1 + as_logits), _FEWEST_SUMMED)
+    return _stepped(slice(0, tokens), -(-tokens // -(-tokens // most) // TILE_M) * TILE_M)
 
 
 def tiles(

@@ -407,23 +407,28 @@ def finished_dx(
     leaf: Leaf,
     plan: Plan,
     passing: bool,
+    given_TD: Tensor | None = None,
 ) -> Tensor:
     """A leaf's part of dx of the tokens `rows`, from their product with W, in its memory if possible: in the weight's
     dtype, with fixed bits in that of the sums.
 
     `passing`: dx is only on its way to a reduce-scatter, so it may sit in the first half of the product's memory.
+    `given`: where it is written instead.
     """
     w_VD = leaf.w_VD
     if isinstance(w_VD, SideBySide):
-        whole_TD = (
-            product_TD if product_TD.dtype == w_VD.dtype else product_TD.new_empty(product_TD.shape, dtype=w_VD.dtype)
-        )
+        whole_TD = given_TD
+        if whole_TD is None:
+            alike = product_TD.dtype == w_VD.dtype
+            whole_TD = product_TD if alike else product_TD.new_empty(product_TD.shape, dtype=w_VD.dtype)
         for (part_TD, w_VP), (out_TD, _) in zip(w_VD.across(product_TD), w_VD.across(whole_TD), strict=True):
             done_TD = finished_dx(rows, part_TD, grad, leaf._replace(w_VD=w_VP), plan, passing=False)
             if done_TD is not part_TD:
                 out_TD.copy_(done_TD)
         return whole_TD
-    if product_TD.dtype == w_VD.dtype or plan.fixed:
+    if given_TD is not None:
+        out_TD = given_TD
+    elif product_TD.dtype == w_VD.dtype or plan.fixed:
         out_TD = product_TD
     elif passing:  # rows are converted in order: those not read yet lie behind those written
         out_TD = product_TD.view(w_VD.dtype).view(-1)[: product_TD.numel()].view(product_TD.shape)

@@ -17,7 +17,7 @@ from megatron_ext import main_grad
 from megatron_ext.autograd import differentiable_once, without_autocast
 from megatron_ext.distributed import collectives
 from megatron_ext.head.call import statistics
-from megatron_ext.head.call.chunk_sizes import keeps_all, summed_chunks
+from megatron_ext.head.call.chunk_sizes import chunks, keeps_all, summed_chunks
 from megatron_ext.head.call.logit_gradient import basis_of
 from megatron_ext.head.call.matmul import SideBySide
 from megatron_ext.head.call.resolved_head import Leaf, ResolvedHead
@@ -43,7 +43,7 @@ def chunks_in_forward(plan: Plan, x_TD: Tensor, apart: bool) -> list[slice] | No
     other = plan.fixed or call.fused_epilogue or plan.needs_logits or not readout.by_tokens or x_TD.dtype == torch.float16
     if keeps or other or apart or not plan.tokens:
         return None
-    return summed_chunks(plan.tokens, call.chunk_tokens, x_TD)
+    return summed_chunks(plan.tokens, call.chunk_tokens, x_TD, _bends(plan))
 
 
 class SummedHead(torch.autograd.Function):
@@ -90,7 +90,7 @@ class SummedHead(torch.autograd.Function):
                 values.append(value_t)
                 if dx_TD is not None:
                     product_tD = plan.arithmetic.add_product(None, g_tV, leaf.w_VD)
-                    dx_TD[rows] = finished_dx(slice(0, len(x_tD)), product_tD, grad, leaf, plan, passing=False)
+                    finished_dx(slice(0, len(x_tD)), product_tD, grad, leaf, plan, False, part_of(dx_TD, rows))
                     del product_tD
                 for sum_VD, span in zip(sums, spans, strict=True):
                     if sum_VD is not None:
@@ -129,6 +129,11 @@ class SummedHead(torch.autograd.Function):
         return None, None, None, None, None if sum_TD is None else sum_TD.wait(), dw_VD, db_V, dlow_VR
 
 
+def _bends(plan: Plan) -> bool:
+    """Return whether the gradient is none of the exponentials alone, so that the logits must be there."""
+    return plan.call.softcap is not None or plan.call.expected
+
+
 def _chunk(
     plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor
 ) -> tuple[Tensor, Any, Tensor]:
@@ -138,23 +143,27 @@ def _chunk(
     stats_Kt = statistics.new_statistics(
         tokens, plan.shared_rows, plan.ranks, accumulation_dtype(x_tD.dtype), x_tD.device
     )
-    shift_t, bent = stats_Kt.new_empty(tokens), call.softcap is not None or call.expected
-    wider = x_tD.is_cuda and tensors.widens(x_tD, call.rounds)
-    g_tV = tensors.new_matrix(x_tD, tokens, leaf.w_VD.shape[0])
-    z_tV = plan.arithmetic.logits(x_tD, leaf.w_VD, None if wider else g_tV, call.rounds)
-    plan.passes.row_statistics(
-        z_tV,
-        leaf.target_T,
-        stats_Kt[:, :-1],
-        exp_TV=None if bent else g_tV,
-        shift_T=shift_t,
-        bias_V=leaf.bias_V,
-        labelled=plan.labelled,
-        counted=leaf.vocab.counted,
-        **plan.sums,
-    )
-    if not bent:
-        del z_tV
+    shift_t, columns, bent = stats_Kt.new_empty(tokens), leaf.w_VD.shape[0], _bends(plan)
+    in_place = not (x_tD.is_cuda and tensors.widens(x_tD, call.rounds))
+    g_tV, every, z_tV = tensors.new_matrix(x_tD, tokens, columns), slice(0, tokens), None
+    # fp32 logits of a quarter of the tokens take half of the memory of all exponentials.
+    parts = [every] if bent or in_place else chunks(every, -(-tokens // 4), columns, on_gpu=True)
+    for part in parts:
+        out_tV = part_of(g_tV, part)
+        z_tV = plan.arithmetic.logits(part_of(x_tD, part), leaf.w_VD, out_tV if in_place else None, call.rounds)
+        plan.passes.row_statistics(
+            z_tV,
+            part_of(leaf.target_T, part),
+            stats_Kt[:, part],
+            exp_TV=None if bent else out_tV,
+            shift_T=part_of(shift_t, part),
+            bias_V=leaf.bias_V,
+            labelled=plan.labelled,
+            counted=leaf.vocab.counted,
+            **plan.sums,
+        )
+        if not bent:
+            z_tV = None  # before the next ones are made
     stats_RKt = plan.exchange_chunk(stats_Kt, first=rows.start == 0)
     stats = plan.passes.combined(stats_RKt, stats_Kt, shift_t, call)
     readout = plan.readouts[0].of_tokens(rows)
