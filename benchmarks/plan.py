@@ -66,7 +66,9 @@ def plan(
         with torch.autograd.set_multithreading_enabled(False), measure() as costs, recorder:
             loss = head(x_TD, w_VD, labels_T)
             recorder.phase = "backward"
-            torch.autograd.grad(loss, [x_TD, w_VD], torch.empty_like(loss))  # `backward` would copy fake gradients into `.grad`
+            torch.autograd.grad(
+                loss, [x_TD, w_VD], torch.empty_like(loss)
+            )  # `backward` would copy fake gradients into `.grad`
     return recorder.plan, costs.peak_bytes
 
 

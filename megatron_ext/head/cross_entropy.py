@@ -112,14 +112,15 @@ def linear_cross_entropy(
         logit_dtype=logit_dtype,
         lora=lora,
     )
-    asked, counts, weights = labels, None, None
+    asked, counts, at_most, weights = labels, None, None, None
     if skip_ignored or loss_mask is not None:
         asked = masked(labels, loss_mask, ignore_index)
-        counts = asked != ignore_index if skip_ignored else None
+    if skip_ignored:
+        counts, at_most = asked != ignore_index, token_bound(skip_ignored)
     if reduction != "none" and (loss_mask is None or not loss_mask.requires_grad):
         weights = token_weights(labels, loss_mask, ignore_index, reduction, hidden)
     read_out = CrossEntropy(asked, ignore_index, label_smoothing, z_loss)
-    loss = head.read(hidden, read_out, counts=counts, at_most=token_bound(skip_ignored), weights=weights)
+    loss = head.read(hidden, read_out, counts=counts, at_most=at_most, weights=weights)
     if weights is not None or (loss_mask is None and reduction == "none"):
         return loss
     return reduced(loss, labels, loss_mask, ignore_index, reduction)

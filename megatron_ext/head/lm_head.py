@@ -268,10 +268,10 @@ class LmHead:
         if chunks and weights_T is not None:
             return _run(self, sides, teachers, plan, sizes, (chunks, weights_T))
         found_T = _run(self, sides, teachers, plan, sizes)
-        if weights_T is not None:
-            return (found_T[0] * weights_T).sum()
         if left is not None:
             found_T = [left.spread(x, leading.numel()) for x in found_T]
+        if weights is not None:
+            return (found_T[0] * weights.reshape(-1).to(found_T[0].dtype)).sum()
         if len(leading) != 1:
             found_T = [x.reshape((*leading, *x.shape[1:])) for x in found_T]
         return as_asked(plan, found_T)

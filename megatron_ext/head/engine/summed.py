@@ -40,7 +40,9 @@ def chunks_in_forward(plan: Plan, x_TD: Tensor, apart: bool) -> list[slice] | No
     """
     call, readout = plan.head, plan.readouts[0]
     keeps = call.cache not in (0, "bounded") or keeps_all(call, plan.tokens, x_TD)
-    other = plan.fixed or call.fused_epilogue or plan.needs_logits or not readout.by_tokens or x_TD.dtype == torch.float16
+    other = (
+        plan.fixed or call.fused_epilogue or plan.needs_logits or not readout.by_tokens or x_TD.dtype == torch.float16
+    )
     if keeps or other or apart or not plan.tokens:
         return None
     return summed_chunks(plan.tokens, call.chunk_tokens, x_TD, _bends(plan))
@@ -134,9 +136,7 @@ def _bends(plan: Plan) -> bool:
     return plan.call.softcap is not None or plan.call.expected
 
 
-def _chunk(
-    plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor
-) -> tuple[Tensor, Any, Tensor]:
+def _chunk(plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor) -> tuple[Tensor, Any, Tensor]:
     """Return the result of each token of a chunk, and the gradient of their sum by its parts: coefficients, and the
     gradient matrix. `leaf`: with the labels of the chunk. Communicates: at several ranks 1 all-gather."""
     call, tokens = plan.call, len(x_tD)
