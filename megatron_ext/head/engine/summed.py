@@ -1,9 +1,9 @@
 """A weighed sum of a read-out of labels, whose gradient forward makes chunk by chunk: 6 NVH in the memory of a chunk.
 
-The gradient of `s = sum_t w_t loss_t` is known in forward but for one factor, that of s. So each chunk of tokens has its
-logits made, read and turned into its part of dx and dW while they are there, and backward multiplies both by the factor:
-no logits are made again, and none are kept. dW is summed over the chunks in fp32 (fp64 for fp64), since a sum in 16 bits
-would be rounded with each chunk, and is rounded to the weight's dtype once, in backward.
+The gradient of `s = sum_t w_t loss_t` is known in forward but for one factor, the upstream gradient of s. So each chunk
+of tokens has its logits made, read and turned into dx and a term of dW while they are there, and backward multiplies
+both by the factor: no logits are made again, and none are kept. dW is summed over the chunks in fp32 (fp64 for fp64),
+since a sum in 16 bits would be rounded with each chunk; it is rounded to the weight's dtype once, in backward.
 
 Legend: T tokens (after any gather), t of a chunk, D hidden size, V columns of this rank's vocabulary shard.
 """
@@ -20,7 +20,7 @@ from megatron_ext.head.call import statistics
 from megatron_ext.head.call.chunk_sizes import chunks, keeps_all, summed_chunks
 from megatron_ext.head.call.logit_gradient import basis_of
 from megatron_ext.head.call.matmul import SideBySide
-from megatron_ext.head.call.resolved_head import Leaf, ResolvedHead
+from megatron_ext.head.call.resolved_head import Leaf
 from megatron_ext.head.engine.linear import WeightGradient, finished_dx, leaf_weights
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.passes import RowPasses
@@ -38,12 +38,10 @@ def chunks_in_forward(plan: Plan, x_TD: Tensor, apart: bool) -> list[slice] | No
     Not where exponentials are kept in any case (`cache` above 0, or by default for few tokens), with fixed bits, with
     a fused epilogue, or in fp16, whose range a gradient needs its loss scale for, which only backward knows.
     """
-    call, readout = plan.head, plan.readouts[0]
+    call = plan.call
     keeps = call.cache not in (0, "bounded") or keeps_all(call, plan.tokens, x_TD)
-    other = (
-        plan.fixed or call.fused_epilogue or plan.needs_logits or not readout.by_tokens or x_TD.dtype == torch.float16
-    )
-    if keeps or other or apart or not plan.tokens:
+    other = plan.fixed or call.fused_epilogue or plan.needs_logits or not plan.readouts[0].by_tokens
+    if keeps or other or apart or x_TD.dtype == torch.float16 or not plan.tokens:
         return None
     return summed_chunks(plan.tokens, call.chunk_tokens, x_TD, _bends(plan))
 
@@ -145,7 +143,7 @@ def _chunk(plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor)
     )
     shift_t, columns, bent = stats_Kt.new_empty(tokens), leaf.w_VD.shape[0], _bends(plan)
     in_place = not (x_tD.is_cuda and tensors.widens(x_tD, call.rounds))
-    g_tV, every, z_tV = tensors.new_matrix(x_tD, tokens, columns), slice(0, tokens), None
+    g_tV, every = tensors.new_matrix(x_tD, tokens, columns), slice(0, tokens)
     # fp32 logits of a quarter of the tokens take half of the memory of all exponentials.
     parts = [every] if bent or in_place else chunks(every, -(-tokens // 4), columns, on_gpu=True)
     for part in parts:
@@ -163,7 +161,7 @@ def _chunk(plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor)
             **plan.sums,
         )
         if not bent:
-            z_tV = None  # before the next ones are made
+            del z_tV  # before the next ones are made
     stats_RKt = plan.exchange_chunk(stats_Kt, first=rows.start == 0)
     stats = plan.passes.combined(stats_RKt, stats_Kt, shift_t, call)
     readout = plan.readouts[0].of_tokens(rows)
@@ -171,7 +169,7 @@ def _chunk(plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor)
     kept_t = None if plan.kept_T is None else plan.kept_T[rows]
     basis = basis_of([readout], stats, [saved], [weights_t])
     grad = plan.passes.token_gradient(stats, kept_t, leaf.target_T, basis, call, plan.labelled)
-    if bent:
+    if grad.inside is not None:
         scale_t, slope_t, offset_t = grad.inside
         plan.passes.row_gradient(
             z_tV,
