@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import gpu_reads, power, record
 from benchmarks.cases import GPU_CASES, Case
-from benchmarks.implementations import UNFUSED, Implementation, fused_epilogue, kept_by_default, of_bits, ours
+from benchmarks.implementations import MEAN, UNFUSED, Implementation, fused_epilogue, kept_by_default, of_bits, ours
 from benchmarks.launches import Launch, Plan, planned
 from benchmarks.meter import measure
 from megatron_ext.head import LmHead, LogProbs
@@ -39,7 +39,7 @@ CASES = [
 ]
 CACHES = (1, 0.5, 0)
 Cache = float | None  # None: as the head has it by default
-PEERS = (fused_epilogue(1), fused_epilogue(0), of_bits("batch"), of_bits("tensor_parallel"), UNFUSED)
+PEERS = (MEAN, fused_epilogue(1), fused_epilogue(0), of_bits("batch"), of_bits("tensor_parallel"), UNFUSED)
 MILLISECONDS, FLOOR, ABOVE = "planned time", "floor", "above the floor"
 EPILOGUES, WORST = "of it epilogues", "planned time, worst labels"
 SUSTAINED, ENERGY, MEASURED = "time at 700 W", "energy", "measured / time at 700 W"
@@ -62,13 +62,13 @@ def plan(
         x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
         w_VD = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
         labels_T = torch.empty(case.tokens, dtype=torch.int64)
+        upstream_T = torch.empty(case.tokens)
         head = implementation.build(case, group)
         with torch.autograd.set_multithreading_enabled(False), measure() as costs, recorder:
             loss = head(x_TD, w_VD, labels_T)
             recorder.phase = "backward"
-            torch.autograd.grad(
-                loss, [x_TD, w_VD], torch.empty_like(loss)
-            )  # `backward` would copy fake gradients into `.grad`
+            given = upstream_T if loss.dim() else upstream_T[0]
+            torch.autograd.grad(loss, [x_TD, w_VD], given)  # `backward` would copy fake gradients into `.grad`
     return recorder.plan, costs.peak_bytes
 
 
@@ -210,10 +210,11 @@ def summary(path: Path) -> str:
 
 
 def heads(case: Case) -> list[Cache | Implementation]:
-    """Ours at each cache, by default where that is another than 1, and at A and B what stands beside ours."""
+    """Ours at each cache, by default and for a mean where the default is another than 1, and at A and B what stands
+    beside ours."""
     found: list[Cache | Implementation] = [*CACHES] if case in (A, B) else [1]
     if kept_by_default(case) < 1:
-        found.append(None)
+        found += [None, MEAN]
     return [*found, *PEERS] if case in (A, B) else found
 
 
