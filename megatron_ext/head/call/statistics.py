@@ -379,7 +379,7 @@ def check_agreement(numbers_R2: Tensor, words: str) -> None:
     """
     same_2 = ((numbers_R2 == numbers_R2.amax(0)) | (numbers_R2 == 0)).all(0)
     if same_2.is_cuda or not same_2.all():
-        raise_unless_same(*same_2, words)
+        raise_unless_same(same_2[0], same_2[1], words)
 
 
 def raise_unless_same(options: Tensor, labels: Tensor, words: str) -> None:
@@ -416,7 +416,9 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> None:
         tells = (sums_RKT[:, :1].abs() < SATURATED * call.largest).any(0, keepdim=True)
         first = tells.byte().argmax(2, keepdim=True).expand_as(sums_RKT[..., :1])
         differ, alike = differ & tells, (sums_RKT == sums_RKT.gather(2, first)) | ~tells
-    raise_unless_apart(differ.any() | (labels_T >= columns).any() | alike.all(), columns)
+    apart = differ.any() | (labels_T >= columns).any() | alike.all()
+    if apart.is_cuda or not apart:
+        raise_unless_apart(apart, columns)
 
 
 def raise_unless_apart(apart: Tensor, columns: int) -> None:
