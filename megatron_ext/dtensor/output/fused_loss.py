@@ -143,7 +143,8 @@ def use_fused_loss(
 
 
 def model_inside(model: Any) -> Any:
-    """The model that PEFT's wrapper calls; `model` itself where there is none."""
+    """The model that PEFT's wrapper calls, or torch.compile's; `model` itself where there is none."""
+    model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
