@@ -232,7 +232,7 @@ class Plan:
         if self.ranks == 1 or not self.exchanges:
             return stats_KT.unsqueeze(0)
         tokens = self.asked, self.places_T, self.all_tokens
-        return statistics.exchange(stats_KT, self.call, self.words, self.ids, *tokens)
+        return statistics.exchange(stats_KT, self.call, self.words, self.ids, *tokens, self.passes.check_exchange)
 
     def exchange_chunk(self, stats_Kt: Tensor, first: bool) -> Tensor:
         """Every rank's statistics of a chunk of tokens, `[R, K, t + 1]`, of chunks that are alike on all ranks; the
@@ -240,7 +240,9 @@ class Plan:
         if self.ranks == 1:
             return stats_Kt.unsqueeze(0)
         if first:
-            return statistics.exchange(stats_Kt, self.call, self.words, self.ids, self.asked)
+            return statistics.exchange(
+                stats_Kt, self.call, self.words, self.ids, self.asked, check=self.passes.check_exchange
+            )
         return statistics.exchange_signed(stats_Kt, self.call)
 
     def parts(self, stats_Kt: Tensor, own_KT: Tensor | None, rows: slice) -> list[tuple[int, Tensor, Any]]:
