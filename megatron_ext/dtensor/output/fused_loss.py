@@ -16,20 +16,27 @@ from torch import Tensor, nn
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, import_transformers, output_head_path
-from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
-from megatron_ext.dtensor.output.decisions import HeadDecider, HeadDecision, tell_of_change, tell_of_unread_head
-from megatron_ext.dtensor.output.fused_classes import FUSED, use_fused_class
-from megatron_ext.dtensor.output.head_calls import head_call, with_arguments
-from megatron_ext.dtensor.output.loss_proof import basis, not_fusable, own_loss, prove
+from megatron_ext.dtensor.output.decisions import (
+    HeadDecider,
+    HeadDecision,
+    basis,
+    not_fusable,
+    tell_of_change,
+    tell_of_unread_head,
+)
+from megatron_ext.dtensor.output.loss_proof import own_loss, prove
 from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, DeferredLogits, HeadCall
-from megatron_ext.dtensor.output.reads import PLAIN, Read, say_once, say_that_logits_are_made
+from megatron_ext.dtensor.output.reads import PLAIN, Read, head_call, say_once, say_that_logits_are_made, with_arguments
 from megatron_ext.dtensor.output.stand_ins import (
+    FUSED,
     KEEPS_LOGITS,
     VOCABULARY,
     is_registered,
     promising,
     standing_in,
+    use_fused_class,
 )
+from megatron_ext.dtensor.sequence_arguments import tells_of_token_ids, token_id_fault
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.checks import Bits, Cache, rounds
 from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, fusion_is_on, proof_mode

@@ -21,19 +21,20 @@ from megatron_ext.dtensor.output.decisions import (
     HeadDecider,
     HeadDecision,
     ToldFault,
+    basis,
+    not_fusable,
     tell_of_change,
     tell_of_unread_head,
     telling_of_change,
     told,
 )
-from megatron_ext.dtensor.output.fused_classes import forward_of
-from megatron_ext.dtensor.output.head_calls import head_call
-from megatron_ext.dtensor.output.loss_proof import basis, losses_of_logits, not_fusable, prove
+from megatron_ext.dtensor.output.loss_proof import losses_of_logits, prove
 from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
-from megatron_ext.dtensor.output.reads import PLAIN, Read, read_hidden, read_logits, say_that_logits_are_made
+from megatron_ext.dtensor.output.reads import PLAIN, Read, head_call, read_hidden, read_logits, say_that_logits_are_made
 from megatron_ext.dtensor.output.stand_ins import (
     REGISTERED,
     VOCABULARY,
+    forward_of,
     is_registered,
     promising,
     standing_in,
