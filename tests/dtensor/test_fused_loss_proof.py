@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, Trainer
 
 from megatron_ext import fused_loss_report, linear_cross_entropy
 from megatron_ext.dtensor import use_fused_loss
-from megatron_ext.dtensor.output import fused_loss
+from megatron_ext.dtensor.output import fused_loss, loss_proof
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.proof import compare
 from tests.dtensor.models import SIZES, batch, check_gradients, drawn, loss_and_gradients, make, meshes, parallelize
@@ -69,7 +69,7 @@ def test_what_differs_keeps_the_models_own_loss(monkeypatch):
     def twice(*args, **kwargs):
         return 2 * linear_cross_entropy(*args, **kwargs)
 
-    monkeypatch.setattr(fused_loss, "PLAIN", fused_loss.PLAIN._replace(hidden=twice))
+    monkeypatch.setattr(loss_proof, "PLAIN", loss_proof.PLAIN._replace(hidden=twice))
     say_once.cache_clear()
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM keeps its own loss \(differs by a factor 0.5\)"):
         found = use_fused_loss(model)(**given)

@@ -58,36 +58,29 @@ class HeadDecision(NamedTuple):
     anew: Callable[[], Proof] | None = None
 
 
-class HeadDecider(NamedTuple):
-    """The parts of a decision that are the same for all calls of a model's way in.
+def decide(
+    proofs: Proofs,
+    owner: Any,
+    basis: ProofBasis,
+    prove: Callable[[], Proof],
+    mode: ProofMode,
+    group: Group,
+    others: Sequence[Any] = (),
+) -> HeadDecision:
+    """Decide about a call of the kind of `owner` by the `proofs` of a way in; `others` own those of other kinds.
 
-    Attributes:
-        proofs: those of the way in.
-        owners: of proofs of other kinds of calls.
-        mode: when proofs are made.
-        group: ranks that share the vocabulary of the model's head, if any do.
+    Communicates: over several ranks of `group`, which share the head's vocabulary, an all-gather of a small object at
+    the first call.
     """
 
-    proofs: Proofs
-    owners: Sequence[Any]
-    mode: ProofMode
-    group: Group
+    def made() -> Proof:
+        return proofs.of(owner, lambda: basis, prove, mode, group)
 
-    def decide(self, owner: Any, basis: ProofBasis, prove: Callable[[], Proof]) -> HeadDecision:
-        """Decide about a call of the kind of `owner`.
-
-        Communicates: over several ranks of the group an all-gather of a small object, at the first call.
-        """
-
-        def made() -> Proof:
-            return self.proofs.of(owner, lambda: basis, prove, self.mode, self.group)
-
-        if group_size(self.group) > 1:
-            known = [proof for each in (owner, *self.owners) if (proof := self.proofs.made(each)) is not None]
-            new = self.proofs.made(owner) is None
-            if known and (new or self.proofs.has_changed(owner, basis)):
-                return HeadDecision(known[0], made)
-        return HeadDecision(made())
+    if group_size(group) > 1:
+        known = [proof for each in (owner, *others) if (proof := proofs.made(each)) is not None]
+        if known and (proofs.made(owner) is None or proofs.has_changed(owner, basis)):
+            return HeadDecision(known[0], made)
+    return HeadDecision(made())
 
 
 def tell_of_change(model: Any, head: Any, read: Read, hidden: Tensor, given: Sequence[Tensor]) -> None:

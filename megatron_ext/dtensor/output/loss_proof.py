@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.dtensor.decoder import embedding
 from megatron_ext.dtensor.output.promised_logits import HeadCall
+from megatron_ext.dtensor.output.reads import PLAIN, head_call
 from megatron_ext.dtensor.output.stand_ins import HeadLike, is_registered, is_sharded, promising, stub_of, with_head
 from megatron_ext.proof import SAMPLE_TOKENS, Proof, compare
 from megatron_ext.proof.comparison import state_put_back
@@ -49,15 +50,14 @@ def prove(
     own: Callable[..., Any],
     path: str,
     given: dict[str, Any],
-    call_of: Callable[[nn.Module, Tensor], HeadCall],
     loss_of: Callable[[Callable[..., Any], dict[str, Any]], Tensor | None],
     cp_ranks: int = 1,
 ) -> Proof:
     """Compare the loss that `own`, the forward of `model`, makes of a sample of what was `given`, with the fused one.
 
-    `call_of(head, hidden)`: a call of a copy of the head at `path`, whose loss has no options of ours.
-    `loss_of(run, sample)`: the loss of a run of the forward. Where ranks share the layers, or by `cp_ranks` the tokens,
-    the decoder is not run on a sample, and hidden states are drawn: ranks may prove alone, and nothing is sent.
+    `path`: of the head. `loss_of(run, sample)`: the loss of a run of the forward. Where ranks share the layers, or by
+    `cp_ranks` the tokens, the decoder is not run on a sample, and hidden states are drawn: ranks may prove alone, and
+    nothing is sent.
     """
     head = whole_copy(model.get_submodule(path))
     device = next(iter(head.parameters())).device
@@ -96,7 +96,7 @@ def prove(
         calls: list[HeadCall] = []
 
         def fused(hidden: Tensor) -> Tensor:
-            return loss(promising(head, lambda _: call_of(head, hidden), calls.append))
+            return loss(promising(head, lambda _: head_call(head, PLAIN, hidden, {}, whole=True), calls.append))
 
         hidden = first.seen.to(next(iter(head.parameters())).dtype)
         parameters = _by_rows(head)
