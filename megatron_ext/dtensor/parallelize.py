@@ -236,7 +236,7 @@ def _parallelize_with(
     options = (layout, wrapping.mp_policy, wrapping.offload_policy, wrapping.activation_checkpointing)
     meshes = (tp_mesh, wrapping.dp_mesh)
     require_same_model(model, chosen.plan, options, meshes, fault)
-    if chosen.attends:
+    if chosen.unknown is None:
         group = cp_mesh.get_group() if cp_mesh is not None and cp > 1 else None
         use_attention(model, group, tp, sequence_parallel)
     _shard(model, chosen.plan, tp_mesh, wrapping)

@@ -49,11 +49,6 @@ class Chosen(NamedTuple):
     plan: Plan
     unknown: str | None
 
-    @property
-    def attends(self) -> bool:
-        """Return whether our attention takes the place of transformers'."""
-        return self.unknown is None
-
 
 def choose_plan(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] | str | None = None) -> Chosen:
     """Choose the plan by which `model`, on any device (also meta), becomes parallel as `layout` says.
