@@ -173,12 +173,10 @@ def own_forward(model: Any) -> Callable[..., Any]:
     """The forward of a model in a fused class that would be called if there were none: a function of the model."""
     if _INSTANCE in vars(model):
         return vars(model)[_INSTANCE]
-    after = type(model).__mro__[type(model).__mro__.index(_made_by(type(model))) + 1 :]
+    kinds = type(model).__mro__
+    made = next(kind for kind in kinds if "_megatron_ext_base" in vars(kind))
+    after = kinds[kinds.index(made) + 1 :]
     return next(vars(kind)["forward"] for kind in after if "forward" in vars(kind))
-
-
-def _made_by(kind: type) -> type:
-    return next(each for each in kind.__mro__ if "_megatron_ext_base" in vars(each))
 
 
 @functools.cache
