@@ -116,7 +116,8 @@ def use_fused_loss(
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: `model` has no lm head, or is compiled; an option that `linear_cross_entropy` refuses.
+        ValueError: `model` has no lm head, or is compiled; an option that `linear_cross_entropy` refuses. From forward:
+            `label_smoothing`, `z_loss` or `bits` are given, and the loss stays the model's own.
 
     Warns:
         UserWarning: once a class of models, from forward: its loss stays the model's own, and why.
@@ -150,7 +151,8 @@ def use_fused_loss(
 
 
 def model_inside(model: Any) -> Any:
-    """The model that PEFT's wrapper calls; `model` itself where there is none."""
+    """The model that PEFT's wrapper calls, or torch.compile's; `model` itself where there is none."""
+    model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
