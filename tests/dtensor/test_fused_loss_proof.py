@@ -162,6 +162,17 @@ def test_options_that_a_models_own_loss_lacks_are_refused(options):
     assert model.eval()(**given).loss > 0  # which answers as before
 
 
+def test_labels_are_smoothed_by_model_or_option_alone():
+    model, given = make("llama"), batch()
+    model.loss_function = lambda logits, labels, vocab_size, **_: torch.nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1), label_smoothing=0.2
+    )
+    expected = model(**given).loss
+    torch.testing.assert_close(use_fused_loss(model)(**given).loss, expected)
+    with pytest.raises(ValueError, match="given label_smoothing=0.1, and the model's own loss has label_smoothing=0.2"):
+        use_fused_loss(model, label_smoothing=0.1)(**given)
+
+
 def test_arguments_without_names_keep_the_models_own_loss():
     class Unnamed(LlamaForCausalLM):
         def forward(self, *args, **kwargs):

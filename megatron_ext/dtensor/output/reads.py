@@ -182,8 +182,13 @@ def head_call(head: Any, read: Read, hidden: Tensor, given: dict[str, Any], whol
 
 
 def with_arguments(read: Read, own: CrossEntropyArguments) -> Read:
-    """`read`, as a model's own call of cross entropy asks for it."""
+    """`read`, as a model's own call of cross entropy asks for it. Raises ValueError where both smooth labels."""
     assert read.hidden is not None
+    if own.label_smoothing and "label_smoothing" in read.options:
+        raise ValueError(
+            f"use_fused_loss was given {read.options}, and the model's own loss has label_smoothing="
+            f"{own.label_smoothing}: leave it out in one of the two"
+        )
     smoothing = {"label_smoothing": own.label_smoothing} if own.label_smoothing else {}
     return read._replace(hidden=functools.partial(read.hidden, ignore_index=own.ignore_index, **smoothing))
 
