@@ -321,7 +321,7 @@ def token_weights(
 ) -> Tensor:
     """The number of each token that makes a sum over tokens what `reduced` gives, of a mask without a gradient."""
     check_integers("labels", labels)
-    kept = labels != ignore_index
+    kept = labels.long() != ignore_index
     weights = (kept if loss_mask is None else kept * loss_mask).to(accumulation_dtype(hidden.dtype))
     if reduction == "sum":
         return weights
