@@ -54,6 +54,13 @@ def test_odd_lengths_and_padding_are_nobodys_business():
     assert error(given, true) < 3e-6
 
 
+def test_padding_before_a_row_predicts_nothing():
+    model, row = make("llama"), drawn(1, 9)
+    mask = F.pad(torch.ones_like(row), (4, 2))
+    found = causal_lm_log_probs(model, F.pad(row, (4, 2)), attention_mask=mask)
+    assert error(found, F.pad(causal_lm_log_probs(model, row), (4, 2))) < 3e-6
+
+
 @ranks(2)
 def test_packed_tokens_of_an_odd_number_in_slices():
     cu_seqlens = torch.tensor([0, 5, 6, 13])

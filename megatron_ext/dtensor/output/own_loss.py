@@ -19,8 +19,12 @@ def restore_own_loss(model: nn.Module) -> nn.Module:
     Of a model that `parallelize` made, `causal_lm_loss` and log-probabilities come through the logits as well; of any
     other model these two functions read hidden states, as before `use_fused_loss`. Parameters, hooks and wrappers stay
     as they are; `use_fused_loss(model)` undoes this call. Harmless where nothing is fused. Communicates nothing.
+
+    Raises:
+        ValueError: `model` is no causal language model, as one that DDP has wrapped: pass its `.module`.
     """
     inside = model_inside(model)
+    output_head_path(inside)
     inside.__dict__.pop(FUSED, None)
     leave_fused_class(inside)
     if is_registered(inside):

@@ -37,6 +37,7 @@ class Read(NamedTuple):
     bits: Bits | None = None
     logit_dtype: torch.dtype | None = None
     agrees: bool = False
+    options: str = ""
 
     def shape(self, labels_BP: Tensor) -> tuple[int, ...]:
         """Return the shape of the first result alone, which tells all ranks of a refusal."""
@@ -47,8 +48,13 @@ PLAIN = Read(1.0, linear_cross_entropy, vocab_parallel_cross_entropy)
 
 
 def say_that_logits_are_made(reason: str, read: Read) -> None:
-    """Warns, once; or raises ValueError if a model's own logits do not have what `read` asks for: bits, by Megatron's
-    mode too, or a dtype that they are rounded to."""
+    """Warns, once; or raises ValueError if a model's own logits or loss do not have what `read` asks for: options of
+    the loss, bits, by Megatron's mode too, or a dtype that they are rounded to."""
+    if read.options:
+        raise ValueError(
+            f"use_fused_loss was given {read.options}, and {reason}: the model's own loss has no such option; leave it "
+            f"out, or change the model so that its loss is fused"
+        )
     if rounds(read.logit_dtype):
         raise ValueError(
             f"logit_dtype is {read.logit_dtype}, and {reason}: its log-probabilities come through logits that the "

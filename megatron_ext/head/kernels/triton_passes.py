@@ -3,6 +3,7 @@
 from megatron_ext.head.kernels import label_terms, nucleus, selection, token_terms
 from megatron_ext.head.kernels.epilogues.gradient import product_gradient
 from megatron_ext.head.kernels.epilogues.statistics import product_statistics
+from megatron_ext.head.kernels.exchange_checks import check_exchange
 from megatron_ext.head.kernels.fixed_order_sums import row_sums, segment_sums
 from megatron_ext.head.kernels.row_gradient import row_gradient
 from megatron_ext.head.kernels.statistics.row_statistics import row_statistics
@@ -19,6 +20,7 @@ class _TritonPasses(RowPasses):
     add_label_rows = staticmethod(label_terms.add_label_rows)
     finish_dx = staticmethod(label_terms.finish_dx)
     scale_rows = staticmethod(label_terms.scale_rows)
+    check_exchange = staticmethod(check_exchange)
     combined = staticmethod(token_terms.combined)
     token_gradient = staticmethod(token_terms.token_gradient)
     nucleus = staticmethod(nucleus.nucleus)

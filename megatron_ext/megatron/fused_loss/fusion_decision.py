@@ -356,8 +356,11 @@ def is_own(value: Any) -> bool:
 
 def what_is_not_known(model: Any) -> str | None:
     """Say what of a model's output layer and loss is not Megatron's own or ours; None if all is."""
-    if (reason := why_not_known(output_layer(model))) is not None:
+    layer = output_layer(model)
+    if (reason := why_not_known(layer)) is not None:
         return reason
+    if hasattr(layer, "softcap") and not isinstance(layer, OutputLayer):
+        return f"its output layer is a {type(layer).__name__} with an attribute `softcap`, which may be for other code"
     loss = function_of(standing(model, LOSS))
     if loss is not _LOSS:
         return f"it has a {LOSS} of its own{_where(loss)}"
