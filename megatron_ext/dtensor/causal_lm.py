@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, require_model
-from megatron_ext.dtensor.input.token_ids import token_id_fault
 from megatron_ext.dtensor.output.hidden_states_or_logits import read_out
 from megatron_ext.dtensor.output.reads import Read
+from megatron_ext.dtensor.sequence_arguments import token_id_fault
 from megatron_ext.head import (
     LmHead,
     Logits,

@@ -75,6 +75,16 @@ def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
     return said | {name: value for name, value in given.items() if value is not None}
 
 
+def check_forward(layer: nn.Module) -> None:
+    """Raise ValueError for a layer that is not known to give the product with its weight, and its bias, alone."""
+    inside = unwrapped(layer)[0]
+    if "forward" in vars(inside) or type(inside).forward not in (nn.Linear.forward, nn.Embedding.forward):
+        raise ValueError(
+            f"layer is {type(inside).__name__} with a forward of its own, of which the head would leave out what is no "
+            f"product with the weight: pass layer.weight, and by their names bias, logit_scale and softcap"
+        )
+
+
 def with_options(head: Any, given: Mapping[str, Any], by: str, of: str) -> Any:
     """`head`, a dataclass, with the options that were given beside it and are not None.
 

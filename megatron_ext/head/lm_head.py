@@ -14,7 +14,7 @@ from typing import Any, Unpack, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once, and that Triton
 
 from megatron_ext import main_grad
@@ -28,7 +28,7 @@ from megatron_ext.head.engine.chunk_logits import LogitTransform, gather_tokens,
 from megatron_ext.head.engine.chunked import ChunkedHead
 from megatron_ext.head.engine.linear import LinearHead
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.layer_facts import HeadFacts, head_facts
+from megatron_ext.head.layer_facts import HeadFacts, check_forward, head_facts
 from megatron_ext.head.lora import (
     LoRA,
     adapters_of,
@@ -149,8 +149,10 @@ class LmHead:
 
         Raises:
             ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary; or it
-                has adapters that are more than a low-rank product.
+                has adapters that are more than a low-rank product, or, if not Megatron's, a forward of its own.
         """
+        if isinstance(layer, nn.Module) and not hasattr(layer, "sequence_parallel") and hasattr(layer, "weight"):
+            check_forward(layer)
         return cls(
             **head_facts(layer, {"weight": weight, "tp_group": tp_group, "hidden_layout": hidden_layout, **facts})
         )

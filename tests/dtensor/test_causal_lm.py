@@ -13,8 +13,8 @@ from megatron_ext.dtensor import (
     use_attention,
 )
 from megatron_ext.dtensor.causal_lm import causal_lm_sampled_log_probs
+from megatron_ext.dtensor.output.decisions import is_hooked
 from megatron_ext.dtensor.output.hidden_states_or_logits import logits_proof
-from megatron_ext.dtensor.output.loss_proof import is_hooked
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.reference import log_probs, sampled_log_probs
 from megatron_ext.sequence.next_token import next_tokens

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, Trainer
 
 from megatron_ext import fused_loss_report, linear_cross_entropy
 from megatron_ext.dtensor import use_fused_loss
-from megatron_ext.dtensor.output import fused_loss
+from megatron_ext.dtensor.output import fused_loss, loss_proof
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.proof import compare
 from tests.dtensor.models import SIZES, batch, check_gradients, drawn, loss_and_gradients, make, meshes, parallelize
@@ -69,7 +69,7 @@ def test_what_differs_keeps_the_models_own_loss(monkeypatch):
     def twice(*args, **kwargs):
         return 2 * linear_cross_entropy(*args, **kwargs)
 
-    monkeypatch.setattr(fused_loss, "PLAIN", fused_loss.PLAIN._replace(hidden=twice))
+    monkeypatch.setattr(loss_proof, "PLAIN", loss_proof.PLAIN._replace(hidden=twice))
     say_once.cache_clear()
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM keeps its own loss \(differs by a factor 0.5\)"):
         found = use_fused_loss(model)(**given)
@@ -160,6 +160,17 @@ def test_options_that_a_models_own_loss_lacks_are_refused(options):
     with pytest.raises(ValueError, match=rf"use_fused_loss was given {name}=0.1, and Llama.* by square"):
         model(**given)
     assert model.eval()(**given).loss > 0  # which answers as before
+
+
+def test_labels_are_smoothed_by_model_or_option_alone():
+    model, given = make("llama"), batch()
+    model.loss_function = lambda logits, labels, vocab_size, **_: torch.nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1), label_smoothing=0.2
+    )
+    expected = model(**given).loss
+    torch.testing.assert_close(use_fused_loss(model)(**given).loss, expected)
+    with pytest.raises(ValueError, match="given label_smoothing=0.1, and the model's own loss has label_smoothing=0.2"):
+        use_fused_loss(model, label_smoothing=0.1)(**given)
 
 
 def test_arguments_without_names_keep_the_models_own_loss():

@@ -118,6 +118,9 @@ def test_what_is_refused():
             head.read(hidden, *readouts)
     with pytest.raises(ValueError, match="layer is Dropout without a weight"):
         LmHead.of(torch.nn.Dropout())
+    scaled = type("Scaled", (torch.nn.Linear,), {"forward": lambda self, x: 3 * torch.nn.Linear.forward(self, x)})
+    with pytest.raises(ValueError, match="layer is Scaled with a forward of its own, of which the head would leave"):
+        LmHead.of(scaled(4, 9))
     with pytest.raises(ValueError, match="logit_scale is 0"):
         LmHead(torch.randn(9, 4), logit_scale=0)
 

@@ -68,6 +68,16 @@ def test_batches_are_joined_and_padded():
         BatchedDataDict(x=torch.ones(2), y=torch.ones(3)).size  # noqa: B018
 
 
+def test_masks_of_rows_and_batches_with_other_keys_are_refused():
+    data = BatchedDataDict(x=torch.arange(3), y=["a", "b", "c"])
+    for mask in ([True, False, True], torch.tensor([True, False, True]), torch.ones(2)):
+        with pytest.raises(ValueError, match=r"indices are torch.(bool|float32): they must be numbers of rows"):
+            data.select_indices(mask)
+    assert data.select_indices([]).size == 0
+    with pytest.raises(ValueError, match="batches differ in the keys y: every one must have all"):
+        BatchedDataDict.from_batches([{"x": torch.arange(3)}, data])
+
+
 def test_micro_batch_iterators():
     data = tiny_batch()
     assert [part.size for part in data.make_microbatch_iterator(3)] == [3, 3, 2]

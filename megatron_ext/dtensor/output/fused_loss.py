@@ -16,20 +16,27 @@ from torch import Tensor, nn
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, import_transformers, output_head_path
-from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
-from megatron_ext.dtensor.output.decisions import HeadDecider, HeadDecision, tell_of_change, tell_of_unread_head
-from megatron_ext.dtensor.output.fused_classes import FUSED, use_fused_class
-from megatron_ext.dtensor.output.head_calls import head_call, with_arguments
-from megatron_ext.dtensor.output.loss_proof import basis, not_fusable, own_loss, prove
+from megatron_ext.dtensor.output.decisions import (
+    HeadDecision,
+    basis,
+    decide,
+    not_fusable,
+    tell_of_change,
+    tell_of_unread_head,
+)
+from megatron_ext.dtensor.output.loss_proof import own_loss, prove
 from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, DeferredLogits, HeadCall
-from megatron_ext.dtensor.output.reads import PLAIN, Read, say_that_logits_are_made
+from megatron_ext.dtensor.output.reads import Read, head_call, say_that_logits_are_made, with_arguments
 from megatron_ext.dtensor.output.stand_ins import (
+    FUSED,
     KEEPS_LOGITS,
     VOCABULARY,
     is_registered,
     promising,
     standing_in,
+    use_fused_class,
 )
+from megatron_ext.dtensor.sequence_arguments import tells_of_token_ids, token_id_fault
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.checks import Bits, Cache, rounds
 from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, fusion_is_on, proof_mode
@@ -256,14 +263,11 @@ def _decision(model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict
     if reason is not None and group is None:
         return HeadDecision(Proof.not_comparable(reason))
 
-    def call_of(copy: nn.Module, hidden: Tensor) -> HeadCall:
-        return head_call(copy, PLAIN, hidden, {}, whole=True)
-
     def proved() -> Proof:
-        return Proof.not_comparable(reason) if reason else prove(model, own, path, given, call_of, own_loss)
+        return Proof.not_comparable(reason) if reason else prove(model, own, path, given, own_loss)
 
-    deciding = HeadDecider(_PROOFS, fused.owners, mode, group)
-    return deciding.decide(fused.owner(given, model.training), basis(model, own, head, mode, reason), proved)
+    owner, rests_on = fused.owner(given, model.training), basis(model, own, head, mode, reason)
+    return decide(_PROOFS, owner, rests_on, proved, mode, group, fused.owners)
 
 
 def _check_labels(model: Any, given: dict[str, Any]) -> None:

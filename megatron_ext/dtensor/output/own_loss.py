@@ -6,10 +6,15 @@ from typing import Any
 from torch import nn
 
 from megatron_ext.dtensor.decoder import output_head_path
-from megatron_ext.dtensor.output.fused_classes import FUSED, leave_fused_class
+from megatron_ext.dtensor.output.decisions import not_fusable
 from megatron_ext.dtensor.output.fused_loss import FusedLoss, model_inside, proofs_of
-from megatron_ext.dtensor.output.loss_proof import not_fusable
-from megatron_ext.dtensor.output.stand_ins import KEEPS_LOGITS, is_registered, why_logits_are_made
+from megatron_ext.dtensor.output.stand_ins import (
+    FUSED,
+    KEEPS_LOGITS,
+    is_registered,
+    leave_fused_class,
+    why_logits_are_made,
+)
 from megatron_ext.proof import Proof, why_fusion_is_off
 
 

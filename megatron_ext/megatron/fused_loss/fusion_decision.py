@@ -130,7 +130,7 @@ def decision_of(model: Any, settings: HeadSettings, loss: bool = True) -> Decisi
         return found
     # What else may have changed is looked at when the loss is taken; by then `skip_ignored` has masked labels.
     if loss and found.left is None and not settings.skip_ignored:
-        changed = _left(output_layer(model)) is not None
+        changed = why_not_fused(model) is not None
     else:
         changed = has_changed(model, found, loss)
     return decide(model, settings, loss) if changed else found
@@ -172,7 +172,7 @@ def has_changed(model: Any, decision: Decision, loss: bool = True, promised: boo
     if not loss:
         return _seen(model, loss) != decision.seen
     layer, known = output_layer(model), decision.seen[1] is None
-    if not promised and _left(layer) != decision.seen[0]:
+    if not promised and why_not_fused(model) != decision.seen[0]:
         return True
     now = _basis(model, layer, known)
     if decision.basis.same_as(now):
@@ -230,11 +230,7 @@ def why_not_fused(model: Any) -> str | None:
 
     Whether they are a product, and its loss a cross entropy, is for `fusion_decision` and the proof to say.
     """
-    return _left(output_layer(model))
-
-
-def _left(layer: Any) -> str | None:
-    return why_fusion_is_off() or why_not_promised(layer)
+    return why_fusion_is_off() or why_not_promised(output_layer(model))
 
 
 def why_not_promised(layer: Any) -> str | None:

@@ -44,8 +44,15 @@ class BatchedDataDict(UserDict[str, Any]):
         return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
 
     def select_indices(self, indices: Sequence[int]) -> "BatchedDataDict":
-        """The rows of these indices, in their order."""
-        found, rows = BatchedDataDict(), torch.as_tensor(indices, dtype=torch.int64)
+        """The rows of these indices, in their order.
+
+        Raises:
+            ValueError: indices are no integers, as a mask of rows, which would be taken for numbers of rows.
+        """
+        found, rows = BatchedDataDict(), torch.as_tensor(indices)
+        if len(rows) and (rows.is_floating_point() or rows.dtype == torch.bool):
+            raise ValueError(f"indices are {rows.dtype}: they must be numbers of rows; of a mask pass its nonzero()")
+        rows = rows.long()
         for name, value in self.items():
             found[name] = value[rows.to(value.device)] if isinstance(value, Tensor) else [value[i] for i in indices]
         return found
@@ -88,8 +95,14 @@ class BatchedDataDict(UserDict[str, Any]):
     def from_batches(
         cls, batches: Iterable[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> "BatchedDataDict":
-        """The rows of all batches; tensors are padded behind to the longest, with 0 or their value in the dict."""
+        """The rows of all batches; tensors are padded behind to the longest, with 0 or their value in the dict.
+
+        Raises:
+            ValueError: batches have different keys.
+        """
         batches = list(batches)
+        if odd := [sorted({*batch} ^ {*batches[0]}) for batch in batches if {*batch} != {*batches[0]}]:
+            raise ValueError(f"batches differ in the keys {', '.join(odd[0])}: every one must have all; add them")
 
         def join(name: str) -> Any:
             values = [batch[name] for batch in batches]
