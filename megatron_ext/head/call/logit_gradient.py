@@ -89,8 +89,7 @@ def coefficients(stats: Statistics, kept_T: Tensor | None, basis: Basis, tempera
         return x_T if left_out_T is None else x_T.masked_fill(left_out_T, 0.0)
 
     def pulled(grad_T: Tensor) -> Tensor:
-        g_T = grad_T.to(dtype) if temperature == 1.0 else grad_T.to(dtype) * (1.0 / temperature)
-        return g_T if left_out_T is None else g_T.masked_fill(left_out_T, 0.0)
+        return kept(grad_T.to(dtype) if temperature == 1.0 else grad_T.to(dtype) * (1.0 / temperature))
 
     log_p = kept(stats.target - stats.log_sum)
     a = target = None
@@ -112,7 +111,7 @@ def coefficients(stats: Statistics, kept_T: Tensor | None, basis: Basis, tempera
         away = kept((stats.target - stats.expected).clamp(min=-1e4))  # p_y is 0 further away
         target = target + c * log_p.exp() * away
     # Above 0 only where this shard has no finite logit: its shift is 0 then, and its probabilities are 0 anyway.
-    alpha = kept((stats.shift - stats.largest - stats.log_sum).clamp(max=0).exp())
+    alpha = kept((stats.shift - stats.largest).sub_(stats.log_sum).clamp_(max=0).exp_())
     return Coefficients(a, c, d, target, alpha)
 
 
@@ -158,27 +157,20 @@ def token_gradient(
         basis: the gradients of what was read out.
         labelled: the caller knows that every label is this rank's.
     """
-    coef = coefficients(stats, kept_T, basis, call.temperature)
-
-    def own(x_T: Tensor) -> Tensor:
-        return x_T if labelled else x_T.masked_fill(target_T < 0, 0.0)
-
-    if coef.c is None and call.softcap is None:
-        return _rounded(None, coef.a * coef.alpha, stats.shift, own(coef.target), coef.d)
-    target, through = coef.target, None
+    coef, dtype, inside = coefficients(stats, kept_T, basis, call.temperature), stats.shift.dtype, None
+    target, offset, through = coef.target, coef.d, None
     if call.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
-        target, through = (target if coef.d is None else target + coef.d), coef.d
-        target = bent_at_target(target, stats)
-    # G's entries stay near probabilities, which 16 bits hold whatever the loss scale; where a rules, a certain token's
-    # is 1, which no rounding touches.
-    others = [x.abs() / 256 for x in (coef.c, through) if x is not None]
-    unit = torch.stack([coef.a.abs(), *others]).amax(0)
-    inside = pass_coefficients(stats, coef._replace(d=through), unit.where(unit > 0, 1.0))
-    inside = inside.to(stats.shift.dtype)
-    return _rounded(inside, unit, stats.shift, own(target), coef.d if through is None else None)
-
-
-def _rounded(inside, scale, shift, target, offset) -> GradientParts:
-    """Make the gradient's terms, known in fp64, in the dtype of the passes."""
-    offset = None if offset is None else offset.to(shift.dtype)
-    return GradientParts(inside, scale.to(shift.dtype), shift, target.to(shift.dtype), offset)
+        target = bent_at_target(target if offset is None else target + offset, stats)
+        offset, through = None, offset
+    if coef.c is None and call.softcap is None:
+        scale = coef.a * coef.alpha
+    else:
+        # G's entries stay near probabilities, which 16 bits hold whatever the loss scale; where a rules, a certain
+        # token's is 1, which no rounding touches.
+        others = [x.abs() / 256 for x in (coef.c, through) if x is not None]
+        scale = torch.stack([coef.a.abs(), *others]).amax(0)
+        inside = pass_coefficients(stats, coef._replace(d=through), scale.where(scale > 0, 1.0)).to(dtype)
+    if not labelled:
+        target = target.masked_fill(target_T < 0, 0.0)
+    offset = None if offset is None else offset.to(dtype)
+    return GradientParts(inside, scale.to(dtype), stats.shift, target.to(dtype), offset)

@@ -141,9 +141,11 @@ def own_rows(call: ResolvedHead) -> int:
     return statistics_rows(call.mean, call.expected, call.hits, call.softcap is not None)
 
 
-def shared_rows(call: ResolvedHead) -> int:
-    """Number of rows before those of read-outs' own: those of the shared pass, and what fills them up to `SENT`."""
-    return max(3 + 2 * call.mean + call.expected + call.hits + (call.softcap is not None), SENT)
+def shared_rows(call: ResolvedHead, ranks: int) -> int:
+    """Number of rows before those of read-outs' own: those of the shared pass, filled up to `SENT` where several ranks
+    send them."""
+    rows = 3 + 2 * call.mean + call.expected + call.hits + (call.softcap is not None)
+    return rows if ranks == 1 else max(rows, SENT)
 
 
 def new_statistics(
@@ -232,7 +234,8 @@ def _gathered(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None, tok
 def refuse(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.device, more: int = 0) -> None:
     """Take part in the exchange, telling the other ranks that this one refused its arguments."""
     if call.ranks > 1 and tokens:
-        stats_KT = new_statistics(tokens, shared_rows(call), call.ranks, dtype, device, more).fill_(REFUSED)
+        shared = shared_rows(call, call.ranks)
+        stats_KT = new_statistics(tokens, shared, call.ranks, dtype, device, more).fill_(REFUSED)
         _gathered(stats_KT, call, None, tokens)
 
 

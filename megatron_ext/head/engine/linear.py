@@ -101,16 +101,14 @@ class LinearHead(torch.autograd.Function):
             results, saved = plan.results(stats, stats_RKT, own_KT)
         ctx.plan, ctx.sizes, ctx.parameter = plan, sizes, weight_VD if plan.call.fuse_main_grad else None
         given_TD = hidden_TD if plan.held is None else hidden_TD.to(plan.held)  # widened from it
-        of_leaves: list[Tensor] = []
-        for leaf in first:
-            of_leaves += leaf.exp_TV, leaf.shift_T
-        save_groups(ctx, (given_TD, weight_VD, bias_V, low_VR), stats, of_leaves, *saved)
+        _, exps, shifts = zip(*first, strict=True)
+        save_groups(ctx, (given_TD, weight_VD, bias_V, low_VR), stats, exps, shifts[1:], *saved)
         return plan.give(ctx, results)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        (hidden_TD, weight_VD, bias_V, low_VR), fields, of_leaves, *saved = saved_groups(ctx)
+        (hidden_TD, weight_VD, bias_V, low_VR), fields, exps, shifts, *saved = saved_groups(ctx)
         stats = Statistics(*fields)
         if ctx.plan.held is not None:
             hidden_TD = hidden_TD.to(torch.float32)
@@ -119,7 +117,7 @@ class LinearHead(torch.autograd.Function):
             if ctx.plan.fixed:
                 hidden_TD = fixed_order.aligned(hidden_TD)
             of_head = hidden_TD, weight_VD, bias_V, low_VR
-            return None, None, None, *_gradients(ctx, of_head, of_leaves[::2], of_leaves[1::2], stats, basis)
+            return None, None, None, *_gradients(ctx, of_head, exps, [stats.shift, *shifts], stats, basis)
 
 
 def leaf_weights(

@@ -140,7 +140,7 @@ class Plan:
         """The place of each read-out's own rows among those that are sent and those that stay, and its teacher's."""
         self._spans, self._own_spans, self.teachers = [], [], []
         self.rows = self.own_rows = teachers = 0
-        self.shared_rows = statistics.shared_rows(self.call)
+        self.shared_rows = statistics.shared_rows(self.call, self.ranks)
         for r in self.readouts:
             times, sent = self.leaf_count if r.by_leaf else 1, self.shared_rows + self.rows
             self._spans.append(slice(sent, sent + times * r.rows))

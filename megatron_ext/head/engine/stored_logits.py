@@ -196,7 +196,7 @@ class DenseSoftmax(torch.autograd.Function):
     def forward(ctx: Any, z_TV: Tensor, logarithm: bool, call: ResolvedHead, places_T: Tensor | None = None) -> Tensor:
         counted, temperature = call.vocab.counted, call.temperature
         nowhere_T = torch.full((z_TV.shape[0],), -1, device=z_TV.device)
-        rows, dtype = statistics.shared_rows(call), accumulation_dtype(z_TV.dtype)
+        rows, dtype = statistics.shared_rows(call, call.ranks), accumulation_dtype(z_TV.dtype)
         stats_KT = statistics.new_statistics(z_TV.shape[0], rows, call.ranks, dtype, z_TV.device)
         shift_T = stats_KT.new_empty(z_TV.shape[0])
         given = z_TV, nowhere_T, stats_KT[:, :-1]

@@ -135,12 +135,12 @@ class ReadOut:
 
     def copied(self) -> Self:
         """A copy for one call, whose tensors are the same ones: nothing is written onto the caller's object."""
-        if torch.compiler.is_compiling() and TRACES_COPIES:
-            return copy.copy(self)
         found = object.__new__(type(self))
         if not torch.compiler.is_compiling():
             found.__dict__.update(self.__dict__)
             return found
+        if TRACES_COPIES:
+            return copy.copy(self)
         for name in self._written:  # its class's own are copied with them, which does no harm
             if hasattr(self, name):
                 setattr(found, name, getattr(self, name))

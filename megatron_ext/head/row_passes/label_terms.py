@@ -85,7 +85,7 @@ def finish_dx(
         if rows.stop - rows.start != product_TD.shape[0]:
             product, out, row, value, scale = (x[rows] for x in (product, out, row, value, scale))
             offset = None if offset is None else offset[rows]
-        dx_TD = w_VD[row] * value
+        dx_TD = w_VD.index_select(0, row) * value
         dx_TD = torch.addcmul(dx_TD, product.to(dx_TD.dtype), scale, out=out if out.dtype == dx_TD.dtype else dx_TD)
         if offset is not None and common_D is not None:
             dx_TD.addcmul_(offset.unsqueeze(1), common_D)

@@ -122,9 +122,10 @@ def row_statistics(
         else:
             torch.amax(z, 1, out=peak)
         if shift_T is not None:
-            torch.nan_to_num(peak, 0.0, torch.inf, 0.0, out=shift_T if len(blocks) == 1 else shift_T[rows])
-        # A row of -inf has no maximum to subtract; its exponentials are 0 with any.
-        far = torch.sub(z, peak.clamp(min=torch.finfo(dtype).min).unsqueeze(1), out=work)
+            peak = torch.nan_to_num(peak, 0.0, torch.inf, 0.0, out=shift_T if len(blocks) == 1 else shift_T[rows])
+        else:  # a row of -inf has no maximum to subtract; its exponentials are 0 with any
+            peak = peak.clamp(min=torch.finfo(dtype).min)
+        far = torch.sub(z, peak.unsqueeze(1), out=work)
         if with_mean:
             finite = far > -torch.inf
             stats_KT[3, rows], stats_KT[4, rows] = sums_of_rows(far.where(finite, 0.0)), finite.sum(1)
@@ -246,6 +247,8 @@ def _write(out_TV: Tensor, target_T: Tensor, value_T: Tensor | float, labelled: 
 def _blocks(z_TV: Tensor) -> list[slice]:
     """Rows to work on at a time: never all of them in fp32, on CPU a few; more where nothing is computed anyway."""
     tokens, columns = z_TV.shape
+    if 0 < tokens * columns <= _FEW:
+        return [slice(0, tokens)]
     step = _CUDA_BLOCK // max(columns, 1)
     if z_TV.device.type == "cpu":
         most = (_CPU_BLOCK if has_values(z_TV) else 8 * _CPU_BLOCK) // max(columns, 1)
@@ -325,11 +328,9 @@ PYTORCH = RowPasses()
 
 def passes_of(x: Tensor) -> RowPasses:
     """Triton's passes for real CUDA tensors, PyTorch's for others; while compiling the operators."""
-    if torch.compiler.is_compiling():
-        return _OPERATORS
-    if not has_values(x) or x.is_cuda == _interpreted():
-        return PYTORCH
-    return triton_passes() or _without_triton()
+    if not has_values(x):
+        return _OPERATORS if torch.compiler.is_compiling() else PYTORCH
+    return PYTORCH if x.is_cuda == _interpreted() else triton_passes() or _without_triton()
 
 
 def has_triton(x: Tensor) -> bool:
