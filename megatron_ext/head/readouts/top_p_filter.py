@@ -24,7 +24,7 @@ from megatron_ext.head.call import chunk_sizes
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.statistics import check_apart, fingerprint
-from megatron_ext.head.readouts.read_out import Found, OfLabels, counted, put
+from megatron_ext.head.readouts.read_out import Found, OfLabels, counted
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.numerics.tensors import has_values, raise_unless
 
@@ -137,7 +137,7 @@ class TopPFiltered(OfLabels):
                 temperature=temperature,
             )
             if not first:
-                put(out_tV[at], part, False)
+                out_tV[at] += part
 
     @property
     def _at_once(self) -> bool:
