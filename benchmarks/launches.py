@@ -302,6 +302,12 @@ def _nucleus(given: dict[str, Any]) -> Traffic:
     return 4 * _bytes(given["z_ptr"]), sum(_bytes(given[name]) for name in ("cut_ptr", "peak_ptr", "sum_ptr")), 0
 
 
+def _exchange_checks(given: dict[str, Any]) -> Traffic:
+    """The first block of each rank's maxima and sums, which differ: no more than 256 tokens."""
+    stats_RKT = given["stats_ptr"]
+    return _bytes(stats_RKT[:, :2, :256]), _bytes(given["fine_ptr"]), 0
+
+
 def _first_columns(given: dict[str, Any]) -> Traffic:
     """Of each row the columns of its groups and those behind the last, or all."""
     z_TV, groups_TN = given["z_ptr"], given["groups_ptr"]
@@ -329,6 +335,7 @@ KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
     "_scale_rows_kernel": _scale_rows,
     "fixed_product_kernel": _fixed_product,
     "_combined_kernel": _of_tokens,
+    "exchange_checks_kernel": _exchange_checks,
     "_token_gradient_kernel": _of_tokens,
     "nucleus_kernel": _nucleus,
     "group_maxima_kernel": _group_maxima,

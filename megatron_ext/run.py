@@ -36,6 +36,8 @@ _NOISE = [
     (FutureWarning, r"`torch\.distributed\.\w+` is deprecated"),
 ]
 
+_TOLERANCE = 1e-3  # of a step's loss, relatively, where none is given
+
 # What the launcher keeps alive while the script is `__main__` in its place.
 _replaced: list[Any] = []
 
@@ -50,6 +52,8 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
     if not options.linear_ce and _settings(options):
         given = ", ".join("--" + name.replace("_", "-") for name in _settings(options))
         parser.error(f"settings of the fused head are given ({given}), and the head is not: add --linear-ce")
+    if options.verify is None and (options.tolerance is not None or options.picture is not None):
+        parser.error("--tolerance or --picture is given without --verify, which alone compares runs: add --verify N")
     if options.nccl_rules and not options.cpu:
         parser.error("--nccl-rules is given without --cpu: on GPUs NCCL itself sees to its rules; add --cpu")
     if options.transformer_engine and not options.cpu:
@@ -114,10 +118,9 @@ def command_line(
     )
     parser.add_argument(
         "--tolerance",
-        type=float,
-        default=1e-3,
+        type=_tolerance,
         metavar="X",
-        help="of --verify: the largest difference allowed (%(default)s)",
+        help=f"of --verify: the largest difference allowed ({_TOLERANCE})",
     )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="of --verify: a PNG of both runs")
     parser.add_argument(
@@ -146,6 +149,15 @@ def _steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a positive number of steps")
     return int(text)
+
+
+def _tolerance(text: str) -> float:
+    try:
+        if 0 <= float(text) < float("inf"):
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number at least 0: a largest relative difference")
 
 
 def _dtype(text: str) -> Any:
@@ -274,7 +286,8 @@ def verify(
     script = [options.script, *options.args]
     ways = argv[: len(argv) - len(script)]
     try:
-        found = run_twice(_without_verify(ways), script, options.verify, options.tolerance)
+        tolerance = _TOLERANCE if options.tolerance is None else options.tolerance
+        found = run_twice(_without_verify(ways), script, options.verify, tolerance)
     except ValueError as refusal:
         parser.error(str(refusal))
     except RuntimeError as failure:

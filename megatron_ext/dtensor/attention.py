@@ -16,10 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.dtensor.decoder import embedding, import_transformers, text_model
-from megatron_ext.dtensor.input.sequence_arguments import SequenceArguments, SequenceLayout
-from megatron_ext.dtensor.input.token_ids import Refusal, refuse_later, tells_of_token_ids, token_id_fault
 from megatron_ext.dtensor.layers import Unknown, check_attention
-from megatron_ext.dtensor.output.fused_classes import FUSED
+from megatron_ext.dtensor.output.stand_ins import FUSED
+from megatron_ext.dtensor.sequence_arguments import (
+    Refusal,
+    SequenceArguments,
+    SequenceLayout,
+    refuse_later,
+    tells_of_token_ids,
+    token_id_fault,
+)
 from megatron_ext.numerics.batch_invariance import attention_kernels
 from megatron_ext.sequence.attention import Window, attend
 

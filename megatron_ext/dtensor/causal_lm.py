@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, require_model
-from megatron_ext.dtensor.input.token_ids import token_id_fault
 from megatron_ext.dtensor.output.hidden_states_or_logits import read_out
 from megatron_ext.dtensor.output.reads import Read
+from megatron_ext.dtensor.sequence_arguments import token_id_fault
 from megatron_ext.head import (
     LmHead,
     Logits,
@@ -60,7 +60,8 @@ class Labels(NamedTuple):
         following = next_tokens(tokens_BS, cu_seqlens)
         if attention_mask is None:
             return following
-        return following.masked_fill(F.pad(attention_mask[:, 1:], (0, 1)) == 0, IGNORE_INDEX)
+        padding = attention_mask == 0  # of which none is predicted, and none predicts
+        return following.masked_fill(F.pad(padding[:, 1:], (0, 1)) | padding, IGNORE_INDEX)
 
 
 def causal_lm_loss(
@@ -87,7 +88,7 @@ def causal_lm_loss(
         tokens_BS: `[B, S]` token ids, the same on all tensor- and context-parallel ranks. Any S.
         labels: `[B, S]` as transformers has them: the tokens themselves, -100 where one is no target. They are shifted
             here: what is learned at a position is the label behind it in its sequence or document. None: the tokens,
-            but for padding.
+            but for padding, and for the first token behind padding that stands before a row.
         shift_labels: `[B, S]`, the target of each position, -100 for none; instead of `labels`, for who has shifted
             them already (transformers' name for that).
         attention_mask: `[B, S]`, 0 where a token is padding; behind the tokens it costs nothing, elsewhere a mask.

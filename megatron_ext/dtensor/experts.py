@@ -36,7 +36,7 @@ class ExpertsByExpert(ParallelStyle):
             if token.numel() == 0:  # one that does not count: each rank must have gradients for FSDP2 to reduce
                 token = expert = token.new_zeros(1)
                 weight = weights_TK[:1, 0] * 0
-            with local_parameters(module, {name: _local(p) for name, p in module.named_parameters()}):
+            with local_parameters(module, {name: p.to_local() for name, p in module.named_parameters()}):
                 out = compute(hidden_TD[token], expert[:, None], weight[:, None])
             wide = torch.promote_types(hidden_TD.dtype, torch.float32)
             total_TD = torch.zeros(hidden_TD.shape, dtype=wide, device=hidden_TD.device)
@@ -59,15 +59,14 @@ class ExpertsByColumn(ParallelStyle):
             shard_parameter(module, name, device_mesh, Replicate() if dim is None else Shard(dim))
         compute: Callable[..., Tensor] = module.forward
 
-        def own(name: str, parameter: Tensor) -> Tensor:
+        def own(name: str, parameter: Any) -> Tensor:
             dim = dims[name]
             if dim is None:  # the bias behind the sum over ranks
-                assert isinstance(parameter, DTensor)
                 return parameter.to_local(grad_placements=[Partial()]) / ranks
             if module.is_concatenated and name.startswith("gate_up_proj"):
                 half = shapes[name][dim] // 2
                 return own_parts(parameter, (half, half), dim)
-            return _local(parameter)
+            return parameter.to_local()
 
         def forward(hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
             hidden_TD, weights_TK = _copied(hidden_TD, device_mesh), _copied(weights_TK, device_mesh)
@@ -106,7 +105,7 @@ def reach_all(block: nn.Module, experts: nn.Module) -> None:
 
     def reach(module: nn.Module, args: tuple, output: Any) -> Any:
         first = output[0] if isinstance(output, tuple) else output
-        parameters = (_local(p) if isinstance(p, DTensor) else p for p in experts.parameters())
+        parameters = (p.to_local() if isinstance(p, DTensor) else p for p in experts.parameters())
         nothing = sum(p.flatten()[:1].sum() * 0 for p in parameters)
         return (first + nothing, *output[1:]) if isinstance(output, tuple) else first + nothing
 
@@ -128,8 +127,3 @@ def _copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
-
-
-def _local(parameter: Tensor) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local()

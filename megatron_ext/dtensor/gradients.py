@@ -1,11 +1,13 @@
 """The norm of all gradients of a sharded model, each counted once, and clipping by it."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from megatron_ext.distributed.collectives import all_reduce
 from megatron_ext.distributed.groups import Group, group_rank
@@ -51,10 +53,16 @@ def get_grad_norm(
     groups = (dp_group if dp_cp_group is None else dp_cp_group, tp_group)
     norm_type = float(norm_type)
     largest = norm_type == float("inf")
+    counts = functools.cache(functools.partial(_counts, groups))  # few layouts, many gradients
     parts = []
     for parameter in parameters:
-        if parameter.grad is not None and _counts(parameter.grad, groups):
-            parts.append(torch.linalg.vector_norm(to_local_if_dtensor(parameter.grad), norm_type, dtype=dtype))
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            grad = grad.to_local() if counts(grad.device_mesh, grad.placements) else None
+        elif grad is not None and not counts():
+            grad = None
+        if grad is not None:
+            parts.append(torch.linalg.vector_norm(grad, norm_type, dtype=dtype))
     total = torch.zeros((), dtype=dtype, device=_device(parameters))
     if parts:
         norms = torch.stack([part.to(total.device) for part in parts])
@@ -84,7 +92,7 @@ def clip_grad_by_total_norm_(
         return
     for parameter in _listed(parameters):
         if parameter.grad is not None:
-            grad = to_local_if_dtensor(parameter.grad)
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             grad.copy_(grad.to(dtype) * coefficient)
 
 
@@ -92,20 +100,17 @@ def _listed(parameters: Parameters) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def _counts(grad: Tensor, groups: tuple[Group, ...]) -> bool:
-    """Return whether this rank is the one that counts its piece of `grad`."""
-    known: set[int] = set()
-    if isinstance(grad, DTensor):
-        mesh = grad.device_mesh
-        known.update(mesh.mesh.flatten().tolist())
-        for dim, placement in enumerate(grad.placements):
-            if placement.is_partial():
-                raise ValueError(
-                    f"a gradient has placements {grad.placements}: Partial ones are not summed over ranks yet; reduce "
-                    f"them first, as FSDP2 does"
-                )
-            if placement.is_replicate() and mesh.get_local_rank(dim) != 0:
-                return False
+def _counts(groups: Sequence[Group], mesh: Any = None, placements: Sequence[Placement] = ()) -> bool:
+    """Return whether this rank counts its piece of a gradient that is laid out so; without a mesh, the whole."""
+    for dim, placement in enumerate(placements):
+        if placement.is_partial():
+            raise ValueError(
+                f"a gradient has placements {placements}: Partial ones are not summed over ranks yet; reduce them "
+                f"first, as FSDP2 does"
+            )
+        if placement.is_replicate() and mesh.get_local_rank(dim) != 0:
+            return False
+    known = set() if mesh is None else set(mesh.mesh.flatten().tolist())
     for group in groups:
         shared = group is not None and not known.issuperset(dist.get_process_group_ranks(group))
         if shared and group_rank(group) != 0:

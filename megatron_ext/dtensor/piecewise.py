@@ -6,7 +6,7 @@ Legend: B rows, S positions, D hidden size, F intermediate size, R tensor-parall
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -65,14 +65,15 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+def _drawing(block: nn.Module, size: float = 1.0) -> Callable[..., Tensor]:
+    """A function that draws a tensor of a shape, its numbers of about `size`, where `block` lies, or on the CPU."""
+    device, draw = next(block.parameters()).device, torch.Generator().manual_seed(1)
+    return lambda *shape: torch.randn(shape, generator=draw).to("cpu" if device.type == "meta" else device) * size
+
+
 def _small_weights(block: nn.Module, cut: Cut) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], Tensor]:
     """Weights for `block` and for each of its pieces, and hidden states."""
-    device = next(block.parameters()).device
-    draw = torch.Generator().manual_seed(1)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw).to("cpu" if device.type == "meta" else device)
-
+    drawn = _drawing(block)
     whole: dict[str, Tensor] = {}
     pieces: list[dict[str, Tensor]] = [{} for _ in range(_R)]
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
@@ -101,11 +102,7 @@ def heads_add_up(attention: Any, ratio: int, channels: int) -> bool:
         ratio: query heads of a key head.
         channels: H.
     """
-    device = next(attention.parameters()).device
-    draw = torch.Generator().manual_seed(1)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw).to("cpu" if device.type == "meta" else device) / 3
+    drawn = _drawing(attention, 1 / 3)
 
     def cut(x: Tensor) -> list[Tensor]:
         """Each rank's rows of q, k and v together."""

@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import (
 
 from megatron_ext.dtensor.decoder import output_head_path, text_model, text_model_path
 from megatron_ext.dtensor.experts import ExpertsByColumn, ExpertsByExpert, column_layout
-from megatron_ext.dtensor.input.token_ids import EmbeddingRows
 from megatron_ext.dtensor.layers import (
     ParallelSizes,
     Plan,
@@ -28,6 +27,7 @@ from megatron_ext.dtensor.layers import (
     takes_attention_functions,
 )
 from megatron_ext.dtensor.replicated_parameters import cut_in_vain, cuts_heads, modules_of, with_summed_gradients
+from megatron_ext.dtensor.sequence_arguments import EmbeddingRows
 from megatron_ext.dtensor.styles import FusedColwise
 
 _OF_LINEARS = (ColwiseParallel, RowwiseParallel, FusedColwise, EmbeddingRows)
@@ -48,11 +48,6 @@ class Chosen(NamedTuple):
 
     plan: Plan
     unknown: str | None
-
-    @property
-    def attends(self) -> bool:
-        """Return whether our attention takes the place of transformers'."""
-        return self.unknown is None
 
 
 def choose_plan(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] | str | None = None) -> Chosen:

@@ -22,8 +22,7 @@ from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.distributed.groups import Group
 from megatron_ext.dtensor.gradients import to_local_if_dtensor
 from megatron_ext.dtensor.layers import Plan, scalar_functions
-from megatron_ext.dtensor.output.fused_classes import forward_of
-from megatron_ext.dtensor.output.stand_ins import class_of
+from megatron_ext.dtensor.output.stand_ins import class_of, forward_of
 from megatron_ext.dtensor.piecewise import Cut, adds_up, computes_in_pieces
 from megatron_ext.dtensor.styles import FusedColwise, ShardwiseModule
 

@@ -164,24 +164,19 @@ class ShardwiseModule(ParallelStyle):
     The gradients of its parameters are summed over the ranks. What the module computes is not looked at.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         for name, _ in list(module.named_parameters()):
             owner, _, own = name.rpartition(".")
             shard_parameter(module.get_submodule(owner), own, device_mesh, Replicate())
         compute = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            local = {name: _summed_in_backward(p) for name, p in module.named_parameters()}
+            local = {name: p.to_local(grad_placements=[Partial()]) for name, p in module.named_parameters()}
             with local_parameters(module, local):
                 return compute(*args, **kwargs)
 
         module.forward = forward
         return module
-
-
-def _summed_in_backward(parameter: Tensor) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local(grad_placements=[Partial()])
 
 
 @contextmanager

@@ -286,7 +286,7 @@ def masked(labels: Any, loss_mask: Tensor | None, ignore_index: int) -> Tensor:
     """The labels, `ignore_index` where the mask is 0."""
     check_integers("labels", labels)
     if loss_mask is None:
-        return labels
+        return labels.long()  # uint8 has 156 in the place of -100
     check_same_shape("loss_mask", loss_mask, labels)
     return labels.long().masked_fill(loss_mask == 0, ignore_index)
 
@@ -318,6 +318,6 @@ def reduced(loss: Tensor, labels: Tensor, loss_mask: Tensor | None, ignore_index
         return loss
     if reduction == "sum":
         return loss.sum()
-    kept = labels != ignore_index
+    kept = labels.long() != ignore_index
     weight = (kept if loss_mask is None else kept * loss_mask).sum(dtype=loss.dtype)
     return loss.sum() / weight.where(weight != 0, 1.0)

@@ -279,7 +279,7 @@ def linear_sampled_log_probs(
     most half of its columns, else 6 T V D / R. `skip_ignored` is that of `linear_cross_entropy`.
     """
     head = LmHead(weight, tp_group, hidden_layout, temperature=temperature, **facts)
-    counts = labels != ignore_index if skip_ignored else None
+    counts = labels.long() != ignore_index if skip_ignored else None
     read_out = Sampled(labels, top_k, top_p, ignore_index, kept)
     return head.read(hidden, read_out, counts=counts, at_most=token_bound(skip_ignored))
 

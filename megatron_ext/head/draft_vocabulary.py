@@ -86,7 +86,7 @@ class DraftVocabulary:
                 f"become draft ids; pass labels.masked_fill(labels == {ignore_index}, -100)"
             )
         check_labels(labels, ignore_index, self.size)
-        counts = labels != ignore_index
+        counts = labels.long() != ignore_index
         draft = self._draft_of.to(labels.device)[labels.long().where(counts, 0)]
         inside = counts & (draft >= 0)
         return DraftLabels(draft.where(inside, ignore_index), counts & ~inside)

@@ -398,7 +398,11 @@ def _fused_epilogue_fault(
 ) -> ValueError | None:
     """Return the fault of an argument that kernels with a fused epilogue do not have, or of missing kernels."""
     dtype, width = computed_dtype(hidden, own.weight), hidden.shape[-1]
-    others = [type(r).__name__ for r in readouts if r.needs_logits or r.mean]
+    others = [
+        f"{type(r).__name__} with label_smoothing" if r.mean else type(r).__name__
+        for r in readouts
+        if r.needs_logits or r.mean
+    ]
     found = {
         f"logits are computed in {dtype}, not bfloat16": dtype != torch.bfloat16,
         f"hidden has {width} columns, no multiple of 8": width % 8 or not width,

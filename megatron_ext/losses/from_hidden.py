@@ -151,7 +151,7 @@ class LogProbLoss(FromHidden, ABC):
         check_tensor("labels", labels, "a tensor of integer token ids")
         head = self._head(weight, cache=self.cache)
         fault = self._fault(labels.shape, self._bound(given, mask=mask, **others))
-        counts = labels != self.ignore_index
+        counts = labels.long() != self.ignore_index
         if mask is None or mask.shape == labels.shape:
             mask = counts.float() if mask is None else mask.float().where(counts, 0.0)
             counts = mask != 0

@@ -45,7 +45,7 @@ def peak_bytes(
     The code of the head runs on fake tensors, with `on_cuda` on those that say they are on CUDA, and `launches` then
     counts its launches.
     """
-    counter, launched = (ByteCounter(Bytes()), _not_run) if launches is None else (launches, launches.kernel)
+    counter, launched = (ByteCounter(Bytes()), lambda *_: None) if launches is None else (launches, launches.kernel)
     world = fake_world(1) if sizes.ranks == 1 else nullcontext()  # Megatron-Core's head needs a group even of one rank
     rank = cuda_rank_of(sizes.ranks, launched) if on_cuda else one_rank_of(sizes.ranks)
     with world, rank as group, torch.autograd.set_multithreading_enabled(False):
@@ -77,10 +77,6 @@ def _megatrons_buffer() -> Iterator[None]:
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
     ):
         yield
-
-
-def _not_run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-    pass
 
 
 def stock(sizes: Sizes) -> dict[str, Callable[[Sizes, Group], Head]]:

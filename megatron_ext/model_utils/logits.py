@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.distributed.groups import Group
 from megatron_ext.model_utils.arguments import check_logits, columns_of, next_log_probs, number
 from megatron_ext.model_utils.dtensor import get_logprobs_from_vocab_parallel_logits
-from megatron_ext.sequence.devices import on_device
+from megatron_ext.sequence.host_values import on_device
 from megatron_ext.sequence.targets import PackedTargets, PaddedTargets
 
 

@@ -29,7 +29,7 @@ from megatron_ext.model_utils.arguments import (
 )
 from megatron_ext.model_utils.dtensor import sequence_group, shard_of_dtensor
 from megatron_ext.numerics.tensors import accumulation_dtype
-from megatron_ext.sequence.devices import on_device
+from megatron_ext.sequence.host_values import on_device
 from megatron_ext.sequence.targets import PaddedParts
 from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 

@@ -164,10 +164,15 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     )
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is True or False: a string would be true whatever it says."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}: it must be True or False, in YAML true or false unquoted")
+
+
 def _flag(section: Mapping[str, Any], key: str, where: str) -> bool:
-    value = section.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{where}.{key} is {value!r}: it must be True or False, in YAML true or false unquoted")
+    if (value := section.get(key)) is not None:
+        check_flag(f"{where}.{key}", value)
     return bool(value)
 
 

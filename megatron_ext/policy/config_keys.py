@@ -214,7 +214,8 @@ def _faults_with_experts(section: Mapping[str, Any], path: str, parallel_key: st
         if where in PARALLEL_KEYS and where != parallel_key:
             continue
         if where in READ:
-            entries = value if where == "scheduler" and _is_list(value) else [value]
+            several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+            entries = value if where == "scheduler" and several else [value]
             for entry in entries:
                 if entry is None:
                     continue
@@ -250,10 +251,6 @@ def _is_off(value: Any) -> bool:
     if isinstance(value, Mapping):
         return not any(value.values()) or value.get("enabled") is False
     return not value
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _number(value: Any) -> Any:

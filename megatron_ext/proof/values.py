@@ -10,7 +10,7 @@ from torch import Tensor, nn
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # To a config of transformers by whoever saves it, one rank, maybe; the last two up to transformers 4.55.
 _WRITTEN = ("architectures", "dtype", "torch_dtype", "_attn_implementation_autoset")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _LIBRARIES = ("torch", "transformers", "megatron", "megatron_ext", "peft", "accelerate", "numpy", "builtins")
 _DEPTH = 5  # of values inside of values
 _ENTRIES = 64  # of a container that is looked into
@@ -20,7 +20,7 @@ def module_parts(module: nn.Module) -> tuple[Any, ...]:
     """Return the parts that a call of `module` goes through: its class, the forward there and on the instance, its
     hooks."""
     own, hooks = vars(module), list[Any]()
-    for kind in _HOOKS:
+    for kind in HOOKS:
         hooks += own.get(kind, {}).values()
     return type(module), type(module).forward, own.get("forward"), type(module).__call__, hooks
 

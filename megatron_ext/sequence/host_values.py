@@ -1,8 +1,9 @@
-"""Values of small tensors cached on the host, so that they are copied from the GPU once and not once a layer."""
+"""Small tensors on another device than the work: moved there, or read on the host once and not once a layer."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -28,3 +29,8 @@ class HostMemo(Generic[T]):
         if seen is None or seen[0] != state:
             seen = self._seen[tensor] = (state, self._read(tensor, *more))
         return seen[1]
+
+
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on `device`. The host does not wait for a copy to a GPU; from one it must, to see the values at all."""
+    return x.to(device, non_blocking=device.type != "cpu")

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.distributed.groups import Group, check_group, group_rank, group_size
 from megatron_ext.sequence.context_parallel_parts import SequenceParts, told_parts
-from megatron_ext.sequence.devices import on_device
+from megatron_ext.sequence.host_values import on_device
 from megatron_ext.sequence.next_token import next_tokens
 from megatron_ext.sequence.zigzag import check_cu_seqlens, demand
 

@@ -76,6 +76,8 @@ class TwoRuns:
                 f"the stock run took {len(self.stock)} steps of an optimizer, the other one {len(self.ours)}: "
                 f"there is nothing to compare beyond the shorter one"
             )
+        if not any(step.loss is not None or step.gradient_norm is not None for step in (*self.stock, *self.ours)):
+            return "no step of either run has a loss or a gradient norm that was seen: there is nothing to compare"
         for name, found, limit in zip(("loss", "gradient norm"), self.largest, self.limits, strict=True):
             if found > limit:
                 return f"the {name} of a step differs by {found:.1e}, and at most {limit:.1e} is allowed"

@@ -22,9 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from megatron_ext.verify.side_by_side import RecordedStep
 
 
-def file_of_rank(folder: str | os.PathLike, name: str, rank: int | None = None) -> Path:
-    """The file that `rank` writes the run `name` into; None: this process's."""
-    return Path(folder) / f"{name}-{os.environ.get('RANK', '0') if rank is None else rank}.jsonl"
+def file_of_rank(folder: str | os.PathLike, name: str) -> Path:
+    """The file that this process's rank writes the run `name` into."""
+    return Path(folder) / f"{name}-{os.environ.get('RANK', '0')}.jsonl"
 
 
 def read_steps(file: Path) -> list[RecordedStep]:

@@ -20,8 +20,8 @@ from transformers.models.auto import modeling_auto
 
 from megatron_ext.dtensor import use_fused_loss
 from megatron_ext.dtensor.decoder import output_head_path
+from megatron_ext.dtensor.output.decisions import not_fusable
 from megatron_ext.dtensor.output.fused_loss import proof_of
-from megatron_ext.dtensor.output.loss_proof import not_fusable
 from tests.dtensor.tiny_models import batch, tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "fused_loss_table.md"

@@ -13,8 +13,8 @@ from megatron_ext.dtensor import (
     use_attention,
 )
 from megatron_ext.dtensor.causal_lm import causal_lm_sampled_log_probs
+from megatron_ext.dtensor.output.decisions import is_hooked
 from megatron_ext.dtensor.output.hidden_states_or_logits import logits_proof
-from megatron_ext.dtensor.output.loss_proof import is_hooked
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.reference import log_probs, sampled_log_probs
 from megatron_ext.sequence.next_token import next_tokens
@@ -52,6 +52,13 @@ def test_odd_lengths_and_padding_are_nobodys_business():
     check_gradients(model, gradients, tolerance=1e-5)  # an entropy's gradient cancels more
     given = causal_lm_log_probs(model, tokens, shift_labels=labels, attention_mask=mask, temperature=1.3)
     assert error(given, true) < 3e-6
+
+
+def test_padding_before_a_row_predicts_nothing():
+    model, row = make("llama"), drawn(1, 9)
+    mask = F.pad(torch.ones_like(row), (4, 2))
+    found = causal_lm_log_probs(model, F.pad(row, (4, 2)), attention_mask=mask)
+    assert error(found, F.pad(causal_lm_log_probs(model, row), (4, 2))) < 3e-6
 
 
 @ranks(2)

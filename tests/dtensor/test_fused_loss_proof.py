@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, Trainer
 
 from megatron_ext import fused_loss_report, linear_cross_entropy
 from megatron_ext.dtensor import use_fused_loss
-from megatron_ext.dtensor.output import fused_loss
+from megatron_ext.dtensor.output import fused_loss, loss_proof
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.proof import compare
 from tests.dtensor.models import SIZES, batch, check_gradients, drawn, loss_and_gradients, make, meshes, parallelize
@@ -69,7 +69,7 @@ def test_what_differs_keeps_the_models_own_loss(monkeypatch):
     def twice(*args, **kwargs):
         return 2 * linear_cross_entropy(*args, **kwargs)
 
-    monkeypatch.setattr(fused_loss, "PLAIN", fused_loss.PLAIN._replace(hidden=twice))
+    monkeypatch.setattr(loss_proof, "PLAIN", loss_proof.PLAIN._replace(hidden=twice))
     say_once.cache_clear()
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM keeps its own loss \(differs by a factor 0.5\)"):
         found = use_fused_loss(model)(**given)
@@ -145,6 +145,35 @@ def test_a_compiled_forward_keeps_its_own_loss(options):
     torch._dynamo.reset()
     with pytest.raises(ValueError, match=r"model is what torch.compile made, .* model\.model\.compile\(\)"):
         use_fused_loss(torch.compile(model))
+
+
+@pytest.mark.parametrize("options", [{"z_loss": 0.1}, {"label_smoothing": 0.1}], ids=str)
+def test_options_that_a_models_own_loss_lacks_are_refused(options):
+    (name,) = options
+    model, given = use_fused_loss(make("llama"), **options), batch()
+    fused = model(**given).loss
+    with pytest.raises(Exception, match=rf"use_fused_loss was given {name}=0.1, .* torch.compile"):
+        torch.compile(model, backend="eager")(**given)
+    torch._dynamo.reset()
+    assert torch.equal(model(**given).loss, fused)
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    with pytest.raises(ValueError, match=rf"use_fused_loss was given {name}=0.1, and Llama.* by square"):
+        model(**given)
+    assert model.eval()(**given).loss > 0  # which answers as before
+
+
+def test_arguments_without_names_keep_the_models_own_loss():
+    class Unnamed(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model, given = Unnamed(make("llama").config), batch()
+    expected = model(**given).loss
+    use_fused_loss(model)
+    assert model(**given).logits is None
+    with pytest.warns(UserWarning, match="Unnamed keeps its own loss .its forward does not name its positional"):
+        found = model(given["input_ids"], labels=given["labels"])
+    torch.testing.assert_close(found.loss, expected)
 
 
 def test_a_compiled_decoder_is_fused():

@@ -37,6 +37,17 @@ def test_own_loss_and_class_are_back():
     restore_own_loss(restore_own_loss(model))
 
 
+def test_a_wrapped_model_is_restored_or_refused():
+    model, given = use_fused_loss(make("llama")), batch()
+    model(**given)
+    assert str(fused_loss_report(torch.compile(model))) == str(fused_loss_report(model))
+    with pytest.raises(ValueError, match="model is DataParallel: it must be a causal language model"):
+        restore_own_loss(torch.nn.DataParallel(model))
+    assert model(**given).logits is None
+    restore_own_loss(torch.compile(model))
+    assert model(**given).logits is not None
+
+
 def test_forward_of_the_instance_is_kept():
     """As accelerate puts one on a model."""
     model = make("llama")

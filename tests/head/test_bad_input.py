@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megatron_ext import (
     VocabShard,
@@ -14,6 +15,7 @@ from megatron_ext import (
     vocab_parallel_cross_entropy,
 )
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.losses import GRPOLoss
 from tests.ranks import ranks
 
 T, D, V = 4, 6, 10
@@ -195,6 +197,24 @@ def test_labels_of_a_narrow_integer_type():
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
         labels = torch.tensor([5, 100], dtype=dtype)
         torch.testing.assert_close(token_log_probs(wide, labels), wide.log_softmax(-1)[range(2), [5, 100]])
+
+
+def test_labels_of_bytes_are_not_ignored():
+    """Of uint8, in which -100 would be 156."""
+    hidden, weight, labels = torch.randn(1, 3, D), torch.randn(256, D), torch.tensor([[156, 3, 156]])
+    losses = F.cross_entropy((hidden @ weight.T)[0], labels[0], reduction="none")
+    narrow = labels.to(torch.uint8)
+    for reduction, expected in (("none", losses[None]), ("mean", losses.mean())):
+        for options in ({}, {"skip_ignored": True}, {"loss_mask": torch.ones(1, 3)}):
+            found = linear_cross_entropy(hidden, weight, narrow, reduction=reduction, **options)
+            torch.testing.assert_close(found, expected)
+    found = head.linear_sampled_log_probs(hidden, weight, narrow, skip_ignored=True)
+    torch.testing.assert_close(found, -losses[None])
+    old = torch.linspace(-6, -4, 3)[None]
+    loss, expected = (GRPOLoss()(hidden, weight, x, torch.ones(1), old_log_probs=old)[0] for x in (narrow, labels))
+    torch.testing.assert_close(loss, expected)
+    draft = head.DraftVocabulary.of_mask(torch.ones(256, dtype=torch.bool))
+    assert all(map(torch.equal, draft.labels(narrow), draft.labels(labels)))
 
 
 @ranks(2)

@@ -31,7 +31,7 @@ LABELS = torch.zeros(3, dtype=torch.int64)
         ({"chunk_tokens": 64}, LogProbs(LABELS), 16, "chunk_tokens is 64"),
         ({"lora": LoRA(torch.zeros(2, 16).bfloat16(), torch.zeros(40, 2).bfloat16())}, Entropy(), 16, "lora is given"),
         ({}, TopK(5), 16, "TopK read more than sums of exponentials"),
-        ({}, CrossEntropy(LABELS, label_smoothing=0.1), 16, "CrossEntropy read more"),
+        ({}, CrossEntropy(LABELS, label_smoothing=0.1), 16, "CrossEntropy with label_smoothing read more"),
         ({}, LogProbs(LABELS), 12, "hidden has 12 columns, no multiple of 8"),
         ({}, LogProbs(LABELS), 16, "hidden is on cpu, without Triton's kernels"),
     ],

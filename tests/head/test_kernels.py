@@ -275,3 +275,18 @@ def test_softmax_of_an_engine_is_summed_by_the_same_threads(columns):
         launch.check_spills()
     assert len(found) == 2
     assert layouts[0] == layouts[1] != set()
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_checks_of_an_exchange_are_one_launch_on_hopper(softcap):
+    from megatron_ext.distributed.groups import VocabShard
+    from megatron_ext.head.call.resolved_head import ResolvedHead
+    from megatron_ext.head.kernels.exchange_checks import exchange_checks
+
+    call = ResolvedHead(None, VocabShard(0, 16032, 128256), softcap=softcap, largest=softcap)
+    with cuda_branches(), recorded() as found:
+        exchange_checks(torch.zeros(8, 6, 8193), torch.zeros(8192, dtype=torch.int64), call)
+    assert [launch.grid for launch in found] == [(1,)]
+    found[0].check_spills()

@@ -13,7 +13,7 @@ from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.kernels import engine_softmax, fixed_order_sums
+from megatron_ext.head.kernels import engine_softmax, exchange_checks, fixed_order_sums
 from megatron_ext.head.kernels import label_terms as twin_terms
 from megatron_ext.head.kernels import nucleus as twin_nucleus
 from megatron_ext.head.kernels import selection as twin_selection
@@ -297,6 +297,67 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
                 torch.testing.assert_close(theirs, ours, **precise, equal_nan=True)
 
 
+CHECKS = [statistics.REFUSAL, statistics.SHARDS, "the options", "labels"]
+EXCHANGES = (
+    "sound",
+    "refused",
+    "size",
+    "columns",
+    "overlap",
+    "options",
+    "labels",
+    "alike",
+    "one",
+    "past",
+    "not a number",
+)
+
+
+def compare_exchange_checks(device: str, fault: str, ranks: int, softcap: float | None, tokens: int) -> None:
+    """What ranks said and sent, sound or with one fault: the kernel's five answers beside the error of plain checks."""
+    generator = torch.Generator().manual_seed(tokens)
+    call = ResolvedHead(None, VocabShard(0, 10, 10 * ranks), softcap=softcap, largest=softcap)
+    stats = torch.randn(ranks, statistics.SENT, tokens + 1, generator=generator)
+    labels = torch.randint(10, (tokens,), generator=generator)
+    said = stats[:, : statistics.LABELS + 1, -1]
+    said.copy_(torch.tensor([[10 * ranks, 10, 10 * rank, 7, 9] for rank in range(ranks)]))
+    if ranks > 2:
+        said[0, statistics.OPTIONS :] = 0  # does not say
+    if softcap is not None:  # all but the last token reach it
+        stats[:, statistics.MAX, : tokens - 1] = call.largest
+        stats[:, statistics.SUM_EXP, : tokens - 1] = 1.0
+    if fault == "refused":
+        said[-1] = statistics.REFUSED
+    elif fault == "size":
+        said[1, statistics.SIZE] += 1
+    elif fault == "columns":
+        said[1, statistics.COUNTED] += 1
+    elif fault == "overlap":
+        said[1, statistics.START] -= 1
+    elif fault in ("options", "labels"):
+        said[-1, getattr(statistics, fault.upper())] = 11
+    elif fault != "sound":
+        stats[1:, :, :-1] = stats[0, :, :-1]
+    if fault == "alike":
+        stats[:, :, :-1] = stats[:, :, :1]
+    elif fault == "past":
+        labels[-1] = 10
+    elif fault == "not a number":
+        stats[:, statistics.SUM_EXP, tokens - 1] = torch.nan
+    try:
+        statistics.check_exchange(stats, labels, call, "softcap")
+        wanted = None
+    except ValueError as error:
+        wanted = next((at for at, message in enumerate(CHECKS) if str(error).startswith(message)), 4)
+    given = stats.to(device), labels.to(device), call
+    found = [at for at, fine in enumerate(exchange_checks.exchange_checks(*given).tolist()) if not fine]
+    assert (wanted in found) if wanted is not None else not found
+    faults = {"refused": 0, "size": 1, "columns": 1, "overlap": 1, "options": 2, "labels": 3}
+    if tokens > 1 and softcap is None:  # of one token, and where the others tell nothing, all sums are alike
+        faults["one"] = 4
+    assert wanted == faults.get(fault)
+
+
 # What a call asks for, and which gradients there are.
 TOKEN_CALLS = [
     ({}, ["log_prob"]),
@@ -319,6 +380,9 @@ def comparisons():
     terms += [
         (compare_token_terms, (dtype, ranks, call, grads))
         for dtype, ranks, (call, grads) in itertools.product((torch.float32, torch.float64), (1, 3), TOKEN_CALLS)
+    ]
+    terms += [
+        (compare_exchange_checks, case) for case in itertools.product(EXCHANGES, (2, 3), (None, 30.0), (1, 5, 600))
     ]
     terms += [(compare_nucleus, (dtype, 41, 3.0, 0.7)) for dtype in DTYPES]
     terms += [

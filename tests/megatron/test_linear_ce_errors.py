@@ -267,6 +267,23 @@ def test_a_layer_that_names_its_softcap_is_fused():
         torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
 
 
+@ranks(1)
+@pytest.mark.parametrize("change", ["no softcap in forward", "another term in forward"])
+def test_a_softcap_that_a_layer_names_is_proved(change):
+    """An attribute of this name says nothing of the forward."""
+    with model_parallel():
+        model, labels = one_gpt(), batch()[1]
+        if change == "another term in forward":
+            custom_layer(model)
+            kind = type(model.output_layer)
+            scaled = {"forward": lambda self, *args, **kwargs: (3 * kind.forward(self, *args, **kwargs)[0], None)}
+            model.output_layer.__class__ = type("Scaled", (kind,), scaled)
+        model.output_layer.softcap = 0.5
+        stock = run(model, labels)
+        with patched(), pytest.warns(UserWarning, match="own loss is another one: .* attribute `softcap`"):
+            assert torch.equal(run(model, labels), stock)
+
+
 def compare_later(model, fewer_collectives, **kwargs):
     sent = []
 

@@ -16,7 +16,7 @@ from megatron_ext.distributed.collectives import all_gather_object
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron.fused_loss.fusion_proof import compare as compare_both
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-from tests.gpt import model_parallel
+from tests.gpt import VOCAB, model_parallel
 from tests.marks import slow
 from tests.megatron.patching import assert_same, batch, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
@@ -303,6 +303,25 @@ def test_a_loss_that_cannot_take_a_sample_is_not_compared():
             stock = run(model, labels)
             with patched(), pytest.warns(UserWarning, match="not compared with the model's own loss: on a sample it"):
                 assert torch.equal(run(model, labels), stock)
+
+
+@ranks(1)
+@pytest.mark.parametrize("left_out", [0, -1])
+def test_a_loss_that_leaves_out_padding_is_not_fused(left_out):
+    """Of which the first batch has none."""
+    reset_fusion_report()
+    with model_parallel():
+        model, labels = one_gpt(), batch()[1].clamp(8, VOCAB - 8)
+        kind = type(model)
+
+        def loss(self, labels, logits):
+            return kind.compute_language_model_loss(self, labels, logits) * (labels != left_out % VOCAB)
+
+        model.__class__ = type("Padded", (kind,), {"compute_language_model_loss": loss})
+        padded = labels.masked_fill(torch.arange(labels.shape[1]) > 4, left_out % VOCAB)
+        stock = [run(model, x) for x in (labels, padded)]
+        with patched(), pytest.warns(UserWarning, match="other tokens count: 1 of 16 have a loss on one side alone"):
+            assert all(map(torch.equal, [run(model, x) for x in (labels, padded)], stock))
 
 
 @ranks(1)

@@ -173,6 +173,7 @@ def test_picture_shows_differences_on_a_log_axis(tmp_path, monkeypatch):
         ([(float("nan"), 1.0)], [(float("nan"), 1.0)], None),
         ([(2.0, 1.0)], [(float("nan"), 1.0)], "the loss of a step differs by inf"),
         ([(2.0, 1.0)], [(None, 1.0)], "the loss of a step differs by inf"),
+        ([(None, None)], [(None, None)], "no step of either run has a loss or a gradient norm that was seen"),
         ([], [], "the stock run took 0 steps of an optimizer, the other one 0"),
         ([(2.0, 1.0)] * 2, [(2.0, 1.0)], "the stock run took 2 steps of an optimizer, the other one 1"),
     ],
@@ -182,6 +183,21 @@ def test_faults_are_those_beyond_the_tolerance(stock, ours, fault):
     assert both.fault == fault if fault is None else fault in both.fault
     if None in dict(stock):
         assert both.largest == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--tolerance", "nan", "--verify", "1"], "argument --tolerance: 'nan' must be a number at least 0"),
+        (["--tolerance", "-1", "--verify", "1"], "argument --tolerance: '-1' must be a number at least 0"),
+        (["--tolerance", "1"], "--tolerance or --picture is given without --verify"),
+        (["--picture", "both.png"], "--tolerance or --picture is given without --verify"),
+    ],
+)
+def test_options_of_a_comparison_that_would_not_work_are_refused(options, said, capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--linear-ce", *options, str(STANDIN)])
+    assert said in capsys.readouterr().err
 
 
 def test_difference_is_relative_to_stock():

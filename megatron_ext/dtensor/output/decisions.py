@@ -1,4 +1,4 @@
-"""The decision whether a call reads hidden states, which ranks that share the head's vocabulary take together.
+"""The decision whether a call reads hidden states, what it rests on, and how ranks that share a vocabulary take it.
 
 They agree by one exchange at the first call. Later ones send nothing for it: a rank that sees another model than it saw
 then tells the others by a word among the head's options, which the head compares in the exchange that it makes anyway.
@@ -12,21 +12,39 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as torch_module
 
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.output.reads import Read, read_hidden
+from megatron_ext.dtensor.output.stand_ins import class_of, is_registered, is_sharded
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.statistics import OptionsDiffer
 from megatron_ext.head.layer_facts import unwrapped
-from megatron_ext.proof import Proof, ProofBasis, ProofMode, Proofs, words_of_change
+from megatron_ext.proof import (
+    Proof,
+    ProofBasis,
+    ProofMode,
+    Proofs,
+    code_values,
+    config_values,
+    module_parts,
+    module_values,
+    words_of_change,
+)
+from megatron_ext.proof.values import HOOKS
 
 _CHANGED = (
     "the lm head, the loss, a value that their code reads, or an argument of this {} has changed since its "
     "tensor-parallel ranks decided to fuse it, and they cannot decide anew: {}. Change it on every rank alike, as "
     "also a counter that the loss function keeps, and give every rank the same arguments"
 )
+_OWN_HOOKS = ("torch.distributed.", "transformers.integrations.", "megatron_ext.")
+_OWN_OF_ALL = ("torch.", *_OWN_HOOKS)  # as those of torch's counter of operations
 
 
 class ToldFault(ValueError):
@@ -40,36 +58,29 @@ class HeadDecision(NamedTuple):
     anew: Callable[[], Proof] | None = None
 
 
-class HeadDecider(NamedTuple):
-    """The parts of a decision that are the same for all calls of a model's way in.
+def decide(
+    proofs: Proofs,
+    owner: Any,
+    basis: ProofBasis,
+    prove: Callable[[], Proof],
+    mode: ProofMode,
+    group: Group,
+    others: Sequence[Any] = (),
+) -> HeadDecision:
+    """Decide about a call of the kind of `owner` by the `proofs` of a way in; `others` own those of other kinds.
 
-    Attributes:
-        proofs: those of the way in.
-        owners: of proofs of other kinds of calls.
-        mode: when proofs are made.
-        group: ranks that share the vocabulary of the model's head, if any do.
+    Communicates: over several ranks of `group`, which share the head's vocabulary, an all-gather of a small object at
+    the first call.
     """
 
-    proofs: Proofs
-    owners: Sequence[Any]
-    mode: ProofMode
-    group: Group
+    def made() -> Proof:
+        return proofs.of(owner, lambda: basis, prove, mode, group)
 
-    def decide(self, owner: Any, basis: ProofBasis, prove: Callable[[], Proof]) -> HeadDecision:
-        """Decide about a call of the kind of `owner`.
-
-        Communicates: over several ranks of the group an all-gather of a small object, at the first call.
-        """
-
-        def made() -> Proof:
-            return self.proofs.of(owner, lambda: basis, prove, self.mode, self.group)
-
-        if group_size(self.group) > 1:
-            known = [proof for each in (owner, *self.owners) if (proof := self.proofs.made(each)) is not None]
-            new = self.proofs.made(owner) is None
-            if known and (new or self.proofs.has_changed(owner, basis)):
-                return HeadDecision(known[0], made)
-        return HeadDecision(made())
+    if group_size(group) > 1:
+        known = [proof for each in (owner, *others) if (proof := proofs.made(each)) is not None]
+        if known and (proofs.made(owner) is None or proofs.has_changed(owner, basis)):
+            return HeadDecision(known[0], made)
+    return HeadDecision(made())
 
 
 def tell_of_change(model: Any, head: Any, read: Read, hidden: Tensor, given: Sequence[Tensor]) -> None:
@@ -111,3 +122,72 @@ def told(model: Any, fault: ValueError) -> ValueError:
     if not isinstance(fault, OptionsDiffer):
         return fault
     return ValueError(_CHANGED.format(type(model).__name__.removeprefix("FSDP"), fault))
+
+
+def not_fusable(model: Any, path: str, head: Any) -> str | None:
+    """Return why the head at `path` cannot be computed from hidden states, if that is known without a comparison."""
+    try:
+        layer, _ = unwrapped(head)
+    except ValueError as fault:
+        return str(fault)
+    parametrizations = getattr(layer, "parametrizations", None)
+    if isinstance(parametrizations, nn.Module) and next(parametrizations.buffers(), None) is not None:
+        return "its lm head has a parametrization with buffers, which may change at each read, as of a spectral norm"
+    if not isinstance(getattr(layer, "weight", None), Tensor) or layer.weight.dim() != 2:
+        return f"its lm head is a {type(layer).__name__} without a weight [V, D]"
+    for module in head.modules():
+        if "_hf_hook" in vars(module):
+            return "accelerate has hooks on its lm head, as for a device_map, which move its input or its weight"
+    if is_hooked(model, path, head=is_registered(model) or is_sharded(head)):
+        return "it or its head has hooks, which may read its logits"
+    if not layer.weight.is_floating_point():
+        return f"its lm head holds {layer.weight.dtype}"
+    if isinstance(layer.weight, DTensor) and not is_registered(model) and not isinstance(head, FSDPModule):
+        return "its lm head is sharded by itself, and not by FSDP2"
+    return None
+
+
+def is_hooked(model: nn.Module, path: str, head: bool = True) -> bool:
+    """Return whether hooks wait for a call of the model or of any module, for gradients of its head, or with `head` for
+    a call of that or a layer inside of an adapter there; those of torch's and transformers' parallelism, and ours, do
+    not count. `path`: of the head."""
+    around, layers = [model, model.get_submodule(path.rpartition(".")[0])], list(model.get_submodule(path).modules())
+    hooks: list[Any] = []
+    of_all: list[Any] = []
+    for kind in HOOKS:
+        for module in around + (layers if head or kind in HOOKS[2:] else []):
+            hooks += vars(module)[kind].values()
+        of_all += getattr(torch_module, f"_global{kind}").values()
+    for homes, some in ((_OWN_HOOKS, hooks), (_OWN_OF_ALL, of_all)):
+        for hook in some:
+            if not _module_of(hook).startswith(homes):
+                return True
+    return False
+
+
+def _module_of(hook: Any) -> str:
+    """Return the module that a hook's function is from, of a method or a partial too."""
+    while (inner := getattr(hook, "func", None) or getattr(hook, "__func__", None)) is not None:
+        hook = inner
+    return str(getattr(hook, "__module__", ""))
+
+
+def basis(model: nn.Module, own: Any, head: nn.Module, *others: Any) -> ProofBasis:
+    """Return the basis of a proof of what `own`, the forward of `model`, or what leads to it, computes; and of what
+    `others` say."""
+    replica = getattr(model, "_is_replica", False)  # of nn.DataParallel, whose modules are new at each call
+    modules: list[Any] = []
+    for module in head.modules():
+        modules.append(module_parts(module))
+        if not replica:
+            modules += (module_values(module), code_values(module.forward))
+    return ProofBasis(
+        own,
+        class_of(model),
+        getattr(model, "loss_function", None),
+        (F.cross_entropy, F.linear),
+        None if replica else head,
+        modules,
+        config_values(model.config),
+        others,
+    )

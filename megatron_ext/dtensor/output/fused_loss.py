@@ -16,20 +16,27 @@ from torch import Tensor, nn
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, import_transformers, output_head_path
-from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
-from megatron_ext.dtensor.output.decisions import HeadDecider, HeadDecision, tell_of_change, tell_of_unread_head
-from megatron_ext.dtensor.output.fused_classes import FUSED, use_fused_class
-from megatron_ext.dtensor.output.head_calls import head_call, with_arguments
-from megatron_ext.dtensor.output.loss_proof import basis, not_fusable, own_loss, prove
+from megatron_ext.dtensor.output.decisions import (
+    HeadDecision,
+    basis,
+    decide,
+    not_fusable,
+    tell_of_change,
+    tell_of_unread_head,
+)
+from megatron_ext.dtensor.output.loss_proof import own_loss, prove
 from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, DeferredLogits, HeadCall
-from megatron_ext.dtensor.output.reads import PLAIN, Read, say_once, say_that_logits_are_made
+from megatron_ext.dtensor.output.reads import Read, head_call, say_that_logits_are_made, with_arguments
 from megatron_ext.dtensor.output.stand_ins import (
+    FUSED,
     KEEPS_LOGITS,
     VOCABULARY,
     is_registered,
     promising,
     standing_in,
+    use_fused_class,
 )
+from megatron_ext.dtensor.sequence_arguments import tells_of_token_ids, token_id_fault
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.checks import Bits, Cache, rounds
 from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, fusion_is_on, proof_mode
@@ -109,7 +116,8 @@ def use_fused_loss(
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: `model` has no lm head, or is compiled; an option that `linear_cross_entropy` refuses.
+        ValueError: `model` has no lm head, or is compiled; an option that `linear_cross_entropy` refuses. From forward:
+            `label_smoothing`, `z_loss` or `bits` are given, and the loss stays the model's own.
 
     Warns:
         UserWarning: once a class of models, from forward: its loss stays the model's own, and why.
@@ -133,7 +141,9 @@ def use_fused_loss(
     if proof is not None:
         proof_mode(proof)
     _check_options(losses, bits, logit_dtype)
-    read = Read(1.0, losses, vocab_parallel_cross_entropy, (), bits, logit_dtype, agrees=skip_ignored is True)
+    changed = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    options = ", ".join(f"{name}={value}" for name, value in changed.items() if value)
+    read = Read(1.0, losses, vocab_parallel_cross_entropy, (), bits, logit_dtype, skip_ignored is True, options)
     inside.__dict__.pop(KEEPS_LOGITS, None)
     use_fused_class(inside, _forward)
     inside.__dict__[FUSED] = FusedLoss(read, in_eval, proof)
@@ -141,7 +151,8 @@ def use_fused_loss(
 
 
 def model_inside(model: Any) -> Any:
-    """The model that PEFT's wrapper calls; `model` itself where there is none."""
+    """The model that PEFT's wrapper calls, or torch.compile's; `model` itself where there is none."""
+    model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -168,7 +179,10 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
     """`own`, the forward of a model, with our loss where that is proved."""
     fused: FusedLoss | None = self.__dict__.get(FUSED)  # None after `restore_own_loss`
     given = _named(type(self).forward, args, kwargs)
-    if fused is None or given is None or not fusion_is_on():
+    if fused is None or not fusion_is_on():
+        return own(self, *args, **kwargs)
+    if given is None:
+        _say_that_logits_are_made(self, "its forward does not name its positional arguments", fused.read)
         return own(self, *args, **kwargs)
     wanted = any(isinstance(given.get(name), Tensor) for name in ("labels", "shift_labels"))
     if not wanted or not (self.training or fused.in_eval):
@@ -178,7 +192,7 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
         return own(self, *args, **kwargs)
     if torch.compiler.is_compiling():
         fused.compiled = True
-        _say_that_it_is_compiled(type(self).__name__, self.base_model_prefix or "model")
+        _say_that_it_is_compiled(type(self).__name__, self.base_model_prefix or "model", fused.read)
         return own(self, *args, **kwargs)
     if torch._C._are_functorch_transforms_active():
         _say_that_logits_are_made(self, "a transform of torch.func runs it, where nothing can be compared", fused.read)
@@ -229,10 +243,11 @@ def _say_that_labels_are_missing(name: str) -> None:
 
 
 @torch.compiler.assume_constant_result  # called when the graph is made, also of `fullgraph`
-def _say_that_it_is_compiled(name: str, decoder: str) -> None:
-    say_once(
+def _say_that_it_is_compiled(name: str, decoder: str, read: Read) -> None:
+    say_that_logits_are_made(
         f"{name} keeps its own loss in a graph of torch.compile, where nothing can be proved: compile the decoder "
-        f"alone, by model.{decoder}.compile(), and call the model itself"
+        f"alone, by model.{decoder}.compile(), and call the model itself",
+        read,
     )
 
 
@@ -248,14 +263,11 @@ def _decision(model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict
     if reason is not None and group is None:
         return HeadDecision(Proof.not_comparable(reason))
 
-    def call_of(copy: nn.Module, hidden: Tensor) -> HeadCall:
-        return head_call(copy, PLAIN, hidden, {}, whole=True)
-
     def proved() -> Proof:
-        return Proof.not_comparable(reason) if reason else prove(model, own, path, given, call_of, own_loss)
+        return Proof.not_comparable(reason) if reason else prove(model, own, path, given, own_loss)
 
-    deciding = HeadDecider(_PROOFS, fused.owners, mode, group)
-    return deciding.decide(fused.owner(given, model.training), basis(model, own, head, mode, reason), proved)
+    owner, rests_on = fused.owner(given, model.training), basis(model, own, head, mode, reason)
+    return decide(_PROOFS, owner, rests_on, proved, mode, group, fused.owners)
 
 
 def _check_labels(model: Any, given: dict[str, Any]) -> None:

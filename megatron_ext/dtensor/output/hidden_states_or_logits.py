@@ -18,22 +18,23 @@ from megatron_ext.distributed.groups import UNSHARDED, Group, group_size
 from megatron_ext.dtensor.attention import lay_out, sequence_hook
 from megatron_ext.dtensor.decoder import output_head_path
 from megatron_ext.dtensor.output.decisions import (
-    HeadDecider,
     HeadDecision,
     ToldFault,
+    basis,
+    decide,
+    not_fusable,
     tell_of_change,
     tell_of_unread_head,
     telling_of_change,
     told,
 )
-from megatron_ext.dtensor.output.fused_classes import forward_of
-from megatron_ext.dtensor.output.head_calls import head_call
-from megatron_ext.dtensor.output.loss_proof import basis, losses_of_logits, not_fusable, prove
+from megatron_ext.dtensor.output.loss_proof import losses_of_logits, prove
 from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
-from megatron_ext.dtensor.output.reads import PLAIN, Read, read_hidden, read_logits, say_that_logits_are_made
+from megatron_ext.dtensor.output.reads import Read, head_call, read_hidden, read_logits, say_that_logits_are_made
 from megatron_ext.dtensor.output.stand_ins import (
     REGISTERED,
     VOCABULARY,
+    forward_of,
     is_registered,
     promising,
     standing_in,
@@ -124,16 +125,13 @@ def _decision(model: nn.Module, path: str, inputs: dict[str, Any]) -> HeadDecisi
     cp_ranks = group_size(None if hook is None else hook.cp_group)
     given = inputs | {"labels": inputs["input_ids"]}
 
-    def call_of(copy: nn.Module, hidden: Tensor) -> HeadCall:
-        return head_call(copy, PLAIN, hidden, {}, whole=True)
-
     def proved() -> Proof:
         if reason is not None:
             return Proof.not_comparable(reason)
-        return prove(model, forward_of(model), path, given, call_of, losses_of_logits, cp_ranks)
+        return prove(model, forward_of(model), path, given, losses_of_logits, cp_ranks)
 
-    deciding = HeadDecider(_PROOFS[model.training], (), mode, group)
-    decision = deciding.decide(model, basis(model, module_parts(model), head, mode, reason), proved)
+    rests_on = basis(model, module_parts(model), head, mode, reason)
+    decision = decide(_PROOFS[model.training], model, rests_on, proved, mode, group)
     if decision.anew is not None and (unproved := cannot_prove_now()) is not None:
         return HeadDecision(Proof.not_comparable(unproved))  # its logits send what the head sends
     return decision

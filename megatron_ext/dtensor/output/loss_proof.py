@@ -13,111 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.modules import module as torch_module
 
 from megatron_ext.dtensor.decoder import embedding
 from megatron_ext.dtensor.output.promised_logits import HeadCall
-from megatron_ext.dtensor.output.stand_ins import (
-    HOOKS,
-    SampleHead,
-    class_of,
-    is_registered,
-    is_sharded,
-    promising,
-    whole_copy,
-    with_decoder,
-    with_head,
-)
-from megatron_ext.head.layer_facts import unwrapped
-from megatron_ext.proof import (
-    SAMPLE_TOKENS,
-    Proof,
-    ProofBasis,
-    code_values,
-    compare,
-    config_values,
-    module_parts,
-    module_values,
-)
+from megatron_ext.dtensor.output.reads import PLAIN, head_call
+from megatron_ext.dtensor.output.stand_ins import HeadLike, is_registered, is_sharded, promising, stub_of, with_head
+from megatron_ext.proof import SAMPLE_TOKENS, Proof, compare
 from megatron_ext.proof.comparison import state_put_back
+from megatron_ext.proof.values import HOOKS
 
 _OF_TOKENS = ("input_ids", "labels", "shift_labels")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LEAST = 8  # tokens of a sample
-_OWN_HOOKS = ("torch.distributed.", "transformers.integrations.", "megatron_ext.")
-_OWN_OF_ALL = ("torch.", *_OWN_HOOKS)  # as those of torch's counter of operations
 
 
 class _NoLoss(Exception):
     """A forward with labels that gives no loss."""
-
-
-def not_fusable(model: Any, path: str, head: Any) -> str | None:
-    """Return why the head at `path` cannot be computed from hidden states, if that is known without a comparison."""
-    try:
-        layer, _ = unwrapped(head)
-    except ValueError as fault:
-        return str(fault)
-    parametrizations = getattr(layer, "parametrizations", None)
-    if isinstance(parametrizations, nn.Module) and next(parametrizations.buffers(), None) is not None:
-        return "its lm head has a parametrization with buffers, which may change at each read, as of a spectral norm"
-    if not isinstance(getattr(layer, "weight", None), Tensor) or layer.weight.dim() != 2:
-        return f"its lm head is a {type(layer).__name__} without a weight [V, D]"
-    for module in head.modules():
-        if "_hf_hook" in vars(module):
-            return "accelerate has hooks on its lm head, as for a device_map, which move its input or its weight"
-    if is_hooked(model, path, head=is_registered(model) or is_sharded(head)):
-        return "it or its head has hooks, which may read its logits"
-    if not layer.weight.is_floating_point():
-        return f"its lm head holds {layer.weight.dtype}"
-    if isinstance(layer.weight, DTensor) and not is_registered(model) and not isinstance(head, FSDPModule):
-        return "its lm head is sharded by itself, and not by FSDP2"
-    return None
-
-
-def is_hooked(model: nn.Module, path: str, head: bool = True) -> bool:
-    """Return whether hooks wait for a call of the model or of any module, for gradients of its head, or with `head` for
-    a call of that or a layer inside of an adapter there; those of torch's and transformers' parallelism, and ours, do
-    not count. `path`: of the head."""
-    around, layers = [model, model.get_submodule(path.rpartition(".")[0])], list(model.get_submodule(path).modules())
-    hooks: list[Any] = []
-    of_all: list[Any] = []
-    for kind in HOOKS:
-        for module in around + (layers if head or kind in HOOKS[2:] else []):
-            hooks += vars(module)[kind].values()
-        of_all += getattr(torch_module, f"_global{kind}").values()
-    for homes, some in ((_OWN_HOOKS, hooks), (_OWN_OF_ALL, of_all)):
-        for hook in some:
-            if not _module_of(hook).startswith(homes):
-                return True
-    return False
-
-
-def _module_of(hook: Any) -> str:
-    """Return the module that a hook's function is from, of a method or a partial too."""
-    while (inner := getattr(hook, "func", None) or getattr(hook, "__func__", None)) is not None:
-        hook = inner
-    return str(getattr(hook, "__module__", ""))
-
-
-def basis(model: nn.Module, own: Any, head: nn.Module, *others: Any) -> ProofBasis:
-    """Return the basis of a proof of what `own`, the forward of `model`, or what leads to it, computes; and of what
-    `others` say."""
-    replica = getattr(model, "_is_replica", False)  # of nn.DataParallel, whose modules are new at each call
-    modules: list[Any] = []
-    for module in head.modules():
-        modules.append(module_parts(module))
-        if not replica:
-            modules += (module_values(module), code_values(module.forward))
-    return ProofBasis(
-        own,
-        class_of(model),
-        getattr(model, "loss_function", None),
-        (F.cross_entropy, F.linear),
-        None if replica else head,
-        modules,
-        config_values(model.config),
-        others,
-    )
 
 
 def own_loss(run: Callable[..., Any], sample: dict[str, Any]) -> Tensor | None:
@@ -139,15 +50,14 @@ def prove(
     own: Callable[..., Any],
     path: str,
     given: dict[str, Any],
-    call_of: Callable[[nn.Module, Tensor], HeadCall],
     loss_of: Callable[[Callable[..., Any], dict[str, Any]], Tensor | None],
     cp_ranks: int = 1,
 ) -> Proof:
     """Compare the loss that `own`, the forward of `model`, makes of a sample of what was `given`, with the fused one.
 
-    `call_of(head, hidden)`: a call of a copy of the head at `path`, whose loss has no options of ours.
-    `loss_of(run, sample)`: the loss of a run of the forward. Where ranks share the layers, or by `cp_ranks` the tokens,
-    the decoder is not run on a sample, and hidden states are drawn: ranks may prove alone, and nothing is sent.
+    `path`: of the head. `loss_of(run, sample)`: the loss of a run of the forward. Where ranks share the layers, or by
+    `cp_ranks` the tokens, the decoder is not run on a sample, and hidden states are drawn: ranks may prove alone, and
+    nothing is sent.
     """
     head = whole_copy(model.get_submodule(path))
     device = next(iter(head.parameters())).device
@@ -186,7 +96,7 @@ def prove(
         calls: list[HeadCall] = []
 
         def fused(hidden: Tensor) -> Tensor:
-            return loss(promising(head, lambda _: call_of(head, hidden), calls.append))
+            return loss(promising(head, lambda _: head_call(head, PLAIN, hidden, {}, whole=True), calls.append))
 
         hidden = first.seen.to(next(iter(head.parameters())).dtype)
         parameters = _by_rows(head)
@@ -249,3 +159,116 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
         if given.get(name) is not None:
             sample[name] = targets.to(given[name].dtype)
     return sample
+
+
+class SampleHead(HeadLike):
+    """In the place of an lm head: makes logits of given hidden states by another head, whatever it is called with.
+
+    Without any given it makes those of what it is called with, and keeps that.
+    """
+
+    def __init__(self, head: nn.Module, hidden: Tensor | None = None):
+        super().__init__(head)
+        self.given, self.seen = hidden, hidden
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.given is None:
+            self.seen = hidden.detach()
+            weight = next(self.head.parameters())
+            hidden = hidden.to(weight.dtype)
+        else:
+            hidden = self.given
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.head(hidden)
+
+
+class SampleDecoder(nn.Module):
+    """In the place of a decoder whose ranks share its layers: gives hidden states `[B, S, D]` and nothing else.
+
+    It has the decoder's attributes; so does each module inside of it.
+    """
+
+    def __init__(self, decoder: nn.Module, hidden: Tensor):
+        super().__init__()
+        self.__dict__["decoder_itself"], self.hidden = decoder, hidden  # no module of this one: nothing goes there
+
+    def forward(self, *args: Any, **kwargs: Any) -> "_DecoderOutput":
+        return _DecoderOutput(self.hidden, self._router_logits())
+
+    def _router_logits(self) -> tuple[Tensor, ...] | None:
+        """Router logits of one layer, where the decoder is a mixture: of them a forward may make an auxiliary loss."""
+        config = getattr(self, "config", None)
+        counts = (getattr(config and config.get_text_config(), name, None) for name in _EXPERTS)
+        experts = next((count for count in counts if isinstance(count, int)), None)
+        return None if experts is None else (self.hidden.new_zeros(self.hidden[..., 0].numel(), experts),)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.__dict__["decoder_itself"], name)
+        return SampleDecoder(found, self.hidden) if isinstance(found, nn.Module) else found
+
+
+class _DecoderOutput:
+    """Hidden states under the name and the place where forwards look for them; everything else is None."""
+
+    def __init__(self, hidden: Tensor, router_logits: tuple[Tensor, ...] | None):
+        self.last_hidden_state, self.router_logits = hidden, router_logits
+
+    def __getitem__(self, i: int) -> Tensor:
+        return (self.last_hidden_state,)[i]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def with_decoder(model: nn.Module, head_path: str, hidden: Tensor) -> Any:
+    """`model` with a decoder that gives `hidden`: the one beside the lm head at `head_path`, or beside what is around.
+
+    Raises ValueError if there is none.
+    """
+    around = head_path
+    while around:
+        around = around.rpartition(".")[0]
+        inside: Any = model.get_submodule(around)
+        for name in (getattr(inside, "base_model_prefix", ""), "model", "transformer", "backbone", "decoder"):
+            path = f"{around}.{name}".removeprefix(".")
+            if name in inside._modules and not f"{head_path}.".startswith(f"{path}."):
+                return with_head(model, path, SampleDecoder(model.get_submodule(path), hidden))
+    raise ValueError("no decoder is found beside its lm head")
+
+
+def whole_copy(head: Any) -> Any:
+    """`head` with parameters of its own, whole and in fp32 at least, on which nothing hooks that shards them.
+
+    What ranks share is not gathered, but drawn, on all of them alike: what a head computes is proved on any weights.
+    """
+    copy = stub_of(head)
+    if is_sharded(head):
+        copy.__dict__.pop("forward", None)
+        copy.__dict__.update({name: type(vars(head)[name])() for name in HOOKS})
+    own = head._parameters | {name: x for name, x in vars(head).items() if isinstance(x, Tensor)}  # of replicas
+    for name in own:
+        copy.__dict__.pop(name, None)
+    copy.__dict__["_parameters"] = {name: _wide(x) for name, x in own.items()}
+    copy.__dict__["_modules"] = {name: x if x is None else whole_copy(x) for name, x in head._modules.items()}
+    return copy
+
+
+def _wide(parameter: Tensor | None) -> nn.Parameter | None:
+    if parameter is None:
+        return None
+    whole = _drawn(parameter) if isinstance(parameter, DTensor) else parameter
+    if whole.is_floating_point():
+        whole = whole.detach().to(torch.promote_types(whole.dtype, torch.float32))
+        # What is wide already is shared: nothing writes to it, and its gradient goes to no `.grad`.
+        return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    return nn.Parameter(whole, requires_grad=False)
+
+
+def _drawn(parameter: DTensor) -> Tensor:
+    """A tensor of the whole shape of `parameter`, with logits of about 1."""
+    device = parameter.device_mesh.device_type  # FSDP2 may keep it on the host
+    if not parameter.is_floating_point():
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+    scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
+    generator = torch.Generator(device).manual_seed(2)
+    return torch.randn(parameter.shape, generator=generator, device=device).mul_(scale)

@@ -6,10 +6,15 @@ from typing import Any
 from torch import nn
 
 from megatron_ext.dtensor.decoder import output_head_path
-from megatron_ext.dtensor.output.fused_classes import FUSED, leave_fused_class
+from megatron_ext.dtensor.output.decisions import not_fusable
 from megatron_ext.dtensor.output.fused_loss import FusedLoss, model_inside, proofs_of
-from megatron_ext.dtensor.output.loss_proof import not_fusable
-from megatron_ext.dtensor.output.stand_ins import KEEPS_LOGITS, is_registered, why_logits_are_made
+from megatron_ext.dtensor.output.stand_ins import (
+    FUSED,
+    KEEPS_LOGITS,
+    is_registered,
+    leave_fused_class,
+    why_logits_are_made,
+)
 from megatron_ext.proof import Proof, why_fusion_is_off
 
 
@@ -19,8 +24,12 @@ def restore_own_loss(model: nn.Module) -> nn.Module:
     Of a model that `parallelize` made, `causal_lm_loss` and log-probabilities come through the logits as well; of any
     other model these two functions read hidden states, as before `use_fused_loss`. Parameters, hooks and wrappers stay
     as they are; `use_fused_loss(model)` undoes this call. Harmless where nothing is fused. Communicates nothing.
+
+    Raises:
+        ValueError: `model` is no causal language model, as one that DDP has wrapped: pass its `.module`.
     """
     inside = model_inside(model)
+    output_head_path(inside)
     inside.__dict__.pop(FUSED, None)
     leave_fused_class(inside)
     if is_registered(inside):

@@ -224,39 +224,21 @@ def _same(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _Sta
 
 
 def _viewed(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
-    """Other leading dims of the same tokens, with the columns last."""
+    """Other leading dims of the same tokens, with the columns last; which ones, a view of the promise shows."""
+    state = promise.state
     if kwargs:
         return None
-    sizes = args[1:]
-    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-    return _with_tokens(promise, func, args[1:], sizes) if all(isinstance(x, int) for x in sizes) else None
-
-
-def _flattened(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
-    first, last = (*args[1:], *kwargs.values(), 0, -1)[:2] if not kwargs else (None, None)
-    dims = promise.dim()
-    if first is None or last % dims >= dims - 1:
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            after = func(*args)
+    except Exception:  # which real logits raise in the place where it belongs
         return None
-    first, last, shape = first % dims, last % dims, tuple(promise.shape)
-    return _with_tokens(promise, func, args[1:], (*shape[:first], -1, *shape[last + 1 :]))
-
-
-def _with_tokens(promise: DeferredLogits, func: Any, rest: tuple, sizes: tuple) -> _State | None:
-    state = promise.state
-    count = 1
-    for size in state.tokens:
-        count *= size
-    if not sizes or sizes[-1] != state.columns:
+    if after.dtype != state.dtype or after.shape[-1:] != (state.columns,):
         return None
-    known = 1
-    for size in sizes[:-1]:
-        known *= size if size != -1 else 1
-    if list(sizes).count(-1) > 1 or (-1 not in sizes and known != count) or known == 0 or count % known:
-        return None
-    tokens = tuple(count // known if size == -1 else size for size in sizes[:-1])
+    tokens = tuple(after.shape[:-1])
     hidden = state.hidden if promise.call.in_slices else state.hidden.reshape(*tokens, state.hidden.shape[-1])
     places = None if state.places is None else state.places.reshape(tokens)
-    return _then(promise, func, rest, {}, tokens=tokens, hidden=hidden, places=places)
+    return _then(promise, func, args[1:], {}, tokens=tokens, hidden=hidden, places=places)
 
 
 def _chosen(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
@@ -347,8 +329,7 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.tanh, torch.tanh), _capped),
     **dict.fromkeys((Tensor.float, Tensor.to, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type), _cast),
     **dict.fromkeys((Tensor.contiguous, Tensor.clone, torch.clone), _same),
-    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _viewed),
-    **dict.fromkeys((Tensor.flatten, torch.flatten), _flattened),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), _viewed),
     Tensor.__getitem__: _chosen,
     F.cross_entropy: _cross_entropy,
 }

@@ -1,13 +1,20 @@
-"""A model with another lm head, as an object of its own: the head gives a promise, or the logits of a sample.
+"""A model with another lm head, as an object of its own, or with a forward of ours, as one of a class of its own.
 
-The model's own forward runs on it, and nothing of the model is changed, so that threads do not meet.
+The model's own forward runs on the object, whose head gives promises, and nothing of the model is changed, so that
+threads do not meet.
+
+A class whose forward computes a loss without logits derives from the model's own and has its name. A class and not a
+forward on the instance, so that replicas of `nn.DataParallel`, copies and what was saved by `torch.save` compute with
+their own weights.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -15,17 +22,17 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
 from megatron_ext.proof import why_fusion_is_off
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
 REGISTERED = "_megatron_ext_head"  # where a model that `parallelize` made has its reading from hidden states
 VOCABULARY = "_megatron_ext_vocabulary_group"  # and the ranks that share its head's vocabulary, if any do
 KEEPS_LOGITS = "_megatron_ext_keeps_logits"  # where a model says why its logits are made, if a user wants them
+FUSED = "_megatron_ext_fused_loss"  # where a model keeps the settings of its fused loss
+_INSTANCE = "_megatron_ext_own_forward"
+
+Dispatch = Callable[[Any, Callable[..., Any], tuple, dict[str, Any]], Any]
 
 
 class FusedForward:
-    """A class of models whose forward `use_fused_loss` has replaced: see `fused_classes.py`."""
+    """A class of models whose forward `use_fused_loss` has replaced: see `fused_class`."""
 
 
 def class_of(module: nn.Module) -> type:
@@ -97,12 +104,12 @@ def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[
         keep(call)
         return call.promise()
 
-    stub: Any = _HeadLike(head) if is_sharded(head) else stub_of(head)
+    stub: Any = HeadLike(head) if is_sharded(head) else stub_of(head)
     stub.__dict__["forward"] = forward
     return stub
 
 
-class _HeadLike(nn.Module):
+class HeadLike(nn.Module):
     """A module in the place of `head`, which has its attributes."""
 
     def __init__(self, head: nn.Module):
@@ -116,114 +123,87 @@ class _HeadLike(nn.Module):
             return getattr(super().__getattr__("head"), name)
 
 
-class SampleHead(_HeadLike):
-    """In the place of an lm head: makes logits of given hidden states by another head, whatever it is called with.
+def use_fused_class(model: nn.Module, dispatch: Dispatch) -> None:
+    """Put `model` into the class of its own whose forward is `dispatch(model, own forward, args, kwargs)`."""
+    if isinstance(model, FusedForward):
+        return
+    kind: Any = type(model)
+    model.__class__ = fused_class(kind, dispatch)
+    own = vars(model).pop("forward", None)
+    if own is not None:  # accelerate has put one there, or somebody else, which was called instead of the class's
+        model.__dict__[_INSTANCE] = _OfInstance(model, own)
+        model.__dict__.pop("_original_forward", None)  # from which accelerate would make another
 
-    Without any given it makes those of what it is called with, and keeps that.
+
+def leave_fused_class(model: nn.Module) -> None:
+    """Put `model` into its own class again, but one that FSDP2 has wrapped, or that has a forward of its own, which may
+    wrap that of the class, as accelerate's autocast does.
+
+    Both classes compute the same for a model without settings of a fused loss.
     """
-
-    def __init__(self, head: nn.Module, hidden: Tensor | None = None):
-        super().__init__(head)
-        self.given, self.seen = hidden, hidden
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.given is None:
-            self.seen = hidden.detach()
-            weight = next(self.head.parameters())
-            hidden = hidden.to(weight.dtype)
-        else:
-            hidden = self.given
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.head(hidden)
+    own = vars(type(model)).get("_megatron_ext_base")
+    if own is not None and not {_INSTANCE, "forward"} & vars(model).keys():
+        model.__class__ = own
 
 
-class SampleDecoder(nn.Module):
-    """In the place of a decoder whose ranks share its layers: gives hidden states `[B, S, D]` and nothing else.
+class _OfInstance:
+    """A forward that was put on an instance, called with the model or a stand-in of it."""
 
-    It has the decoder's attributes; so does each module inside of it.
-    """
+    def __init__(self, model: Any, forward: Callable[..., Any]):
+        # A method of another object computes with what that one has, and a proxy of a method adds something to it.
+        own = type(forward) is MethodType and forward.__self__ is model
+        self.function = forward.__func__ if own else None  # type: ignore[attr-defined]
+        self.forward = None if own else forward
 
-    def __init__(self, decoder: nn.Module, hidden: Tensor):
-        super().__init__()
-        self.__dict__["decoder_itself"], self.hidden = decoder, hidden  # no module of this one: nothing goes there
-
-    def forward(self, *args: Any, **kwargs: Any) -> "_DecoderOutput":
-        return _DecoderOutput(self.hidden, self._router_logits())
-
-    def _router_logits(self) -> tuple[Tensor, ...] | None:
-        """Router logits of one layer, where the decoder is a mixture: of them a forward may make an auxiliary loss."""
-        config = getattr(self, "config", None)
-        counts = (getattr(config and config.get_text_config(), name, None) for name in _EXPERTS)
-        experts = next((count for count in counts if isinstance(count, int)), None)
-        return None if experts is None else (self.hidden.new_zeros(self.hidden[..., 0].numel(), experts),)
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.__dict__["decoder_itself"], name)
-        return SampleDecoder(found, self.hidden) if isinstance(found, nn.Module) else found
+    def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.function is not None:
+            return self.function(model, *args, **kwargs)
+        assert self.forward is not None
+        return self.forward(*args, **kwargs)
 
 
-class _DecoderOutput:
-    """Hidden states under the name and the place where forwards look for them; everything else is None."""
-
-    def __init__(self, hidden: Tensor, router_logits: tuple[Tensor, ...] | None):
-        self.last_hidden_state, self.router_logits = hidden, router_logits
-
-    def __getitem__(self, i: int) -> Tensor:
-        return (self.last_hidden_state,)[i]
-
-    def __getattr__(self, name: str) -> None:
-        return None
+def forward_of(model: Any) -> Callable[..., Any]:
+    """The forward that a call of a model of any class comes to, without ours: a function of the model."""
+    if isinstance(model, FusedForward):
+        return own_forward(model)
+    return _OfInstance(model, vars(model)["forward"]) if "forward" in vars(model) else class_of(model).forward  # type: ignore
 
 
-def with_decoder(model: nn.Module, head_path: str, hidden: Tensor) -> Any:
-    """`model` with a decoder that gives `hidden`: the one beside the lm head at `head_path`, or beside what is around.
-
-    Raises ValueError if there is none.
-    """
-    around = head_path
-    while around:
-        around = around.rpartition(".")[0]
-        inside: Any = model.get_submodule(around)
-        for name in (getattr(inside, "base_model_prefix", ""), "model", "transformer", "backbone", "decoder"):
-            path = f"{around}.{name}".removeprefix(".")
-            if name in inside._modules and not f"{head_path}.".startswith(f"{path}."):
-                return with_head(model, path, SampleDecoder(model.get_submodule(path), hidden))
-    raise ValueError("no decoder is found beside its lm head")
+def own_forward(model: Any) -> Callable[..., Any]:
+    """The forward of a model in a fused class that would be called if there were none: a function of the model."""
+    if _INSTANCE in vars(model):
+        return vars(model)[_INSTANCE]
+    kinds = type(model).__mro__
+    made = next(kind for kind in kinds if "_megatron_ext_base" in vars(kind))
+    after = kinds[kinds.index(made) + 1 :]
+    return next(vars(kind)["forward"] for kind in after if "forward" in vars(kind))
 
 
-def whole_copy(head: Any) -> Any:
-    """`head` with parameters of its own, whole and in fp32 at least, on which nothing hooks that shards them.
+@functools.cache
+def fused_class(base: type, dispatch: Dispatch) -> type:
+    """The class that derives from `base` with the other forward."""
 
-    What ranks share is not gathered, but drawn, on all of them alike: what a head computes is proved on any weights.
-    """
-    copy = stub_of(head)
-    if is_sharded(head):
-        copy.__dict__.pop("forward", None)
-        copy.__dict__.update({name: type(vars(head)[name])() for name in HOOKS})
-    own = head._parameters | {name: x for name, x in vars(head).items() if isinstance(x, Tensor)}  # of replicas
-    for name in own:
-        copy.__dict__.pop(name, None)
-    copy.__dict__["_parameters"] = {name: _wide(x) for name, x in own.items()}
-    copy.__dict__["_modules"] = {name: x if x is None else whole_copy(x) for name, x in head._modules.items()}
-    return copy
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return dispatch(self, own_forward(self), args, kwargs)
 
+    own: Any = base.forward  # type: ignore[attr-defined]
+    forward.__doc__, forward.__module__, forward.__qualname__ = own.__doc__, base.__module__, own.__qualname__
+    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # trainers look which columns it takes
 
-def _wide(parameter: Tensor | None) -> nn.Parameter | None:
-    if parameter is None:
-        return None
-    whole = _drawn(parameter) if isinstance(parameter, DTensor) else parameter
-    if whole.is_floating_point():
-        whole = whole.detach().to(torch.promote_types(whole.dtype, torch.float32))
-        # What is wide already is shared: nothing writes to it, and its gradient goes to no `.grad`.
-        return nn.Parameter(whole, requires_grad=parameter.requires_grad)
-    return nn.Parameter(whole, requires_grad=False)
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _rebuilt, (base, dispatch), dict(vars(self))
+
+    attributes = {
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_megatron_ext_base": base,
+    }
+    return type(base.__name__, (FusedForward, base), attributes)
 
 
-def _drawn(parameter: DTensor) -> Tensor:
-    """A tensor of the whole shape of `parameter`, with logits of about 1."""
-    device = parameter.device_mesh.device_type  # FSDP2 may keep it on the host
-    if not parameter.is_floating_point():
-        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-    scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
-    generator = torch.Generator(device).manual_seed(2)
-    return torch.randn(parameter.shape, generator=generator, device=device).mul_(scale)
+def _rebuilt(base: type, dispatch: Dispatch) -> Any:
+    kind: Any = fused_class(base, dispatch)
+    return kind.__new__(kind)

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_ext.distributed.same_on_ranks import require_same
 from megatron_ext.dtensor.decoder import import_transformers, tie_word_embeddings
-from megatron_ext.dtensor.parallelize import parallelize, with_all_dims
-from megatron_ext.dtensor.same_model import groups_of
+from megatron_ext.dtensor.parallelize import groups_of, parallelize, with_all_dims
 
 
 class ParallelizeOptions(TypedDict, total=False):

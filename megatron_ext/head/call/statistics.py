@@ -183,6 +183,7 @@ def exchange(
     labels_T: Tensor,
     places_T: Tensor | None = None,
     tokens: int | None = None,
+    check: "Callable[[Tensor, Tensor, ResolvedHead, str], None] | None" = None,
 ) -> Tensor:
     """Every rank's statistics, signed, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
 
@@ -191,6 +192,7 @@ def exchange(
         ids, labels_T: what `labels_checksum` and `check_apart` take.
         places_T: where this rank's tokens are in the order that all ranks know, if they are in another one.
         tokens: how many there are in that order, if more than this rank has.
+        check: `RowPasses.check_exchange` of the passes that the statistics come from; `check_exchange` without.
 
     Raises:
         ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
@@ -204,7 +206,7 @@ def exchange(
     said = words()
     sign(stats_KT, call.vocab, options_checksum(said), labels_checksum(ids, places_T))
     stats_RKT = _gathered(stats_KT, call, places_T, tokens)
-    check_exchange(stats_RKT, labels_T, call, said)
+    (check or check_exchange)(stats_RKT, labels_T, call, said)
     return stats_RKT
 
 
@@ -322,7 +324,11 @@ def _finite(peak_T: Tensor) -> Tensor:
 
 
 REFUSAL = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
-_SATURATED = 0.99  # of the softcap: a shard's largest logit that is above tells nothing about the shard
+SHARDS = (
+    "vocab: the shards of the ranks of tp_group must cover one vocabulary once, and agree on its size; pass "
+    "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it"
+)
+SATURATED = 0.99  # of the softcap: a shard's largest logit that is above tells nothing about the shard
 
 
 def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, words: str = "") -> None:
@@ -359,11 +365,7 @@ def _check_said(said_RN: Tensor, words: str) -> None:
     stop_R, size = start_R + counted_R, size_R[0]
     begin_RR, end_RR = torch.maximum(start_R, start_R.unsqueeze(1)), torch.minimum(stop_R, stop_R.unsqueeze(1))
     common_RR = (end_RR - begin_RR).clamp_(min=0)  # columns of each two shards: of one with itself, all of them
-    raise_unless(
-        (size_R == size).all() & (counted_R.sum() == size) & (common_RR.sum() == size),
-        "vocab: the shards of the ranks of tp_group must cover one vocabulary once, and agree on its size; pass "
-        "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it",
-    )
+    raise_unless((size_R == size).all() & (counted_R.sum() == size) & (common_RR.sum() == size), SHARDS)
 
 
 class OptionsDiffer(ValueError):
@@ -375,15 +377,21 @@ def check_agreement(numbers_R2: Tensor, words: str) -> None:
 
     `numbers_R2`: what `agreement` makes of these on each rank; 0 where it does not say. `words`: this rank's options.
     """
-    same_options, same_labels = ((numbers_R2 == numbers_R2.amax(0)) | (numbers_R2 == 0)).all(0)
+    same_2 = ((numbers_R2 == numbers_R2.amax(0)) | (numbers_R2 == 0)).all(0)
+    if same_2.is_cuda or not same_2.all():
+        raise_unless_same(same_2[0], same_2[1], words)
+
+
+def raise_unless_same(options: Tensor, labels: Tensor, words: str) -> None:
+    """Raises on every rank unless the `options`, this rank's in `words`, and the `labels` are the same on all."""
     raise_unless(
-        same_options,
+        options,
         f"the options are not the same on every rank of tp_group; this rank's: {words}. Pass the same on each; also "
         f"return_entropy and return_hits, where one rank alone logs them: they change what is computed and sent",
         OptionsDiffer,
     )
     raise_unless(
-        same_labels,
+        labels,
         "labels are not the same on every rank of tp_group (or the token ids asked for, or which of them loss_mask and "
         "ignore_index leave): the ranks share the vocabulary, and each must pass the labels of all tokens. If sequence "
         'parallelism cut the hidden states, pass hidden_layout="sequence" and whole labels; else give all of them the '
@@ -405,11 +413,18 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> None:
     if call.largest is None:
         alike = sums_RKT == sums_RKT[..., :1]
     else:  # where logits reach the softcap, those of different shards are alike
-        tells = (sums_RKT[:, :1].abs() < _SATURATED * call.largest).any(0, keepdim=True)
+        tells = (sums_RKT[:, :1].abs() < SATURATED * call.largest).any(0, keepdim=True)
         first = tells.byte().argmax(2, keepdim=True).expand_as(sums_RKT[..., :1])
         differ, alike = differ & tells, (sums_RKT == sums_RKT.gather(2, first)) | ~tells
+    apart = differ.any() | (labels_T >= columns).any() | alike.all()
+    if apart.is_cuda or not apart:
+        raise_unless_apart(apart, columns)
+
+
+def raise_unless_apart(apart: Tensor, columns: int) -> None:
+    """Raises on every rank unless the ranks' shards, of `columns` columns each, are not all the same ones."""
     raise_unless(
-        differ.any() | (labels_T >= columns).any() | alike.all(),
+        apart,
         f"every rank of tp_group passed the same {columns} columns: each must pass its own shard of the "
         f"vocabulary; scatter gathered logits (or the weight) over the group, or call without a group",
     )

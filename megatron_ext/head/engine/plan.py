@@ -232,7 +232,7 @@ class Plan:
         if self.ranks == 1 or not self.exchanges:
             return stats_KT.unsqueeze(0)
         tokens = self.asked, self.places_T, self.all_tokens
-        return statistics.exchange(stats_KT, self.call, self.words, self.ids, *tokens)
+        return statistics.exchange(stats_KT, self.call, self.words, self.ids, *tokens, self.passes.check_exchange)
 
     def parts(self, stats_Kt: Tensor, own_KT: Tensor | None, rows: slice) -> list[tuple[int, Tensor, Any]]:
         """The place of each read-out with rows of its own, those that are sent and those that stay, if any do."""

@@ -3,6 +3,7 @@
 from megatron_ext.head.kernels import label_terms, nucleus, selection, token_terms
 from megatron_ext.head.kernels.epilogues.gradient import product_gradient
 from megatron_ext.head.kernels.epilogues.statistics import product_statistics
+from megatron_ext.head.kernels.exchange_checks import check_exchange
 from megatron_ext.head.kernels.fixed_order_sums import row_sums, segment_sums
 from megatron_ext.head.kernels.row_gradient import row_gradient
 from megatron_ext.head.kernels.statistics.row_statistics import row_statistics
@@ -17,6 +18,7 @@ TRITON = RowPasses(
     label_terms.add_label_rows,
     label_terms.finish_dx,
     label_terms.scale_rows,
+    check_exchange,
     token_terms.combined,
     token_terms.token_gradient,
     nucleus.nucleus,

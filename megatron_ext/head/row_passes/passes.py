@@ -314,6 +314,7 @@ class RowPasses:
     add_label_rows = staticmethod(label_terms.add_label_rows)
     finish_dx = staticmethod(label_terms.finish_dx)
     scale_rows = staticmethod(label_terms.scale_rows)
+    check_exchange = staticmethod(statistics.check_exchange)
     combined = staticmethod(statistics.combine)
     token_gradient = staticmethod(logit_gradient.token_gradient)
     nucleus = staticmethod(nucleus.nucleus)

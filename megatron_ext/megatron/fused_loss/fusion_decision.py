@@ -130,7 +130,7 @@ def decision_of(model: Any, settings: HeadSettings, loss: bool = True) -> Decisi
         return found
     # What else may have changed is looked at when the loss is taken; by then `skip_ignored` has masked labels.
     if loss and found.left is None and not settings.skip_ignored:
-        changed = _left(output_layer(model)) is not None
+        changed = why_not_fused(model) is not None
     else:
         changed = has_changed(model, found, loss)
     return decide(model, settings, loss) if changed else found
@@ -172,7 +172,7 @@ def has_changed(model: Any, decision: Decision, loss: bool = True, promised: boo
     if not loss:
         return _seen(model, loss) != decision.seen
     layer, known = output_layer(model), decision.seen[1] is None
-    if not promised and _left(layer) != decision.seen[0]:
+    if not promised and why_not_fused(model) != decision.seen[0]:
         return True
     now = _basis(model, layer, known)
     if decision.basis.same_as(now):
@@ -230,11 +230,7 @@ def why_not_fused(model: Any) -> str | None:
 
     Whether they are a product, and its loss a cross entropy, is for `fusion_decision` and the proof to say.
     """
-    return _left(output_layer(model))
-
-
-def _left(layer: Any) -> str | None:
-    return why_fusion_is_off() or why_not_promised(layer)
+    return why_fusion_is_off() or why_not_promised(output_layer(model))
 
 
 def why_not_promised(layer: Any) -> str | None:
@@ -356,8 +352,11 @@ def is_own(value: Any) -> bool:
 
 def what_is_not_known(model: Any) -> str | None:
     """Say what of a model's output layer and loss is not Megatron's own or ours; None if all is."""
-    if (reason := why_not_known(output_layer(model))) is not None:
+    layer = output_layer(model)
+    if (reason := why_not_known(layer)) is not None:
         return reason
+    if hasattr(layer, "softcap") and not isinstance(layer, OutputLayer):
+        return f"its output layer is a {type(layer).__name__} with an attribute `softcap`, which may be for other code"
     loss = function_of(standing(model, LOSS))
     if loss is not _LOSS:
         return f"it has a {LOSS} of its own{_where(loss)}"

@@ -44,6 +44,7 @@ def proof_of(model: Any, settings: HeadSettings, terms: Terms, weight: Tensor, l
         return Proof.not_comparable(reason)
     try:
         ways = BothWays(model, settings, terms, weight, labels_BS, SAMPLE_TOKENS)
+        _take_special_labels(ways.labels_N1, terms.shape[-1] * group_size(tp_group(terms.layer)))
     except ValueError as refusal:
         proof = Proof.not_comparable(str(refusal))
     else:
@@ -155,6 +156,13 @@ def _sample(terms: Terms, labels_BS: Tensor, most: int) -> tuple[Tensor, Tensor]
     labels_N = torch.cat([labels_SB[rank * positions + row, column] for rank in range(ranks)])
     known = (labels_N >= 0) & (labels_N < terms.shape[-1] * group_size(group))
     return hidden.detach()[row, column].unsqueeze(1), labels_N.where(known, 0).unsqueeze(1)
+
+
+def _take_special_labels(labels_N1: Tensor, size: int) -> None:
+    """Put the first and the last ids of the vocabulary, up to eight, in the place of labels: where padding and other
+    special tokens are, which a loss may leave out, and no batch need have."""
+    some = min(8, labels_N1.shape[0] // 2)
+    labels_N1[:some, 0] = (torch.arange(some, device=labels_N1.device) - some // 2) % size
 
 
 def _alias(terms: Terms, weight: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class DTensorBackend(Backend):
             settings.expert_parallel,
         )
         chosen = choose_plan(model, layout, settings.custom_parallel_plan)
-        if settings.batching.kind == "packed" and not chosen.attends:
+        if settings.batching.kind == "packed" and chosen.unknown is not None:
             raise ValueError(
                 f"sequence_packing of {type(model).__name__} is not supported ({chosen.unknown}): tokens would attend "
                 "to other documents; set sequence_packing.enabled to False"

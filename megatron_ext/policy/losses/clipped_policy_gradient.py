@@ -15,6 +15,7 @@ from megatron_ext.head.checks import one_of
 from megatron_ext.losses import policy_gradient as pg
 from megatron_ext.losses.checks import above_0, at_least_0, check_number, check_per_token
 from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
+from megatron_ext.policy.config import check_flag
 from megatron_ext.policy.losses.worker_protocol import LossType, MetricNormalizer, token_weights
 
 _TRUNCATIONS: dict[str | None, pg.Truncation | None] = {
@@ -98,8 +99,8 @@ class ClippedPGLoss:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.type is bool and not isinstance(value := getattr(self, field.name), bool):
-                raise ValueError(f"{field.name} is {value!r}: it must be True or False, in YAML true or false unquoted")
+            if field.type is bool:
+                check_flag(field.name, getattr(self, field.name))
         for name in ("reference_policy_kl_penalty", "ratio_clip_min", "ratio_clip_max", "positive_example_nll_weight"):
             check_number(name, getattr(self, name), "at least 0", at_least_0)
         check_number("ratio_clip_c", self.ratio_clip_c, "above 1", lambda x: x > 1, optional=True)

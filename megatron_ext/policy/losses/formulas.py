@@ -14,6 +14,7 @@ from megatron_ext.losses import DPOLoss, TopKDistillationLoss
 from megatron_ext.losses.checks import above_0, at_least_0, check_number, raise_if_any
 from megatron_ext.losses.preference import split_pairs
 from megatron_ext.losses.reductions import divide, row_means, row_sums, token_mean
+from megatron_ext.policy.config import check_flag
 from megatron_ext.policy.losses.worker_protocol import (
     LossInputType,
     LossType,
@@ -73,7 +74,7 @@ class DPOLossFn:
         for name in ("preference_loss_weight", "sft_loss_weight"):
             check_number(name, getattr(self, name), "at least 0", at_least_0)
         for name in ("preference_average_log_probs", "sft_average_log_probs"):
-            _check_flag(name, getattr(self, name))
+            check_flag(name, getattr(self, name))
 
     @property
     def _formula(self) -> DPOLoss:
@@ -134,7 +135,7 @@ class DistillationLossFn:
 
     def __post_init__(self) -> None:
         one_of("kl_type", self.kl_type, get_args(Literal["forward", "reverse", "mixed"]))
-        _check_flag("zero_outside_topk", self.zero_outside_topk)
+        check_flag("zero_outside_topk", self.zero_outside_topk)
         _ = self._formula  # which refuses the weight
 
     @property
@@ -161,9 +162,3 @@ class DistillationLossFn:
             student_topk_logprobs, teacher_topk_logprobs, entropy, mask_BS, global_valid_toks
         )
         return loss, {"loss": loss.detach(), "num_valid_samples": data["sample_mask"].sum()}
-
-
-def _check_flag(name: str, value: Any) -> None:
-    """Raise ValueError for a string, which would be true whatever it says."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}: it must be True or False, in YAML true or false unquoted")

@@ -161,7 +161,7 @@ class Trainer:
             inputs = loss_inputs(self.reader, loss_fn)
             for number, step in enumerate(steps):
                 backend.zero_grad()
-                loss, found = loss_pass(backend, inputs, number, step, batch, step.counts, self.loss_scale.value)
+                loss, found = self._loss_pass(inputs, number, step, batch, step.counts)
                 losses.append(loss)
                 metrics.add(found, step.counts, lambda name: 1 / len(steps))
                 if not eval_mode:
@@ -212,7 +212,7 @@ class Trainer:
                 batch = BatchedDataDict(data).to(backend.device)
                 backend.model.train()
                 inputs, counts = loss_inputs(self.reader, step.loss_fn), Counts(1.0, 1.0)
-                loss, found = loss_pass(backend, inputs, step.parts, part, batch, counts, self.loss_scale.value)
+                loss, found = self._loss_pass(inputs, step.parts, part, batch, counts)
         except BaseException:
             self.abort_train_step()
             raise
@@ -270,6 +270,49 @@ class Trainer:
         batching, at_most = self.settings.batching, token_bound(self.settings.skip_masked_tokens)
         return self.backend.bounds(mbs, batching.train_rows, batching.train_tokens, at_most)
 
+    def _loss_pass(
+        self, inputs: LossInputs, number: int, step: Step, batch: BatchedDataDict, counts: Counts
+    ) -> tuple[float, Metrics]:
+        """Forward and backward over global batch `number`, or a part of it: its loss, and the metrics of this rank's
+        micro-batches. Gradients are of the loss times the scale of losses.
+
+        Args:
+            counts: divisors of the loss.
+
+        Raises:
+            ValueError, RuntimeError: a loss failed or is not finite; on every rank, with gradients cleared.
+        """
+        backend = self.backend
+        divisors = {name: torch.tensor(n, device=backend.device) for name, n in counts._asdict().items()}
+        total = torch.zeros((), dtype=torch.float64, device=backend.device)
+        fault: Exception | None = None
+        metrics: Metrics = []
+
+        def loss_of(output: Tensor, micro_batch: BatchedDataDict, _: list[int], real: bool) -> Tensor | None:
+            nonlocal fault, total
+            nothing = output[:0].sum()  # 0, through which backward reaches every weight on every rank
+            loss, found = nothing, None
+            if real and fault is None:
+                try:
+                    loss, found = _validated(inputs.call(output, micro_batch, divisors))
+                except Exception as error:  # the other ranks wait for this one's share of the model
+                    fault = error
+            total += loss.detach()
+            if found is not None:
+                metrics.append(found)
+            if not torch.is_grad_enabled():
+                return None
+            # FSDP2 and Megatron average gradients over the data-parallel ranks, whose losses add up.
+            return (loss + nothing) * self.loss_scale.value * backend.dp_size
+
+        with backend.mode():
+            backend.run_passes(step, batch, inputs.read, loss_of)
+        try:
+            return _agreed_loss(backend, number, total, fault), backend.from_last_stage(metrics)
+        except Exception:
+            backend.zero_grad()
+            raise
+
     def _update(self, number: int, factor: float = 1.0) -> float:
         """Multiplies the gradients by `factor`, clips them and steps the optimizer. The norm before clipping."""
         assert self.optimizer is not None
@@ -303,55 +346,6 @@ class Trainer:
             "rank": self.backend.rank,
             "all_mb_metrics": metrics.by_name(),
         }
-
-
-def loss_pass(
-    backend: Backend,
-    inputs: LossInputs,
-    number: int,
-    step: Step,
-    batch: BatchedDataDict,
-    counts: Counts,
-    loss_scale: float,
-) -> tuple[float, Metrics]:
-    """Forward and backward over global batch `number`, or a part of it: its loss, and the metrics of this rank's
-    micro-batches. Gradients are of the loss times `loss_scale`.
-
-    Args:
-        counts: divisors of the loss.
-
-    Raises:
-        ValueError, RuntimeError: a loss failed or is not finite; on every rank, with gradients cleared.
-    """
-    divisors = {name: torch.tensor(n, device=backend.device) for name, n in counts._asdict().items()}
-    total = torch.zeros((), dtype=torch.float64, device=backend.device)
-    fault: Exception | None = None
-    metrics: Metrics = []
-
-    def loss_of(output: Tensor, micro_batch: BatchedDataDict, _: list[int], real: bool) -> Tensor | None:
-        nonlocal fault, total
-        nothing = output[:0].sum()  # 0, through which backward reaches every weight on every rank
-        loss, found = nothing, None
-        if real and fault is None:
-            try:
-                loss, found = _validated(inputs.call(output, micro_batch, divisors))
-            except Exception as error:  # the other ranks wait for this one's share of the model
-                fault = error
-        total += loss.detach()
-        if found is not None:
-            metrics.append(found)
-        if not torch.is_grad_enabled():
-            return None
-        # FSDP2 and Megatron average gradients over the data-parallel ranks, whose losses add up.
-        return (loss + nothing) * loss_scale * backend.dp_size
-
-    with backend.mode():
-        backend.run_passes(step, batch, inputs.read, loss_of)
-    try:
-        return _agreed_loss(backend, number, total, fault), backend.from_last_stage(metrics)
-    except Exception:
-        backend.zero_grad()
-        raise
 
 
 def _agreed_loss(backend: Backend, number: int, own: Tensor, fault: Exception | None) -> float:
