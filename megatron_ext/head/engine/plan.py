@@ -20,7 +20,7 @@ from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.resolved_head import FAST, FIXED, ResolvedHead, leaf_count, leaves_of
 from megatron_ext.head.call.statistics import Statistics
-from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut
+from megatron_ext.head.readouts.read_out import Found, ReadOut
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.tensors import has_values
@@ -295,14 +295,14 @@ class Plan:
         """Has read-out `at` write its rows, one leaf's after the other's. `logits`: of each leaf."""
         r, count = self.readouts[at], self.leaf_count
         if not self.leaves:
-            r.scan(Chunk(rows, self.sides_of(at, logits[0]), stats_Kt, own_Kt))
+            r.scan(rows, self.sides_of(at, logits[0]), stats_Kt, own_Kt)
             return
         sides = [self.sides_of(at, each) for each in logits]
         if not r.by_leaf:
-            r.scan(Chunk(rows, [torch.cat(each, 1) for each in zip(*sides, strict=True)], stats_Kt, own_Kt))
+            r.scan(rows, [torch.cat(each, 1) for each in zip(*sides, strict=True)], stats_Kt, own_Kt)
         else:
             own = [None] * count if own_Kt is None else own_Kt.chunk(count)
-            chunks = [Chunk(rows, *each) for each in zip(sides, stats_Kt.chunk(count), own, strict=True)]
+            chunks = [(rows, *each) for each in zip(sides, stats_Kt.chunk(count), own, strict=True)]
             r.scan_leaves([part.readouts[at] for part in self.leaves], chunks)
 
     def _results_of_leaves(self, at: int, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
