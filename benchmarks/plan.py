@@ -39,7 +39,7 @@ CASES = [
 ]
 CACHES = (1, 0.5, 0)
 Cache = float | None  # None: as the head has it by default
-PEERS = (MEAN, fused_epilogue(1), fused_epilogue(0), of_bits("batch"), of_bits("tensor_parallel"), UNFUSED)
+PEERS = (fused_epilogue(1), fused_epilogue(0), of_bits("batch"), of_bits("tensor_parallel"), UNFUSED)
 MILLISECONDS, FLOOR, ABOVE = "planned time", "floor", "above the floor"
 EPILOGUES, WORST = "of it epilogues", "planned time, worst labels"
 SUSTAINED, ENERGY, MEASURED = "time at 700 W", "energy", "measured / time at 700 W"

@@ -71,9 +71,9 @@ def linear_cross_entropy(
         vocab: this rank's columns; None: equal shards in rank order, all columns count.
         ignore_index: tokens with this label get 0 and no gradient.
         softcap, temperature: logits become `softcap * tanh(logits / softcap) / temperature`.
-        reduction: "none", "sum", or "mean" over the tokens that count (0 if none does). With `cache` 0, or by default
-            where not all logits would be kept, the gradients of a sum or mean are made in forward, with 6 T V D / R
-            FLOPs instead of up to 8: see `weights` of `LmHead.read`. Not where `loss_mask` requires a gradient.
+        reduction: "none", "sum", or "mean" over the tokens that count (0 if none does). By default, where not all
+            logits would be kept, the gradients of a sum or mean are made in forward, with 6 T V D / R FLOPs instead of
+            up to 8: see `weights` of `LmHead.read`. Not where `loss_mask` requires a gradient.
         cache: fraction in [0, 1] of the logits that is kept for backward, which is quickest at 1 and smallest at 0; a
             number of bytes, "bounded" or "auto": see `LmHead`.
         chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result.

@@ -165,8 +165,7 @@ def soft_cross_entropy(
 
     Communicates: forward 1 collective at R > 1, backward none.
     """
-    given = (student_logits, teacher_logits, tp_group, vocab)
-    z, teacher = _pair(*given, chunk_tokens=chunk_tokens, temperature=temperature)
+    z, teacher = _pair(student_logits, teacher_logits, tp_group, vocab, chunk_tokens, temperature)
     return z.read(KL(teacher, "cross entropy"))
 
 
@@ -186,8 +185,7 @@ def kl_divergence(
     a token probability that the other has at -inf.
     """
     one_of("direction", direction, get_args(Direction))
-    given = (student_logits, teacher_logits, tp_group, vocab)
-    z, teacher = _pair(*given, chunk_tokens=chunk_tokens, temperature=temperature)
+    z, teacher = _pair(student_logits, teacher_logits, tp_group, vocab, chunk_tokens, temperature)
     return z.read(KL(teacher, direction))
 
 
@@ -211,17 +209,16 @@ def js_divergence(
     Raises:
         ValueError: as `kl_divergence`; `beta` outside (0, 1).
     """
-    given = (student_logits, teacher_logits, tp_group, vocab)
-    z, teacher = _pair(*given, chunk_tokens=chunk_tokens, temperature=temperature)
+    z, teacher = _pair(student_logits, teacher_logits, tp_group, vocab, chunk_tokens, temperature)
     return z.read(JensenShannon(teacher, beta))
 
 
-def _pair(student: Tensor, teacher: Tensor, tp_group: Group, vocab: Any, **facts: Any) -> tuple[Logits, Logits]:
+def _pair(
+    student: Tensor, teacher: Tensor, group: Group, vocab: Any, chunk_tokens: int | None, temperature: float
+) -> tuple[Logits, Logits]:
     """Two distributions over the same shards of the vocabulary."""
-    return (
-        Logits(student, tp_group, vocab=vocab, name="student_logits", **facts),
-        Logits(teacher, tp_group, vocab=vocab, name="teacher_logits"),
-    )
+    z = Logits(student, group, vocab=vocab, name="student_logits", chunk_tokens=chunk_tokens, temperature=temperature)
+    return z, Logits(teacher, group, vocab=vocab, name="teacher_logits")
 
 
 @tells_torchs_names

@@ -181,7 +181,7 @@ class LmHead:
                 the exchange says of a rank that refused.
             weights: `[...]`, floating, of all ranks' tokens and the same on all ranks, without a gradient: the sum of
                 the result times it is returned, for one read-out of one tensor. The gradient of such a sum is known in
-                forward but for one factor. So if it is of labels (cross entropy, log-probabilities), `cache` is 0, or
+                forward but for one factor. So if it is of labels (cross entropy, log-probabilities), `cache` is
                 "bounded" and not all exponentials would be kept, and something requires a gradient, forward makes the
                 gradients, chunk by chunk, and backward scales them: 6 T V D / R FLOPs without kept exponentials, an
                 fp32 gradient of the weight in memory until backward, and 4 of the 6 in vain if no backward follows.
@@ -255,7 +255,6 @@ class LmHead:
             apart = left is not None and (ranks > 1 or left.fills)
             chunks = chunks_in_forward(plan, sides[0], apart) if _wants_gradient(self, hidden) else None
         if fault is not None:
-            plan.all_tokens = chunks[0].stop if chunks else plan.all_tokens
             if sizes is not None and tokens:
                 shared = [left is None and t.hidden.dim() < hidden.dim() for t in teachers]
                 repeats = [1, *(hidden.shape[-2] if each else 1 for each in shared)]

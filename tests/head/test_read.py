@@ -91,6 +91,9 @@ class OfAnyNumber(ReadOut):
     def __init__(self, labels):
         self.labels = labels
 
+    def check(self, size, vocab, group):
+        return None
+
     def flatten(self, flat):
         self.labels_T = flat(self.labels)
 
@@ -111,3 +114,43 @@ def test_labels_that_a_read_out_does_not_check():
         torch.testing.assert_close(found[there], want)
         assert (found[~there] == -torch.inf).all()
         torch.testing.assert_close(torch.autograd.grad(found[there].sum(), (hidden, weight), retain_graph=True), grads)
+
+
+class Surprise(ReadOut):
+    """`-log p` of each label, or without labels the `log sum exp` of each token that counts."""
+
+    def __init__(self, labels=None, counts=None):
+        super().__init__(counts)
+        self.labels, self.reads_labels = labels, labels is not None
+
+    def results(self, stats, stats_RKT, own_KT):
+        value_T = stats.log_sum - stats.target if self.reads_labels else stats.largest + stats.log_sum
+        return self.results_of(value_T, own_KT)
+
+    def basis(self, stats, saved, grad):
+        g = self.counted_gradient(grad)
+        return Basis(log_prob=-g) if self.reads_labels else Basis(lse=g)
+
+
+@ranks(1, 2)
+def test_own_read_outs_inherit_labels_and_counts():
+    torch.manual_seed(0)
+    hidden, whole = torch.randn(2, 3, 8, requires_grad=True), torch.randn(20, 8)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    weight = whole.chunk(size)[rank].clone().requires_grad_()
+    labels = torch.tensor([[3, -100, 19], [0, 7, -100]])
+    counts, upstream = labels != -100, torch.randn(2, 3)
+    log_p = (hidden.double() @ whole.double().T).log_softmax(-1)
+    nll = -log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    lse = (hidden.double() @ whole.double().T).logsumexp(-1)
+    head = LmHead(weight, dist.group.WORLD)
+    for read_out, want in ((Surprise(labels), nll), (Surprise(counts=counts), lse)):
+        want = want.where(counts, 0.0)
+        found = head.read(hidden, read_out)
+        torch.testing.assert_close(found, want.float())
+        wanted = torch.autograd.grad((want * upstream).sum(), hidden, retain_graph=True)
+        torch.testing.assert_close(torch.autograd.grad((found * upstream).sum(), hidden), wanted)
+    with pytest.raises(ValueError, match="labels"):
+        head.read(hidden, Surprise(labels.clamp(min=0) + 20))
+    with pytest.raises(ValueError, match="counts"):
+        head.read(hidden, Surprise(counts=labels))

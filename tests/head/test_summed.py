@@ -34,7 +34,7 @@ def truth_of(problem, reduction, mask=None):
 def summed(problem, group, layout="replicated", leaves=None, **more):
     """The loss, made by the function of sums, and the leaves that it has gradients for."""
     leaves = problem.mine(group, layout) if leaves is None else leaves
-    options = {"vocab": problem.shard(group), "bias": leaves[2], "cache": 0, "chunk_tokens": 6, "reduction": "mean"}
+    options = {"vocab": problem.shard(group), "bias": leaves[2], "chunk_tokens": 6, "reduction": "mean"}
     options |= problem.arguments | more
     loss = linear_cross_entropy(*leaves[:2], problem.labels, group, layout, **options)
     assert loss.grad_fn.name() == "SummedHeadBackward"
@@ -65,7 +65,7 @@ def test_gradients_in_other_dtypes(dtype, close):
     group = dist.group.WORLD
     for name in ("all", "plain"):
         for layout in ("replicated", "sequence")[: group_size(group)]:
-            check(Problem(dtype=dtype, options=OPTIONS[name]), group, layout, close=close)
+            check(Problem((8, 5), dtype=dtype, options=OPTIONS[name]), group, layout, close=close)
 
 
 @ranks(1, 2)
@@ -122,7 +122,7 @@ def test_lora_frozen_parts_and_tied_weights():
 @ranks(1, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_main_grad_is_written_by_backward_alone(dtype):
-    group, problem = dist.group.WORLD, Problem(dtype=dtype)
+    group, problem = dist.group.WORLD, Problem((8, 5), dtype=dtype)
     leaves = problem.mine(group)
     weight = torch.nn.Parameter(leaves[1].detach().clone())
     weight.main_grad = torch.full(weight.shape, 0.5)
@@ -158,7 +158,7 @@ def test_backward_can_be_repeated_with_any_factor():
 def test_without_a_backward_and_when_recomputed():
     problem = Problem()
     hidden, weight, _ = problem.mine(None)
-    call = partial(linear_cross_entropy, labels=problem.labels, cache=0, chunk_tokens=6, reduction="mean")
+    call = partial(linear_cross_entropy, labels=problem.labels, chunk_tokens=6, reduction="mean")
     with torch.no_grad():
         value = call(hidden, weight)
     assert not value.requires_grad
@@ -179,20 +179,21 @@ def test_second_derivatives_are_refused():
 
 
 TODAYS = {
+    "least memory": {"cache": 0},
     "exponentials are kept": {"cache": 0.5},
-    "all are by default": {"cache": "bounded"},
+    "all are by default": {},
     "fixed bits": {"bits": "batch"},
-    "a mask with a gradient": {"loss_mask": torch.ones(2, 4, dtype=torch.float64, requires_grad=True)},
-    "a bound of tokens": {"skip_ignored": 8},
+    "a mask with a gradient": {"loss_mask": torch.ones(2, 8, dtype=torch.float64, requires_grad=True)},
+    "a bound of tokens": {"skip_ignored": 16},
 }
 
 
 @pytest.mark.parametrize("name", TODAYS)
 def test_other_calls_make_their_gradient_in_backward(name):
     """With the same value and gradients."""
-    problem = Problem((2, 4))
+    problem = Problem((2, 4) if name == "all are by default" else (2, 8))
     leaves = problem.mine(None)[:2]
-    options = {"cache": 0, "reduction": "mean"} | TODAYS[name]
+    options = {"reduction": "mean"} | TODAYS[name]
     loss = linear_cross_entropy(*leaves, problem.labels, **options)
     assert loss.grad_fn.name() != "SummedHeadBackward"
     truth, grads = truth_of(problem, "mean")
@@ -202,14 +203,14 @@ def test_other_calls_make_their_gradient_in_backward(name):
 
 def test_half_precision_keeps_its_range():
     """Its gradient is made in backward, where the loss scale is known."""
-    problem = Problem(dtype=torch.float16)
-    loss = linear_cross_entropy(*problem.mine(None)[:2], problem.labels, cache=0, reduction="mean")
+    problem = Problem((8, 5), dtype=torch.float16)
+    loss = linear_cross_entropy(*problem.mine(None)[:2], problem.labels, reduction="mean")
     assert loss.grad_fn.name() != "SummedHeadBackward"
 
 
 def test_many_tokens_take_it_by_default():
     problem = Problem((200,), 4)
-    loss, leaves = summed(problem, None, cache="bounded", chunk_tokens=None)
+    loss, leaves = summed(problem, None, chunk_tokens=None)
     torch.testing.assert_close(torch.autograd.grad(loss * FACTOR, leaves), truth_of(problem, "mean")[1])
 
 
@@ -222,7 +223,7 @@ def test_weighed_log_probs():
     call = {"vocab": problem.shard(group), "chunk_tokens": 6}
     wanted = (linear_log_probs(hidden, weight, problem.labels, group, **call) * weights).sum()
     grads = torch.autograd.grad(wanted, (hidden, weight))
-    for cache in (0, 1):
+    for cache in ("bounded", 0, 1):
         head = LmHead(weight, group, cache=cache, **call)
         found = head.read(hidden, LogProbs(problem.labels), weights=weights)
         torch.testing.assert_close(found, wanted)
@@ -234,7 +235,7 @@ def test_weighed_log_probs():
 def test_weights_that_break_a_rule():
     problem = Problem()
     hidden, weight, _ = problem.mine(None)
-    read, weights = partial(LmHead(weight, cache=0).read, hidden), torch.ones(problem.shape)
+    read, weights = partial(LmHead(weight).read, hidden), torch.ones(problem.shape)
     labels = LogProbs(problem.labels)
     for given, readouts, said in (
         (weights, [labels, Entropy()], "weights are given and LogProbs, Entropy is read"),
@@ -262,6 +263,13 @@ def test_one_exchange_a_chunk_tells_of_faults(layout):
     call = partial(summed, problem, group, layout)
     with pytest.raises(ValueError, match="options are not the same"):
         call(label_smoothing=0.1 * (rank + 1))
+    for in_backward in ({"cache": 0}, {"reduction": "none"}):  # on one rank alone, which sends all tokens at once
+        hidden, weight, _ = problem.mine(group, layout)
+        options = {"vocab": problem.shard(group), "chunk_tokens": 6, "reduction": "mean"}
+        with pytest.raises(ValueError, match="options are not the same.*gradients made in forward|options are not"):
+            linear_cross_entropy(
+                hidden, weight, problem.labels, group, layout, **options | in_backward if rank else options
+            )
     right = problem.labels
     problem.labels = right.clone()
     problem.labels[3, 0] = (right[3, 0].clamp(min=0) + rank) % 41
@@ -275,7 +283,7 @@ def test_one_exchange_a_chunk_tells_of_faults(layout):
     call()
 
 
-SIZES = (1024, 512, 8192)
+SIZES = (2048, 512, 8192)
 CALLS = {
     "plain": {},
     "label smoothing": {"label_smoothing": 0.1},
@@ -293,7 +301,7 @@ def test_costs(name, layout):
             rows = tokens // count if layout == "sequence" else tokens
             hidden = torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.empty(vocabulary // count, width, dtype=torch.bfloat16, requires_grad=not frozen)
-            call = {"cache": 0, "reduction": "mean", **CALLS[name]}
+            call = {"reduction": "mean", **CALLS[name]}
             labels = torch.zeros(tokens, dtype=torch.int64)
             with measure() as found:
                 linear_cross_entropy(hidden, weight, labels, group, layout, **call).backward()
@@ -312,9 +320,9 @@ def test_compiled(dtype):
     torch._dynamo.reset()
     group = dist.group.WORLD
     for layout in ("replicated", "sequence")[: group_size(group)]:
-        problem = Problem(dtype=dtype, options=OPTIONS["all"])
+        problem = Problem((8, 5), dtype=dtype, options=OPTIONS["all"])
         leaves = problem.mine(group, layout)
-        options = {"vocab": problem.shard(group), "cache": 0, "chunk_tokens": 10, "reduction": "mean"}
+        options = {"vocab": problem.shard(group), "chunk_tokens": 10, "reduction": "mean"}
 
         def call(hidden, weight, bias, layout=layout, problem=problem, options=options):
             given = options | problem.arguments | {"bias": bias}

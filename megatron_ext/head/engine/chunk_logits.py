@@ -25,7 +25,6 @@ from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.matmul import add_to_parts, bend, in_one, operand, transformed
 from megatron_ext.head.call.resolved_head import FAST, FIXED, Arithmetic, ResolvedHead, leaves_of
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
 from megatron_ext.numerics import cpu_products, fixed_order, tensors
 from megatron_ext.numerics.tensors import accumulation_dtype, has_values, new_matrix, part_of, parts_of
@@ -214,7 +213,7 @@ class ChunkGradient:
             first = False
         for each in places:
             if each is not None:
-                self._add_at_places(each, out_tV)
+                self._add_at_places(*each, out_tV)
         if raw_tV is not None:
             self.made[0].transform.pull(raw_tV, out_tV)
 
@@ -238,17 +237,16 @@ class ChunkGradient:
             labelled=plan.labelled,
         )
 
-    def _add_at_places(self, each: AtPlaces, out_tV: Tensor) -> None:
+    def _add_at_places(self, token_n: Tensor, column_n: Tensor, grad_n: Tensor, out_tV: Tensor) -> None:
         """In fp64, rounded once beside what is there."""
-        at = each.token_n, self.plan.call.place(each.column_n)
-        value_n = out_tV[at].double() + each.grad_n / self.plan.call.temperature
+        at = token_n, self.plan.call.place(column_n)
+        value_n = out_tV[at].double() + grad_n / self.plan.call.temperature
         out_tV.index_put_(at, value_n.to(out_tV.dtype))
 
-    def _add_at_columns(self, found: Sequence[AtColumns], z_tV: Any, rows: slice, out_tV: Tensor) -> None:
+    def _add_at_columns(self, found: Sequence[tuple[Tensor, Tensor]], z_tV: Any, rows: slice, out_tV: Tensor) -> None:
         """At the ids in fp64, rounded once: there the terms cancel where the model is sure of one."""
         call = self.plan.call
-        ids_tK = torch.cat([each.ids_tK for each in found], 1) if len(found) > 1 else found[0].ids_tK
-        grad_tK = torch.cat([each.grad_tK for each in found], 1) if len(found) > 1 else found[0].grad_tK
+        ids_tK, grad_tK = found[0] if len(found) == 1 else (torch.cat(each, 1) for each in zip(*found, strict=True))
         for part in blocks(ids_tK, 0.25):
             ids_uK, out_uV = ids_tK[part], out_tV[part]
             own_uK = call.vocab.owns(ids_uK)

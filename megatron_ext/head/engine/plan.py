@@ -14,13 +14,14 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.resolved_head import FAST, FIXED, ResolvedHead, leaf_count, leaves_of
 from megatron_ext.head.call.statistics import Statistics
-from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut
+from megatron_ext.head.readouts.read_out import Found, ReadOut
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.tensors import has_values
@@ -234,16 +235,30 @@ class Plan:
         tokens = self.asked, self.places_T, self.all_tokens
         return statistics.exchange(stats_KT, self.call, self.words, self.ids, *tokens, self.passes.check_exchange)
 
-    def exchange_chunk(self, stats_Kt: Tensor, first: bool) -> Tensor:
-        """Every rank's statistics of a chunk of tokens, `[R, K, t + 1]`, of chunks that are alike on all ranks; the
-        `first` one is checked for all, and raises as `exchange`. Communicates: 1 all-gather."""
+    def exchange_chunk(self, stats_Kt: Tensor, count: int) -> Tensor:
+        """Every rank's statistics of a chunk of tokens, `[R, K, t + 1]`. Communicates: 1 all-gather.
+
+        The first of `count` chunks is sent as wide as all tokens together, checked for all chunks, and raises as
+        `exchange`: a rank that makes its gradient in backward, which sends all tokens at once, is told so. `count` is
+        0 for the other chunks.
+        """
         if self.ranks == 1:
             return stats_Kt.unsqueeze(0)
-        if first:
-            return statistics.exchange(
-                stats_Kt, self.call, self.words, self.ids, self.asked, check=self.passes.check_exchange
-            )
-        return statistics.exchange_signed(stats_Kt, self.call)
+        if not count:
+            return statistics.exchange_signed(stats_Kt, self.call)
+        tokens = stats_Kt.shape[1] - 1
+
+        def of_chunk(stats_RKT: Tensor) -> Tensor:
+            return torch.cat([stats_RKT[..., :tokens], stats_RKT[..., -1:]], -1)
+
+        def check(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, words: str) -> None:
+            self.passes.check_exchange(of_chunk(stats_RKT), labels_T, call, words)
+
+        def words() -> str:
+            return f"{self.words()}, gradients made in forward by chunks of tokens: {count}"
+
+        sent_KT = F.pad(stats_Kt[:, :-1], (0, self.tokens + 1 - tokens))
+        return of_chunk(statistics.exchange(sent_KT, self.call, words, self.ids, self.asked, check=check))
 
     def parts(self, stats_Kt: Tensor, own_KT: Tensor | None, rows: slice) -> list[tuple[int, Tensor, Any]]:
         """The place of each read-out with rows of its own, those that are sent and those that stay, if any do."""
@@ -306,14 +321,14 @@ class Plan:
         """Has read-out `at` write its rows, one leaf's after the other's. `logits`: of each leaf."""
         r, count = self.readouts[at], self.leaf_count
         if not self.leaves:
-            r.scan(Chunk(rows, self.sides_of(at, logits[0]), stats_Kt, own_Kt))
+            r.scan(rows, self.sides_of(at, logits[0]), stats_Kt, own_Kt)
             return
         sides = [self.sides_of(at, each) for each in logits]
         if not r.by_leaf:
-            r.scan(Chunk(rows, [torch.cat(each, 1) for each in zip(*sides, strict=True)], stats_Kt, own_Kt))
+            r.scan(rows, [torch.cat(each, 1) for each in zip(*sides, strict=True)], stats_Kt, own_Kt)
         else:
             own = [None] * count if own_Kt is None else own_Kt.chunk(count)
-            chunks = [Chunk(rows, *each) for each in zip(sides, stats_Kt.chunk(count), own, strict=True)]
+            chunks = [(rows, *each) for each in zip(sides, stats_Kt.chunk(count), own, strict=True)]
             r.scan_leaves([part.readouts[at] for part in self.leaves], chunks)
 
     def _results_of_leaves(self, at: int, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:

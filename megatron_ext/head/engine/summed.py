@@ -23,6 +23,7 @@ from megatron_ext.head.call.matmul import SideBySide
 from megatron_ext.head.call.resolved_head import Leaf
 from megatron_ext.head.engine.linear import WeightGradient, finished_dx, leaf_weights
 from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.readouts.read_out import CrossEntropy, LogProbs
 from megatron_ext.head.row_passes.passes import RowPasses
 from megatron_ext.numerics import tensors
 from megatron_ext.numerics.tensors import accumulation_dtype, part_of, pieces
@@ -35,13 +36,16 @@ def chunks_in_forward(plan: Plan, x_TD: Tensor, apart: bool) -> list[slice] | No
     They follow from what every rank knows, so that each exchanges as many statistics at a time. `x_TD`: hidden states
     in the dtype to compute in. `apart`: ranks may have left out other tokens each.
 
-    Not where exponentials are kept in any case (`cache` above 0, or by default for few tokens), with fixed bits, with
-    a fused epilogue, or in fp16, whose range a gradient needs its loss scale for, which only backward knows.
+    By default alone, and where not all exponentials would be kept: an fp32 dW takes less memory than they would. Not
+    with fixed bits, with a fused epilogue, or in fp16, whose range a gradient needs its loss scale for, which only
+    backward knows.
     """
     call = plan.call
-    keeps = call.cache not in (0, "bounded") or keeps_all(call, plan.tokens, x_TD)
-    other = plan.fixed or call.fused_epilogue or plan.needs_logits or not plan.readouts[0].by_tokens
-    if keeps or other or apart or x_TD.dtype == torch.float16 or not plan.tokens:
+    keeps = call.cache != "bounded" or keeps_all(call, plan.tokens, x_TD)
+    known = type(plan.readouts[0]) in (CrossEntropy, LogProbs) and not plan.needs_logits
+    if keeps or plan.fixed or call.fused_epilogue or not known or apart or x_TD.dtype == torch.float16:
+        return None
+    if not plan.tokens:
         return None
     return summed_chunks(plan.tokens, call.chunk_tokens, x_TD, _bends(plan))
 
@@ -86,7 +90,7 @@ class SummedHead(torch.autograd.Function):
             values = []
             for rows in chunks:
                 leaf, x_tD = whole._replace(target_T=part_of(whole.target_T, rows)), part_of(x_TD, rows)
-                value_t, grad, g_tV = _chunk(plan, leaf, rows, x_tD, weights_T[rows])
+                value_t, grad, g_tV = _chunk(plan, leaf, rows, len(chunks), x_tD, weights_T[rows])
                 values.append(value_t)
                 if dx_TD is not None:
                     product_tD = plan.arithmetic.add_product(None, g_tV, leaf.w_VD)
@@ -134,9 +138,12 @@ def _bends(plan: Plan) -> bool:
     return plan.call.softcap is not None or plan.call.expected
 
 
-def _chunk(plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor) -> tuple[Tensor, Any, Tensor]:
-    """Return the result of each token of a chunk, and the gradient of their sum by its parts: coefficients, and the
-    gradient matrix. `leaf`: with the labels of the chunk. Communicates: at several ranks 1 all-gather."""
+def _chunk(
+    plan: Plan, leaf: Leaf, rows: slice, count: int, x_tD: Tensor, weights_t: Tensor
+) -> tuple[Tensor, Any, Tensor]:
+    """Return the result of each token of one of `count` chunks, and the gradient of their sum by its parts:
+    coefficients, and the gradient matrix. `leaf`: with the labels of the chunk. Communicates: at several ranks 1
+    all-gather."""
     call, tokens = plan.call, len(x_tD)
     stats_Kt = statistics.new_statistics(
         tokens, plan.shared_rows, plan.ranks, accumulation_dtype(x_tD.dtype), x_tD.device
@@ -162,9 +169,11 @@ def _chunk(plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor)
         )
         if not bent:
             del z_tV  # before the next ones are made
-    stats_RKt = plan.exchange_chunk(stats_Kt, first=rows.start == 0)
+    stats_RKt = plan.exchange_chunk(stats_Kt, count if rows.start == 0 else 0)
     stats = plan.passes.combined(stats_RKt, stats_Kt, shift_t, call)
-    readout = plan.readouts[0].of_tokens(rows)
+    readout = plan.readouts[0].copied()
+    readout.labels_T = part_of(readout.labels_T, rows)
+    readout.counts_T = None if readout.counts_T is None else readout.counts_T[rows]
     (value_t, *_), saved = readout.results(stats, stats_RKt, stats_Kt)
     kept_t = None if plan.kept_T is None else plan.kept_T[rows]
     basis = basis_of([readout], stats, [saved], [weights_t])

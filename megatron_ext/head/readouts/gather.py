@@ -4,6 +4,7 @@ Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K ids
 candidate is one of a rank's own k largest logits: the k largest of all are among them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.checks import check_integers, forgotten_group, is_int
-from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found, ReadOut
+from megatron_ext.head.readouts.read_out import Flatten, Found, ReadOut
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.head.row_passes.selection import largest
 from megatron_ext.numerics.tensors import OutsideVocabulary, check_within
@@ -46,9 +47,9 @@ class _Picks(ReadOut):
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis | None:
         return Basis(lse=-self.row_sums(grad.double())) if self.normalised else None
 
-    def at_columns(self, saved: list[Tensor], rows: slice, grad: Tensor) -> AtColumns:
+    def at_columns(self, saved: list[Tensor], rows: slice, grad: Tensor) -> tuple[Tensor, Tensor]:
         g_tK = grad[rows].double()
-        return AtColumns(saved[0][rows], g_tK if self.normalised else g_tK * self.call.temperature)
+        return saved[0][rows], g_tK if self.normalised else g_tK * self.call.temperature
 
 
 class Gather(_Picks):
@@ -82,14 +83,14 @@ class Gather(_Picks):
     def columns(self) -> Tensor | None:
         return None if self.normalised else self.ids_TK[self.call.vocab.owns(self.ids_TK)] - self.call.vocab.start
 
-    def scan(self, chunk: Chunk) -> None:
-        z_tV, vocab, ids_tK = chunk.logits[0], self.call.vocab, self.ids_TK[chunk.rows]
+    def scan(self, rows: slice, logits: Sequence[Tensor], stats_Kt: Tensor, own_Kt: Any) -> None:
+        z_tV, vocab, ids_tK = logits[0], self.call.vocab, self.ids_TK[rows]
         if not vocab.counted:
-            chunk.stats_Kt.fill_(-torch.inf)
+            stats_Kt.fill_(-torch.inf)
             return
         own_tK = vocab.owns(ids_tK)
-        found_tK = z_tV.gather(1, self.call.place(ids_tK - vocab.start).where(own_tK, 0)).to(chunk.stats_Kt.dtype)
-        chunk.stats_Kt.copy_(found_tK.where(own_tK, -torch.inf).t())
+        found_tK = z_tV.gather(1, self.call.place(ids_tK - vocab.start).where(own_tK, 0)).to(stats_Kt.dtype)
+        stats_Kt.copy_(found_tK.where(own_tK, -torch.inf).t())
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
         return [self.picked(stats_RKT.amax(0).t(), stats)], [self.ids_TK]
@@ -124,8 +125,8 @@ class TopK(_Picks):
             raise ValueError(fault)
         return ValueError(fault)
 
-    def scan(self, chunk: Chunk) -> None:
-        z_tV, vocab, stats_Kt = chunk.logits[0], self.call.vocab, chunk.stats_Kt
+    def scan(self, rows: slice, logits: Sequence[Tensor], stats_Kt: Tensor, own_Kt: Any) -> None:
+        z_tV, vocab = logits[0], self.call.vocab
         z_Kt, ids_Kt, counted = stats_Kt[: self.k], integers(stats_Kt)[self.k :], vocab.counted
         own = min(self.k, counted)
         z_Kt[own:] = -torch.inf  # a shard too small sends what comes after every id that exists

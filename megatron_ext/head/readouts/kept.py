@@ -14,7 +14,8 @@ Legend: T tokens, t of a chunk, N kept ids of all tokens together, n of a chunk,
 shard, K rows of statistics, R ranks.
 """
 
-from typing import Any, NamedTuple, Self
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -25,34 +26,14 @@ from megatron_ext.head.call import statistics
 from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.checks import INTEGERS
-from megatron_ext.head.readouts.read_out import AtPlaces, Chunk, Filtered, Flatten, Found, counted
+from megatron_ext.head.readouts.read_out import Flatten, Found, OfLabels, counted
 from megatron_ext.head.row_passes.passes import PYTORCH, passes_of
 from megatron_ext.numerics.tensors import check_plain, check_within, has_values, raise_if
 
 _MAX, _SUM, _OWN = 0, 1, 2  # rows: the largest logit, the sum of exponentials below it, and the read-out's own number
 
 
-class _Part(NamedTuple):
-    """Kept ids of a chunk: their places among all, their number for each token, and the token of each in the chunk."""
-
-    at: slice
-    lengths_t: Tensor
-    token_n: Tensor
-    column_n: Tensor
-    is_label_n: Tensor
-
-
-class _Softmax(NamedTuple):
-    """fp64, of all shards' kept logits together: the largest, and the log of the sum of exponentials below it; of each
-    shard how far its largest is below, and its probability."""
-
-    largest_T: Tensor
-    log_sum_T: Tensor
-    below_RT: Tensor
-    share_RT: Tensor
-
-
-class Kept(Filtered):
+class Kept(OfLabels):
     """Log-probability of each label among the ids that were kept at its token: `[...]`, fp32 (fp64 for fp64).
 
     Args:
@@ -71,6 +52,10 @@ class Kept(Filtered):
             where one alone was given it.
     """
 
+    softmax = False
+    needs_logits = True
+    by_leaf = True
+    reads_labels = False
     rows = 3
     keeps_own = True
 
@@ -94,7 +79,7 @@ class Kept(Filtered):
         # A rank that is about to refuse offsets past the end gets as far as here.
         self.offsets_T = self.offsets.to(device).long().clamp(0, self.ids_N.shape[0])
         self.place_T = flat(torch.arange(self.labels.numel(), device=device).view(self.labels.shape))
-        self._entries: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._entries: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._logits: list[Tensor] = []
         if self.call.ranks > 1:
             self.numbers_T = self._sums(statistics.scrambled(self.ids_N + 1))
@@ -103,9 +88,9 @@ class Kept(Filtered):
         """`[T]`: the sums of each token's, of integers."""
         return F.pad(x_N.cumsum(0), (1, 0))[self.offsets_T].diff()[self.place_T]
 
-    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's kept ids, token by token: the token of each, its column of the shard, and on the CPU, `[T + 1]`,
-        where each token's begin. Waits for the device, once a call."""
+    def entries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """This rank's kept ids, token by token: the token of each, its column of the shard, whether it is the label,
+        and on the CPU, `[T + 1]`, where each token's begin. Waits for the device, once a call."""
         if not self._entries:
             own_N = self.call.vocab.owns(self.ids_N)
             first_T = F.pad(own_N.cumsum(0), (1, 0))[self.offsets_T[:-1]][self.place_T]
@@ -115,33 +100,35 @@ class Kept(Filtered):
             token_N = torch.repeat_interleave(lengths_T, output_size=int(starts[-1]))
             within_N = torch.arange(token_N.shape[0], device=token_N.device) - starts_T[token_N]
             column_N = self.ids_N[own_N][first_T[token_N] + within_N] - self.call.vocab.start
-            self._entries.append((token_N, column_N, starts))
+            is_label_N = column_N + self.call.vocab.start == self.labels_T[token_N]
+            self._entries.append((token_N, column_N, is_label_N, starts))
         return self._entries[0]
 
     def columns(self) -> Tensor:
         return self.entries()[1]
 
-    def _part(self, rows: slice) -> _Part:
-        token_N, column_N, starts = self.entries()
+    def _part(self, rows: slice) -> tuple[slice, Tensor, Tensor, Tensor]:
+        """The places of a chunk's kept ids among all; of each its token in the chunk, its column, and whether it is the
+        label."""
+        token_N, column_N, is_label_N, starts = self.entries()
         at = slice(int(starts[rows.start]), int(starts[rows.stop]))
-        lengths_t = starts[rows.start : rows.stop + 1].diff().to(token_N.device)
-        is_label_n = column_N[at] + self.call.vocab.start == self.labels_T[token_N[at]]
-        return _Part(at, lengths_t, token_N[at] - rows.start, column_N[at], is_label_n)
+        return at, token_N[at] - rows.start, column_N[at], is_label_N[at]
 
     def of_leaf(self, call: ResolvedHead) -> Self:
         part = super().of_leaf(call)
         part._entries, part._logits = [], []
         return part
 
-    def scan(self, chunk: Chunk) -> None:
-        stats_Kt, part = chunk.stats_Kt, self._part(chunk.rows)
-        z_n = chunk.logits[0][part.token_n, self.call.place(part.column_n)]
+    def scan(self, rows: slice, logits: Sequence[Tensor], stats_Kt: Tensor, own_Kt: Any) -> None:
+        _, token_n, column_n, is_label_n = self._part(rows)
+        lengths_t = self.entries()[3][rows.start : rows.stop + 1].diff().to(token_n.device)
+        z_n = logits[0][token_n, self.call.place(column_n)]
         z_n = transformed(z_n, None, None, self.call.temperature, stats_Kt.dtype)
         self._logits.append(z_n)
-        stats_Kt[_MAX] = peak_t = _largest(z_n, part.lengths_t)
-        below_n = (z_n - peak_t.where(peak_t > -torch.inf, 0.0)[part.token_n]).double()
-        stats_Kt[_SUM] = self._added(below_n.exp(), part.lengths_t)
-        stats_Kt[_OWN] = self.own(z_n, below_n, part)
+        stats_Kt[_MAX] = peak_t = _largest(z_n, lengths_t)
+        below_n = (z_n - peak_t.where(peak_t > -torch.inf, 0.0)[token_n]).double()
+        stats_Kt[_SUM] = self._added(below_n.exp(), lengths_t)
+        stats_Kt[_OWN] = self.own(z_n, below_n, is_label_n, lengths_t)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
         peaks_RT, sums_RT, own_RT = stats_RKT.double().unbind(1)
@@ -151,35 +138,36 @@ class Kept(Filtered):
         weight_RT = below_RT.exp() * sums_RT
         total_T = self.added(weight_RT)
         total_T = total_T.masked_fill(total_T == 0, 1.0)  # nothing kept, at a token that does not count
-        softmax = _Softmax(largest_T, total_T.log(), below_RT, weight_RT / total_T)
-        value_T = counted(self.value(own_RT, sums_RT, softmax), self.counts_T)
+        log_sum_T, parts = total_T.log(), (own_RT, sums_RT, below_RT, weight_RT / total_T)
+        value_T = counted(self.value(largest_T, log_sum_T, *parts), self.counts_T)
         z_N = torch.cat(self._logits) if self._logits else own_KT.new_empty(0)
-        return [value_T.to(own_KT.dtype)], [value_T, largest_T, softmax.log_sum_T, z_N]
+        return [value_T.to(own_KT.dtype)], [value_T, largest_T, log_sum_T, z_N]
 
-    def at_places(self, saved: list[Tensor], rows: slice, grad: Tensor) -> AtPlaces:
-        part = self._part(rows)
+    def at_places(self, saved: list[Tensor], rows: slice, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        at, token_n, column_n, is_label_n = self._part(rows)
         value_t, largest_t, log_sum_t = (x[rows] for x in saved[:3])
-        log_p_n = (saved[3][part.at].double() - largest_t[part.token_n]) - log_sum_t[part.token_n]
+        log_p_n = (saved[3][at].double() - largest_t[token_n]) - log_sum_t[token_n]
         counts_t = self.counts_T[rows] & (value_t > -torch.inf)
-        g_n = grad[rows].double().where(counts_t, 0.0)[part.token_n]
-        pulled_n = self.pulled(log_p_n, value_t[part.token_n], part)
-        return AtPlaces(part.token_n, part.column_n, (g_n * pulled_n).where(g_n != 0, 0.0))
+        g_n = grad[rows].double().where(counts_t, 0.0)[token_n]
+        pulled_n = self.pulled(log_p_n, value_t[token_n], is_label_n)
+        return token_n, column_n, (g_n * pulled_n).where(g_n != 0, 0.0)
 
     def _added(self, x_n: Tensor, lengths_t: Tensor) -> Tensor:
         """The sums of each token's numbers."""
         return (passes_of(x_n) if self.call.fixed else PYTORCH).segment_sums(x_n, lengths_t)
 
-    def own(self, z_n: Tensor, below_n: Tensor, part: _Part) -> Tensor:
+    def own(self, z_n: Tensor, below_n: Tensor, is_label_n: Tensor, lengths_t: Tensor) -> Tensor:
         """The third number of each token: here the label's logit."""
-        return _largest(z_n.where(part.is_label_n, -torch.inf), part.lengths_t)
+        return _largest(z_n.where(is_label_n, -torch.inf), lengths_t)
 
-    def value(self, own_RT: Tensor, sums_RT: Tensor, softmax: _Softmax) -> Tensor:
-        """The result, of all ranks' numbers and sums of exponentials; fp64."""
-        return (own_RT.amax(0) - softmax.largest_T) - softmax.log_sum_T
+    def value(self, largest_T: Tensor, log_sum_T: Tensor, own_RT: Tensor, *others: Tensor) -> Tensor:
+        """The result, fp64: of the largest of all kept logits and the log of the sum of exponentials below it, and of
+        each shard's third number, its sum, how far its largest is below, and its probability."""
+        return (own_RT.amax(0) - largest_T) - log_sum_T
 
-    def pulled(self, log_p_n: Tensor, value_n: Tensor, part: _Part) -> Tensor:
+    def pulled(self, log_p_n: Tensor, value_n: Tensor, is_label_n: Tensor) -> Tensor:
         """The gradient of the result by each kept logit, of its log-probability and its token's result."""
-        return log_p_n.expm1().where(part.is_label_n, log_p_n.exp()).neg()
+        return log_p_n.expm1().where(is_label_n, log_p_n.exp()).neg()
 
 
 class KeptEntropy(Kept):
@@ -188,15 +176,15 @@ class KeptEntropy(Kept):
     Args, costs and errors are those of `Kept`.
     """
 
-    def own(self, z_n: Tensor, below_n: Tensor, part: _Part) -> Tensor:
+    def own(self, z_n: Tensor, below_n: Tensor, is_label_n: Tensor, lengths_t: Tensor) -> Tensor:
         weighed_n = (below_n.exp() * below_n).where(below_n > -torch.inf, 0.0)
-        return self._added(weighed_n, part.lengths_t)
+        return self._added(weighed_n, lengths_t)
 
-    def value(self, own_RT: Tensor, sums_RT: Tensor, softmax: _Softmax) -> Tensor:
-        expected_RT = softmax.share_RT * (own_RT / sums_RT.clamp(min=1) + softmax.below_RT)
-        return softmax.log_sum_T - self.added(expected_RT)
+    def value(self, largest_T: Tensor, log_sum_T: Tensor, own_RT: Tensor, *others: Tensor) -> Tensor:
+        sums_RT, below_RT, share_RT = others
+        return log_sum_T - self.added(share_RT * (own_RT / sums_RT.clamp(min=1) + below_RT))
 
-    def pulled(self, log_p_n: Tensor, value_n: Tensor, part: _Part) -> Tensor:
+    def pulled(self, log_p_n: Tensor, value_n: Tensor, is_label_n: Tensor) -> Tensor:
         finite_n = log_p_n.clamp(min=-1e4)  # p is 0 further away
         return -log_p_n.exp() * (finite_n + value_n)
 

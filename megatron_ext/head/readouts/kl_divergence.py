@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.call.chunk_sizes import blocks
-from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.checks import one_of
-from megatron_ext.head.readouts.read_out import Chunk, Found, put
-from megatron_ext.head.readouts.teacher import SIDE, OfTwoSides, normaliser, side_statistics
+from megatron_ext.head.readouts.read_out import Found, ReadOut, put
+from megatron_ext.head.readouts.teacher import SIDE, below, normaliser, side_statistics
 from megatron_ext.numerics.tensors import accumulation_dtype
 
 Direction = Literal["forward", "reverse"]
 _SUM = 2 * SIDE  # the row of the sum; before it each side's own statistics
 
 
-class KL(OfTwoSides):
+class KL(ReadOut):
     """KL divergence of a student from a teacher over the whole vocabulary: `[...]`, fp32 (fp64 for fp64).
 
     It is infinite where the one on the left gives a token probability that the other has at -inf.
@@ -44,18 +43,21 @@ class KL(OfTwoSides):
     with the sequence layout its hidden states travel with the student's.
     """
 
+    softmax = False
+    needs_logits = True
+    by_leaf = True
+    by_factor = True
     rows = _SUM + 1
 
     def __init__(self, teacher: Any, direction: Literal["forward", "reverse", "cross entropy"] = "forward"):
         one_of("direction", direction, (*get_args(Direction), "cross entropy"))
         self.teacher, self.kind = teacher, direction
 
-    def scan(self, chunk: Chunk) -> None:
-        stats_Kt, logits = chunk.stats_Kt, chunk.logits
+    def scan(self, rows: slice, logits: Sequence[Tensor], stats_Kt: Tensor, own_Kt: Any) -> None:
         side_statistics(logits, stats_Kt, self.call)
         stats_Kt[_SUM] = 0
         for at in blocks(logits[0]) if self.call.vocab.counted else []:
-            student, teacher = self._below(logits, [_finite(stats_Kt[i * SIDE + MAX, at]) for i in (0, 1)], at)
+            student, teacher = below(logits, [_finite(stats_Kt[i * SIDE + MAX, at]) for i in (0, 1)], at, self.call)
             weight, apart = self._parts(student, teacher)
             weight = weight.exp()
             stats_Kt[_SUM, at] = self.row_sums((weight * apart).where(weight > 0, 0.0))
@@ -63,8 +65,8 @@ class KL(OfTwoSides):
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
         sides = [normaliser(stats_RKT, i, self.call) for i in (0, 1)]
         (_, student_T), (_, teacher_T) = sides
-        below = [_finite(stats_RKT[:, i * SIDE + MAX].double()) - largest_T for i, (largest_T, _) in enumerate(sides)]
-        weight_RT, apart_RT = self._parts(*below)
+        peaks = [_finite(stats_RKT[:, i * SIDE + MAX].double()) - largest_T for i, (largest_T, _) in enumerate(sides)]
+        weight_RT, apart_RT = self._parts(*peaks)
         sum_RT = stats_RKT[:, (self.kind != "reverse") * SIDE + SUM_EXP].double()
         weight_RT = weight_RT.exp().where(sum_RT > 0, 0.0)
         parts_RT = weight_RT * (stats_RKT[:, _SUM] + sum_RT * apart_RT)
@@ -84,7 +86,7 @@ class KL(OfTwoSides):
         # What turns exponentials into g times probabilities: less is rounded than by a logarithm below them.
         q_scale_t1, p_scale_t1 = ((g_t * x).to(wide).unsqueeze(1) for x in sides[1::2])
         for at in blocks(out_tV) if counted else []:
-            student, teacher = self._below(logits, [x[at].to(wide) for x in sides[::2]], at)
+            student, teacher = below(logits, [x[at].to(wide) for x in sides[::2]], at, self.call)
             if self.kind == "reverse":
                 pulled = student - teacher - apart_t[at].to(wide).unsqueeze(1)
                 q = student.exp_().mul_(q_scale_t1[at])
@@ -98,14 +100,6 @@ class KL(OfTwoSides):
         if self.kind == "cross entropy":
             return teacher, -student
         return (teacher, teacher - student) if self.kind == "forward" else (student, student - teacher)
-
-    def _below(self, logits: Sequence[Tensor], peaks: list[Tensor], at: slice) -> list[Tensor]:
-        """New tensors: the logits over the temperature, less what is given for each row."""
-        counted = self.call.vocab.counted
-        return [
-            transformed(z_tV[at, :counted], None, None, self.call.temperature, peak_t.dtype) - peak_t.unsqueeze(1)
-            for z_tV, peak_t in zip(logits, peaks, strict=True)
-        ]
 
 
 def _finite(peak: Tensor) -> Tensor:

@@ -24,22 +24,25 @@ from torch import Tensor
 from megatron_ext.distributed import collectives
 from megatron_ext.head.call import chunk_sizes
 from megatron_ext.head.call.chunk_sizes import blocks
-from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.checks import check_number
-from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut, put
-from megatron_ext.head.readouts.teacher import SIDE, OfTwoSides, normaliser, side_statistics
+from megatron_ext.head.readouts.read_out import Found, ReadOut, put
+from megatron_ext.head.readouts.teacher import SIDE, below, normaliser, side_statistics
 from megatron_ext.numerics.tensors import accumulation_dtype
 
 _SIDES = 2 * SIDE  # statistics of both sides, before the two sums over the vocabulary
 
 
-class NormalisedSides(OfTwoSides):
+class NormalisedSides(ReadOut):
     """A number of each token made of two sums over the vocabulary; its gradient wants the first of them.
 
     Communicates, at several ranks: forward 1 small collective a chunk and 1 more beside the common one.
     """
 
+    softmax = False
+    needs_logits = True
+    by_leaf = True
+    by_factor = True
     in_step = True
     begins = True
     rows = _SIDES + 2
@@ -64,22 +67,22 @@ class NormalisedSides(OfTwoSides):
         width = -(-self.call.vocab.size // self.call.ranks)
         return chunk_sizes.chunks(slice(0, tokens), self.call.chunk_tokens, width, on_gpu)
 
-    def scan(self, chunk: Chunk) -> None:
-        self.scan_leaves([self], [chunk])
+    def scan(self, rows: slice, logits: Sequence[Tensor], stats_Kt: Tensor, own_Kt: Any) -> None:
+        self.scan_leaves([self], [(rows, logits, stats_Kt, own_Kt)])
 
-    def scan_leaves(self, of_leaves: Sequence[ReadOut], chunks: Sequence[Chunk]) -> None:
-        for leaf, chunk in zip(of_leaves, chunks, strict=True):
-            side_statistics(chunk.logits, chunk.stats_Kt, leaf.call)
-        sides_NKt = torch.stack([chunk.stats_Kt[:_SIDES] for chunk in chunks])
+    def scan_leaves(self, of_leaves: Sequence[ReadOut], chunks: Sequence[Any]) -> None:
+        for leaf, (_, logits, stats_Kt, _) in zip(of_leaves, chunks, strict=True):
+            side_statistics(logits, stats_Kt, leaf.call)
+        sides_NKt = torch.stack([stats_Kt[:_SIDES] for _, _, stats_Kt, _ in chunks])
         if self.call.ranks > 1:
             sides_NKt = collectives.all_gather(sides_NKt, self.call.group)
         normalisers = self._normalisers(sides_NKt)
-        for leaf, chunk in zip(of_leaves, chunks, strict=True):
-            chunk.stats_Kt[_SIDES:] = 0
-            for at in blocks(chunk.logits[0]) if leaf.call.vocab.counted else []:
-                sides = _log_probs(chunk.logits, normalisers, at, leaf.call)
+        for leaf, (_, logits, stats_Kt, _) in zip(of_leaves, chunks, strict=True):
+            stats_Kt[_SIDES:] = 0
+            for at in blocks(logits[0]) if leaf.call.vocab.counted else []:
+                sides = _log_probs(logits, normalisers, at, leaf.call)
                 for row, x in enumerate(self.summed(*sides), _SIDES):
-                    chunk.stats_Kt[row, at] = self.row_sums(x)
+                    stats_Kt[row, at] = self.row_sums(x)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
         first_T, second_T = self.added(stats_RKT[:, _SIDES:].double())
@@ -107,13 +110,10 @@ class NormalisedSides(OfTwoSides):
 
 def _log_probs(logits: Sequence[Tensor], normalisers: list[Tensor], at: slice, call: ResolvedHead) -> list[Tensor]:
     """Return the log-probabilities of the student and the teacher."""
-    found = []
-    for i, z_tV in enumerate(logits):
-        wide = accumulation_dtype(z_tV.dtype)
-        largest_t1, log_sum_t1 = (x[at].to(wide).unsqueeze(1) for x in normalisers[2 * i : 2 * i + 2])
-        z = transformed(z_tV[at, : call.vocab.counted], None, None, call.temperature, wide)
-        found.append((z - largest_t1) - log_sum_t1)
-    return found
+    wide = [accumulation_dtype(z_tV.dtype) for z_tV in logits]
+    peaks, log_sums = ([x[at].to(dtype) for x, dtype in zip(normalisers[i::2], wide, strict=True)] for i in (0, 1))
+    sides = below(logits, peaks, at, call)
+    return [z.sub_(log_sum_u.unsqueeze(1)) for z, log_sum_u in zip(sides, log_sums, strict=True)]
 
 
 def check_beta(beta: float) -> None:

@@ -18,7 +18,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dis import get_instructions
 from types import FunctionType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -47,50 +47,13 @@ TRACES_COPIES = TorchVersion(torch.__version__) >= "2.13"
 _OF_THE_CALL = ("labels", "all_count", "counts_T", "masked_later", "begins", "candidates")
 
 
-class AtColumns(NamedTuple):
-    """A gradient of a few logits of each token, added to what the others give.
-
-    Attributes:
-        ids_tK: int64 token ids, of any rank; one may come twice.
-        grad_tK: the gradient of their logits after the temperature, beside that of the softmax.
-    """
-
-    ids_tK: Tensor
-    grad_tK: Tensor
-
-
-class AtPlaces(NamedTuple):
-    """A gradient of some logits of each token, as many as each has, added to what the others give.
-
-    Attributes:
-        token_n: the tokens, counted from the first of the chunk.
-        column_n: int64 columns of this rank's shard; one comes once at a token.
-        grad_n: the gradient of these logits after the temperature, beside that of the softmax.
-    """
-
-    token_n: Tensor
-    column_n: Tensor
-    grad_n: Tensor
-
-
-class Chunk(NamedTuple):
-    """The logits of some tokens, as bias and softcap leave them, and where the read-out's rows for them are.
-
-    Attributes:
-        rows: the tokens.
-        logits: `[t, V]`, of the head that is read, and then of the read-out's teacher if it has one.
-        stats_Kt: `[rows, t]`, to be written: what all ranks get.
-        own_Kt: `[own_rows, t]`, to be written: what this rank keeps to itself. There if it has such rows.
-    """
-
-    rows: slice
-    logits: Sequence[Tensor]
-    stats_Kt: Tensor
-    own_Kt: Any
-
-
 class ReadOut:
-    """The base class; what a class does not say is nothing."""
+    """The base class; what a class does not say is nothing.
+
+    Args:
+        counts: `[...]`, bool: tokens that count; others get 0 and no gradient. None: all. A class with labels has those
+            that are not `ignore_index` in place of it.
+    """
 
     softmax: ClassVar[bool] = True  # the maximum and sum of exponentials of the whole row are wanted
     mean: bool = False  # the mean logit is
@@ -112,8 +75,9 @@ class ReadOut:
     reads_labels: ClassVar[bool] = False  # the shared pass reads the logits of `labels`
     labels: Any = None
     ignore_index: int = -100
-    labels_T: Tensor | None = None  # token ids that it asks for
-    counts_T: Tensor | None = None  # bool: tokens that count; None: all
+    counts: Any = None
+    labels_T: Any = None  # token ids that it asks for
+    counts_T: Any = None  # bool: tokens that count; None: all
     numbers_T: Tensor | None = None  # further integers that all ranks must pass alike
     teacher: Any = None  # a `Teacher`, or other `Logits`
 
@@ -129,9 +93,14 @@ class ReadOut:
         written = {each.argval for f in functions for each in get_instructions(f) if each.opname == "STORE_ATTR"}
         cls._written = tuple(sorted(written.union(cls._written)))
 
+    def __init__(self, counts: Tensor | None = None):
+        self.counts = counts
+
     def per_token(self) -> tuple[str, Tensor] | None:
-        """The name and the value of an argument that has one entry for each token of all ranks."""
-        return None
+        """The name and the value of an argument that has one entry for each token of all ranks: labels, or counts."""
+        if self.labels is not None:
+            return "labels", self.labels
+        return None if self.counts is None else ("counts", self.counts)
 
     def copied(self) -> Self:
         """A copy for one call, whose tensors are the same ones: nothing is written onto the caller's object."""
@@ -147,7 +116,12 @@ class ReadOut:
         return found
 
     def flatten(self, flat: Flatten) -> None:
-        """Makes the read-out's per-token tensors `[T, ...]`, of a copy that has its `call`."""
+        """Makes the read-out's per-token tensors `[T, ...]`, of a copy that has its `call`: labels, and which count."""
+        if self.labels is not None:
+            self.labels_T = flat(self.labels).long()
+            self.counts_T = None if self.all_count and self.softmax else self.labels_T != self.ignore_index
+        elif self.counts is not None:
+            self.counts_T = flat(self.counts)
 
     def options(self) -> dict[str, Any]:
         """The read-out's numbers and names, which must be the same on all ranks."""
@@ -159,12 +133,19 @@ class ReadOut:
         return found
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        """Raises what every rank sees wrong with its arguments, returns what this rank alone may see. Of a copy.
+        """Raises what every rank sees wrong with labels or counts, returns what this rank alone may see. Of a copy.
 
         Args:
             size: of the vocabulary; where `vocab` is None a guess from this rank's columns, as if shards were equal.
             group: the ranks that share it.
         """
+        if self.labels is not None or self.reads_labels:
+            try:
+                self.all_count = checks.check_labels(self.labels, self.ignore_index, size)
+            except OutsideVocabulary as fault:
+                return ValueError(f"{fault}{checks.forgotten_group(group, vocab)}")
+        elif self.counts is not None:
+            checks.check_counts(self.counts, self.counts.shape)
         return None
 
     def columns(self) -> Tensor | None:
@@ -209,8 +190,15 @@ class ReadOut:
         """Return the cut of the tokens on all ranks, where `in_step`; None: any cut that they all share."""
         return None
 
-    def scan(self, chunk: Chunk) -> None:
-        """Write the statistics of this rank's columns."""
+    def scan(self, rows: slice, logits: Sequence[Tensor], stats_Kt: Tensor, own_Kt: Any) -> None:
+        """Write the statistics of this rank's columns for the tokens `rows`.
+
+        Args:
+            logits: `[t, V]`, as bias and softcap leave them: of the head that is read, and then of the read-out's
+                teacher if it has one.
+            stats_Kt: `[rows, t]`, written: what all ranks get.
+            own_Kt: `[own_rows, t]`, written: what this rank keeps to itself; None without such rows.
+        """
 
     def of_leaf(self, call: ResolvedHead) -> Self:
         """Return this read-out for the columns of one leaf, those of `call`."""
@@ -218,19 +206,10 @@ class ReadOut:
         part.call = call
         return part
 
-    @property
-    def by_tokens(self) -> bool:
-        """Return whether `of_tokens` can be asked for."""
-        return False
-
-    def of_tokens(self, rows: slice) -> Self:
-        """Return this read-out for the tokens `rows` alone, with what it has of each token flat; if `by_tokens`."""
-        raise NotImplementedError
-
-    def scan_leaves(self, of_leaves: "Sequence[ReadOut]", chunks: Sequence[Chunk]) -> None:
-        """`scan` of all leaves of this rank, each with its chunk; where `by_leaf`."""
+    def scan_leaves(self, of_leaves: "Sequence[ReadOut]", chunks: Sequence[Any]) -> None:
+        """`scan` of all leaves of this rank, each with its arguments, which are `chunks`; where `by_leaf`."""
         for leaf, chunk in zip(of_leaves, chunks, strict=True):
-            leaf.scan(chunk)
+            leaf.scan(*chunk)
 
     def row_sums(self, x_tV: Tensor) -> Tensor:
         """The sum of each row, with the bits that the call asks for."""
@@ -261,6 +240,10 @@ class ReadOut:
         """
         raise NotImplementedError
 
+    def results_of(self, value_T: Tensor, own_KT: Tensor) -> Found:
+        """`results` of one number a token whose gradient wants nothing: 0 where a token does not count."""
+        return [counted(value_T.to(own_KT.dtype), self.counts_T)], []
+
     def counted_gradient(self, grad: Tensor) -> Tensor:
         """`grad`, 0 where a token does not count; as it is where all read-outs count the same, as is seen to later."""
         return grad if self.masked_later else counted(grad, self.counts_T)
@@ -269,12 +252,15 @@ class ReadOut:
         """The gradient in the form of every function of the softmax, given that of the first result."""
         return None
 
-    def at_columns(self, saved: list[Tensor], rows: slice, grad: Tensor) -> AtColumns | None:
-        """Further gradients at a few columns of the tokens `rows`."""
+    def at_columns(self, saved: list[Tensor], rows: slice, grad: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Further gradients at a few columns of the tokens `rows`: int64 token ids `[t, K]`, of any rank, of which one
+        may come twice; and the gradient of their logits after the temperature, beside that of the softmax."""
         return None
 
-    def at_places(self, saved: list[Tensor], rows: slice, grad: Tensor) -> AtPlaces | None:
-        """Further gradients at some columns of the tokens `rows`, of which each has as many as it likes."""
+    def at_places(self, saved: list[Tensor], rows: slice, grad: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Further gradients at n columns of the tokens `rows`, of which each has as many as it likes: the token of
+        each, counted from the first of `rows`; int64 columns of this rank's shard, one once at a token; and the
+        gradient of these logits after the temperature, beside that of the softmax."""
         return None
 
     def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
@@ -314,31 +300,6 @@ class OfLabels(ReadOut):
         if type(ignore_index) is not int:
             checks.check_ignore_index(ignore_index)
         self.labels, self.ignore_index = labels, ignore_index
-
-    def flatten(self, flat: Flatten) -> None:
-        self.labels_T = flat(self.labels).long()
-        self.counts_T = None if self.all_count and self.softmax else self.labels_T != self.ignore_index
-
-    @property
-    def by_tokens(self) -> bool:
-        """Return whether labels are all that it has of each token."""
-        return type(self).flatten is OfLabels.flatten and self.softmax and self.count == 1 and not self.rows
-
-    def of_tokens(self, rows: slice) -> Self:
-        part = self.copied()
-        part.labels_T = None if self.labels_T is None else self.labels_T[rows]
-        part.counts_T = None if self.counts_T is None else self.counts_T[rows]
-        return part
-
-    def per_token(self) -> tuple[str, Tensor]:
-        return "labels", self.labels
-
-    def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        try:
-            self.all_count = checks.check_labels(self.labels, self.ignore_index, size)
-        except OutsideVocabulary as fault:
-            return ValueError(f"{fault}{checks.forgotten_group(group, vocab)}")
-        return None
 
 
 class LogProbs(OfLabels):
@@ -430,15 +391,3 @@ class CrossEntropy(OfLabels):
             return self.label_smoothing
         assert stats.columns is not None
         return self.label_smoothing * stats.columns / (stats.columns - 1).clamp(min=1)
-
-
-class Filtered(OfLabels):
-    """Base of filters: they find their labels' logits themselves, and need no softmax of the whole row."""
-
-    softmax = False
-    needs_logits = True
-    by_leaf = True
-    reads_labels = False
-
-    labels_T: Tensor
-    counts_T: Tensor

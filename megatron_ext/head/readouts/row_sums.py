@@ -9,87 +9,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, VocabShard
-from megatron_ext.head import checks
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.statistics import Statistics
-from megatron_ext.head.readouts.read_out import Chunk, Flatten, Found, ReadOut, counted, put
+from megatron_ext.head.readouts.read_out import Found, ReadOut, counted, put
 from megatron_ext.numerics.tensors import accumulation_dtype
 
 
-class OfRows(ReadOut):
-    """Base of read-outs of a whole distribution.
-
-    Args:
-        counts: `[...]`, bool: tokens that count; others get 0 and no gradient. None: all.
-    """
-
-    def __init__(self, counts: Tensor | None = None):
-        self.counts = counts
-
-    def flatten(self, flat: Flatten) -> None:
-        self.counts_T = None if self.counts is None else flat(self.counts)
-
-    def per_token(self) -> tuple[str, Tensor] | None:
-        return None if self.counts is None else ("counts", self.counts)
-
-    def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        if self.counts is not None:
-            checks.check_counts(self.counts, self.counts.shape)
-        return None
-
-    def given(self, value_T: Tensor, own_KT: Tensor) -> Found:
-        return [counted(value_T.to(own_KT.dtype), self.counts_T)], []
-
-
-class Entropy(OfRows):
+class Entropy(ReadOut):
     """Entropy `-sum p log p` of each token's distribution: `[...]`, fp32 (fp64 for fp64)."""
 
     expected = True
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        return self.given(stats.log_sum - stats.expected, own_KT)
+        return self.results_of(stats.log_sum - stats.expected, own_KT)
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
         return Basis(entropy=self.counted_gradient(grad))
 
 
-class MeanLogit(OfRows):
+class MeanLogit(ReadOut):
     """Mean of each token's logits over the columns that count: `[...]`, fp32 (fp64 for fp64)."""
 
     mean = True
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        return self.given(stats.largest + stats.mean, own_KT)
+        return self.results_of(stats.largest + stats.mean, own_KT)
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
         return Basis(mean=self.counted_gradient(grad))
 
 
-class LogSumExp(OfRows):
+class LogSumExp(ReadOut):
     """`log sum exp z` of each token: `[...]`, fp32 (fp64 for fp64). With a log-probability it gives a logit."""
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        return self.given(statistics.lse(stats), own_KT)
+        return self.results_of(statistics.lse(stats), own_KT)
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
         return Basis(lse=self.counted_gradient(grad))
 
 
-class ZLoss(OfRows):
+class ZLoss(ReadOut):
     """`(log sum exp z)^2` of each token: `[...]`, fp32 (fp64 for fp64)."""
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        return self.given(statistics.lse(stats).square(), own_KT)
+        return self.results_of(statistics.lse(stats).square(), own_KT)
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
         return Basis(lse=self.counted_gradient(2 * grad.double() * statistics.lse(stats)))
 
 
-class SumOfSquares(OfRows):
+class SumOfSquares(ReadOut):
     """`sum p^2` of each token's distribution, its probability of drawing one token twice: `[...]`, fp32 (fp64).
 
     With E = exp(z - m) a rank sends `sum E^2`. dz = 2 p (p - sum p^2): the second term is one of the softmax, the first
@@ -100,15 +73,15 @@ class SumOfSquares(OfRows):
     needs_logits = True
     by_leaf = True
 
-    def scan(self, chunk: Chunk) -> None:
-        z_tV, columns = chunk.logits[0], self.call.vocab.counted
-        chunk.stats_Kt[0], chunk.stats_Kt[1] = -torch.inf, 0
+    def scan(self, rows: slice, logits: Sequence[Tensor], stats_Kt: Tensor, own_Kt: Any) -> None:
+        z_tV, columns = logits[0], self.call.vocab.counted
+        stats_Kt[0], stats_Kt[1] = -torch.inf, 0
         for at in blocks(z_tV) if columns else []:
-            z = transformed(z_tV[at, :columns], None, None, self.call.temperature, chunk.stats_Kt.dtype)
+            z = transformed(z_tV[at, :columns], None, None, self.call.temperature, stats_Kt.dtype)
             peak = z.amax(1)
-            chunk.stats_Kt[0, at] = peak
+            stats_Kt[0, at] = peak
             below = z - peak.clamp(min=torch.finfo(z.dtype).min).unsqueeze(1)
-            chunk.stats_Kt[1, at] = self.row_sums(below.exp_().square_())
+            stats_Kt[1, at] = self.row_sums(below.exp_().square_())
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
         largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0)

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.distributed.groups import Group, VocabShard, tensor_parallel_group
 from megatron_ext.head import checks
+from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import MAX, SUM_EXP, added
-from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.row_passes.passes import passes_of
 
 SIDE = 3  # rows of each side, those of `row_statistics`
@@ -35,22 +35,21 @@ class Teacher(NamedTuple):
     hidden: Tensor
 
 
-class OfTwoSides(ReadOut):
-    """Base of divergences: each side has statistics of its own, and the gradient is of a chunk's logits alone."""
-
-    softmax = False
-    needs_logits = True
-    by_leaf = True
-    by_factor = True
-
-
 def side_statistics(logits: Sequence[Tensor], stats_Kt: Tensor, call: ResolvedHead) -> None:
     """Write the statistics of the student's logits of a chunk, and below them the teacher's."""
     for i, z_tV in enumerate(logits):
         nowhere = torch.full((z_tV.shape[0],), -1, device=z_tV.device)
-        rows_Kt = stats_Kt[i * SIDE : (i + 1) * SIDE]
-        options = call.vocab.counted, call.temperature
-        passes_of(z_tV).row_statistics(z_tV, nowhere, rows_Kt, counted=options[0], temperature=options[1])
+        rows_Kt, counted = stats_Kt[i * SIDE : (i + 1) * SIDE], call.vocab.counted
+        passes_of(z_tV).row_statistics(z_tV, nowhere, rows_Kt, counted=counted, temperature=call.temperature)
+
+
+def below(logits: Sequence[Tensor], peaks: Sequence[Tensor], at: slice, call: ResolvedHead) -> list[Tensor]:
+    """New tensors, in the dtype of the peaks: the logits `at` of both sides that count, over the temperature, less the
+    peak of each row."""
+    return [
+        transformed(z_tV[at, : call.vocab.counted], None, None, call.temperature, peak_u.dtype) - peak_u.unsqueeze(1)
+        for z_tV, peak_u in zip(logits, peaks, strict=True)
+    ]
 
 
 def normaliser(stats_RKT: Tensor, side: int, call: ResolvedHead) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.readouts.gather import integers, largest_columns
-from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Filtered, Flatten, Found
+from megatron_ext.head.readouts.read_out import Flatten, Found, OfLabels
 from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.numerics.tensors import on_host
@@ -32,7 +32,7 @@ _LABEL, _EQUAL, _VALUES = 0, 1, 2
 _MANY = 4096
 
 
-class TopKFiltered(Filtered):
+class TopKFiltered(OfLabels):
     """`[T]`: log-probability of each label among the `top_k` largest logits, of which `top_p` keeps those in front.
 
     -inf for a label that is not kept, 0 for `ignore_index`. Values and gradients in fp64, rounded once.
@@ -40,6 +40,10 @@ class TopKFiltered(Filtered):
     Communicates: nothing beside the common exchange; with a `top_k` above 4096 1 all-gather of the vocabulary's size.
     """
 
+    softmax = False
+    needs_logits = True
+    by_leaf = True
+    reads_labels = False
     keeps_own = True
 
     def __init__(self, labels: Tensor, top_k: int, top_p: float, ignore_index: int):
@@ -53,15 +57,14 @@ class TopKFiltered(Filtered):
         self.candidates = self.k + 8 + self.k // 16
         self.rows, self.own_rows = _VALUES + self.k, 2 * self.candidates - self.k
 
-    def scan(self, chunk: Chunk) -> None:
-        z_tV, vocab = chunk.logits[0], self.call.vocab
+    def scan(self, rows: slice, logits: Sequence[Tensor], stats_Kt: Tensor, own_Kt: Any) -> None:
+        z_tV, vocab = logits[0], self.call.vocab
         found = min(self.candidates, vocab.counted)
-        stats_Kt, own_Kt = chunk.stats_Kt, chunk.own_Kt
         stats_Kt.fill_(-torch.inf)
         stats_Kt[_EQUAL] = 0
         own_Kt[: self.candidates - self.k] = -torch.inf
         columns_Kt = integers(own_Kt)[self.candidates - self.k :]
-        labels_t = self.labels_T[chunk.rows]
+        labels_t = self.labels_T[rows]
         for at in blocks(z_tV, 8) if found else []:
             z_uV, own_u = z_tV[at, : vocab.counted], vocab.owns(labels_t[at])
             columns_uK = largest_columns(z_uV, found, any_equals=True)
@@ -130,7 +133,7 @@ class TopKFiltered(Filtered):
     def _log_prob(self, z: Tensor, lse: Tensor) -> Tensor:
         return z.double() / self.call.temperature - lse
 
-    def at_columns(self, saved: list[Tensor], rows: slice, grad: Tensor) -> AtColumns:
+    def at_columns(self, saved: list[Tensor], rows: slice, grad: Tensor) -> tuple[Tensor, Tensor]:
         """The candidates' and the label's: a probability of the softmax over what is kept, and 1 less."""
         log_prob_t, probs_tK, columns_tK = (x[rows] for x in saved[:3])
         labels_t, g_t = self.labels_T[rows], self._counted(saved, rows, grad)
@@ -138,7 +141,7 @@ class TopKFiltered(Filtered):
         candidates_tK = (-g_t.unsqueeze(1) * probs_tK).where(columns_tK + vocab.start != labels_t.unsqueeze(1), 0.0)
         at_label_t = -g_t * log_prob_t.where(g_t != 0, 0.0).expm1()
         ids_tK = torch.cat([columns_tK + vocab.start, labels_t.where(vocab.owns(labels_t), -1).unsqueeze(1)], 1)
-        return AtColumns(ids_tK, torch.cat([candidates_tK, at_label_t.unsqueeze(1)], 1))
+        return ids_tK, torch.cat([candidates_tK, at_label_t.unsqueeze(1)], 1)
 
     def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
         """On CPU, where it costs no wait to see that no token of the chunk has equals beyond its candidates: not."""

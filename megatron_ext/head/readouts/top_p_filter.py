@@ -24,7 +24,7 @@ from megatron_ext.head.call import chunk_sizes
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.statistics import check_apart, fingerprint
-from megatron_ext.head.readouts.read_out import Chunk, Filtered, Found, counted, put
+from megatron_ext.head.readouts.read_out import Found, OfLabels, counted
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.numerics.tensors import has_values, raise_unless
 
@@ -37,15 +37,18 @@ _TOO_FEW_TO_SHARE = 1 << 17
 _CUT, _PEAK, _SUM, _LOG_PROB, _ROUNDED = range(5)
 
 
-class TopPFiltered(Filtered):
+class TopPFiltered(OfLabels):
     """`[T]`: log-probability of each label among those of the whole vocabulary that `top_p` keeps.
 
     Communicates, at several ranks: 1 all-gather of the shards, then 1 all-to-all for each chunk and 1 all-gather of the
     cuts; of a single chunk 1 all-gather of its logits instead of both. Never more than 2 a chunk.
     """
 
-    rows = 5
+    softmax = False
+    needs_logits = True
     by_leaf = False
+    reads_labels = False
+    rows = 5
     in_step = True
     begins = True
 
@@ -94,11 +97,11 @@ class TopPFiltered(Filtered):
             "that cover the vocabulary; pad it to a multiple of the ranks, or add a top_k",
         )
 
-    def scan(self, chunk: Chunk) -> None:
-        z_tV, labels_t = chunk.logits[0], self.labels_T[chunk.rows]
-        chunk.stats_Kt.zero_()
+    def scan(self, rows: slice, logits: Sequence[Tensor], stats_Kt: Tensor, own_Kt: Any) -> None:
+        z_tV, labels_t = logits[0], self.labels_T[rows]
+        stats_Kt.zero_()
         mine, z_uL = (slice(None), self._all_rows(z_tV)) if self._at_once else self._share_of_rows(z_tV)
-        self._cut(z_uL[:, : self.call.vocab.size], labels_t[mine], chunk.stats_Kt[:, mine])
+        self._cut(z_uL[:, : self.call.vocab.size], labels_t[mine], stats_Kt[:, mine])
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
         cuts_KT = own_KT
@@ -134,7 +137,7 @@ class TopPFiltered(Filtered):
                 temperature=temperature,
             )
             if not first:
-                put(out_tV[at], part, False)
+                out_tV[at] += part
 
     @property
     def _at_once(self) -> bool:

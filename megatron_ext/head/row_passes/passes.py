@@ -264,7 +264,13 @@ class RowPasses:
 
     `row_statistics` and `row_gradient` above, `label_terms`, `statistics`, `logit_gradient`, `nucleus`, `selection` and
     `fixed_order_sums` say what each of them takes.
+
+    Args:
+        functions: passes to take in place of those of the same name.
     """
+
+    def __init__(self, *functions: Callable[..., Any]):
+        self.__dict__.update({each.__name__: each for each in functions})
 
     row_statistics = staticmethod(row_statistics)
     row_gradient = staticmethod(row_gradient)
@@ -367,8 +373,9 @@ def _without_triton() -> RowPasses:
     return PYTORCH
 
 
-def _operator(name: str, plain: Callable[..., None], written: tuple[str, ...]) -> Any:
+def _operator(plain: Callable[..., None], *written: str) -> Any:
     """An operator of a pass, by its own annotations. Its fake does nothing: a pass returns nothing."""
+    name = plain.__name__
 
     @functools.wraps(plain)
     def run(x: Tensor, *arguments: Tensor, **options: Any) -> None:
@@ -376,24 +383,19 @@ def _operator(name: str, plain: Callable[..., None], written: tuple[str, ...]) -
 
     operator = torch.library.custom_op(f"megatron_ext::{name}", run, mutates_args=written)
     operator.register_fake(lambda *arguments, **options: None)
-    return staticmethod(getattr(torch.ops.megatron_ext, name))
+    return getattr(torch.ops.megatron_ext, name)
 
 
-class _OperatorPasses(RowPasses):
-    """The passes as torch's compiler sees them."""
-
-    row_statistics = _operator("row_statistics", RowPasses.row_statistics, ("stats_KT", "exp_TV", "shift_T"))
-    row_gradient = _operator("row_gradient", RowPasses.row_gradient, ("out_TV",))
-    product_statistics = _operator(
-        "product_statistics", RowPasses.product_statistics, ("stats_KT", "shift_T", "exp_TV")
-    )
-    product_gradient = _operator("product_gradient", RowPasses.product_gradient, ("out_TV",))
-    add_label_rows = _operator("add_label_rows", label_terms.add_label_rows, ("out_VD",))
-    finish_dx = _operator("finish_dx", label_terms.finish_dx, ("out_TD",))
-    scale_rows = _operator("scale_rows", label_terms.scale_rows, ("out_TD",))
-
-
-_OPERATORS = _OperatorPasses()
+# The passes as torch's compiler sees them.
+_OPERATORS = RowPasses(
+    _operator(row_statistics, "stats_KT", "exp_TV", "shift_T"),
+    _operator(row_gradient, "out_TV"),
+    _operator(RowPasses.product_statistics, "stats_KT", "shift_T", "exp_TV"),
+    _operator(RowPasses.product_gradient, "out_TV"),
+    _operator(label_terms.add_label_rows, "out_VD"),
+    _operator(label_terms.finish_dx, "out_TD"),
+    _operator(label_terms.scale_rows, "out_TD"),
+)
 
 
 def in_engine_order(call: ResolvedHead, x_TD: Tensor) -> bool:
