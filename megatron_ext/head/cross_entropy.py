@@ -16,6 +16,7 @@ from megatron_ext.head.checks import (
     Cache,
     HiddenLayout,
     Reduction,
+    check_floating,
     check_integers,
     check_same_shape,
     one_of,
@@ -321,6 +322,7 @@ def token_weights(
 ) -> Tensor:
     """The number of each token that makes a sum over tokens what `reduced` gives, of a mask without a gradient."""
     check_integers("labels", labels)
+    check_floating("hidden", hidden)
     kept = labels.long() != ignore_index
     weights = (kept if loss_mask is None else kept * loss_mask).to(accumulation_dtype(hidden.dtype))
     if reduction == "sum":

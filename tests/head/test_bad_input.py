@@ -58,6 +58,8 @@ SEEN_BY_ALL = [
     ({"loss_mask": torch.ones(T, device="meta")}, "loss_mask is on meta, labels on cpu"),
     ({"hidden": torch.zeros(T, D).long()}, "hidden is torch.int64: it must be a tensor of float32"),
     ({"hidden": None}, "hidden is NoneType"),
+    ({"hidden": None, "reduction": "mean"}, "hidden is NoneType"),
+    ({"labels": torch.zeros(T).long().to("meta"), "reduction": "sum"}, "labels is on meta, hidden on cpu"),
     ({"vocab": 10}, "vocab is 10: it must be a VocabShard"),
     ({"tp_group": "tp"}, "tp_group is a str: it must be a torch.distributed.ProcessGroup"),
 ]

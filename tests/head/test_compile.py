@@ -14,6 +14,7 @@ from megatron_ext import (
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
+from megatron_ext.head import Entropy, LmHead
 from megatron_ext.head.readouts import read_out
 from tests.head.problems import Problem
 from tests.ranks import ranks
@@ -81,6 +82,19 @@ def test_read_outs_are_copied_by_name_before_torch_2_13(monkeypatch):
     """There `torch.compile` traces no `copy.copy` of an object."""
     monkeypatch.setattr(read_out, "TRACES_COPIES", False)
     check("linear_log_probs", "replicated", torch.float32, AotEagerAndRecordGraphs(), group=None)
+    hidden, weight, counts = torch.randn(40, 8, requires_grad=True), torch.randn(11, 8), torch.arange(40) % 3 > 0
+    labels = torch.arange(40) % 11
+
+    def call(hidden):
+        entropy = LmHead(weight).read(hidden, Entropy(counts))
+        loss = linear_cross_entropy(hidden, weight, labels, reduction="mean", chunk_tokens=16)
+        return entropy, loss
+
+    plain, compiled = call(hidden), torch.compile(call, fullgraph=True, backend="eager")(hidden)
+    torch.testing.assert_close(compiled, plain)
+    assert plain[1].grad_fn.name() == "SummedHeadBackward"
+    gradients = [torch.autograd.grad(loss, hidden) for _, loss in (plain, compiled)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")

@@ -263,6 +263,8 @@ def test_one_exchange_a_chunk_tells_of_faults(layout):
     call = partial(summed, problem, group, layout)
     with pytest.raises(ValueError, match="options are not the same"):
         call(label_smoothing=0.1 * (rank + 1))
+    with pytest.raises(ValueError, match=f"gradients made in forward by chunks of {6 - rank} tokens"):
+        call(chunk_tokens=6 - rank)  # 4 chunks on both
     for in_backward in ({"cache": 0}, {"reduction": "none"}):  # on one rank alone, which sends all tokens at once
         hidden, weight, _ = problem.mine(group, layout)
         options = {"vocab": problem.shard(group), "chunk_tokens": 6, "reduction": "mean"}

@@ -351,6 +351,11 @@ def compare_exchange_checks(device: str, fault: str, ranks: int, softcap: float 
         wanted = next((at for at, message in enumerate(CHECKS) if str(error).startswith(message)), 4)
     given = stats.to(device), labels.to(device), call
     found = [at for at, fine in enumerate(exchange_checks.exchange_checks(*given).tolist()) if not fine]
+    if fault == "one":  # of a call without labels there is one number, and what lies behind it is another tensor's
+        behind = torch.full((tokens,), 10**6, device=device)
+        behind[0] = -1
+        of_one = exchange_checks.exchange_checks(given[0], behind[:1], call).tolist()
+        assert found == [at for at, fine in enumerate(of_one) if not fine]
     assert (wanted in found) if wanted is not None else not found
     faults = {"refused": 0, "size": 1, "columns": 1, "overlap": 1, "options": 2, "labels": 3}
     if tokens > 1 and softcap is None:  # of one token, and where the others tell nothing, all sums are alike

@@ -235,16 +235,15 @@ class Plan:
         tokens = self.asked, self.places_T, self.all_tokens
         return statistics.exchange(stats_KT, self.call, self.words, self.ids, *tokens, self.passes.check_exchange)
 
-    def exchange_chunk(self, stats_Kt: Tensor, count: int) -> Tensor:
+    def exchange_chunk(self, stats_Kt: Tensor, first: bool) -> Tensor:
         """Every rank's statistics of a chunk of tokens, `[R, K, t + 1]`. Communicates: 1 all-gather.
 
-        The first of `count` chunks is sent as wide as all tokens together, checked for all chunks, and raises as
-        `exchange`: a rank that makes its gradient in backward, which sends all tokens at once, is told so. `count` is
-        0 for the other chunks.
+        The first chunk is sent as wide as all tokens together, checked for all chunks, and raises as `exchange`: a rank
+        that makes its gradient in backward, which sends all tokens at once, or cuts other chunks, is told so.
         """
         if self.ranks == 1:
             return stats_Kt.unsqueeze(0)
-        if not count:
+        if not first:
             return statistics.exchange_signed(stats_Kt, self.call)
         tokens = stats_Kt.shape[1] - 1
 
@@ -255,7 +254,7 @@ class Plan:
             self.passes.check_exchange(of_chunk(stats_RKT), labels_T, call, words)
 
         def words() -> str:
-            return f"{self.words()}, gradients made in forward by chunks of tokens: {count}"
+            return f"{self.words()}, gradients made in forward by chunks of {tokens} tokens"
 
         sent_KT = F.pad(stats_Kt[:, :-1], (0, self.tokens + 1 - tokens))
         return of_chunk(statistics.exchange(sent_KT, self.call, words, self.ids, self.asked, check=check))

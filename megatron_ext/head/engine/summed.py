@@ -90,7 +90,7 @@ class SummedHead(torch.autograd.Function):
             values = []
             for rows in chunks:
                 leaf, x_tD = whole._replace(target_T=part_of(whole.target_T, rows)), part_of(x_TD, rows)
-                value_t, grad, g_tV = _chunk(plan, leaf, rows, len(chunks), x_tD, weights_T[rows])
+                value_t, grad, g_tV = _chunk(plan, leaf, rows, x_tD, weights_T[rows])
                 values.append(value_t)
                 if dx_TD is not None:
                     product_tD = plan.arithmetic.add_product(None, g_tV, leaf.w_VD)
@@ -138,12 +138,9 @@ def _bends(plan: Plan) -> bool:
     return plan.call.softcap is not None or plan.call.expected
 
 
-def _chunk(
-    plan: Plan, leaf: Leaf, rows: slice, count: int, x_tD: Tensor, weights_t: Tensor
-) -> tuple[Tensor, Any, Tensor]:
-    """Return the result of each token of one of `count` chunks, and the gradient of their sum by its parts:
-    coefficients, and the gradient matrix. `leaf`: with the labels of the chunk. Communicates: at several ranks 1
-    all-gather."""
+def _chunk(plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor) -> tuple[Tensor, Any, Tensor]:
+    """Return the result of each token of a chunk, and the gradient of their sum by its parts: coefficients, and the
+    gradient matrix. `leaf`: with the labels of the chunk. Communicates: at several ranks 1 all-gather."""
     call, tokens = plan.call, len(x_tD)
     stats_Kt = statistics.new_statistics(
         tokens, plan.shared_rows, plan.ranks, accumulation_dtype(x_tD.dtype), x_tD.device
@@ -169,7 +166,7 @@ def _chunk(
         )
         if not bent:
             del z_tV  # before the next ones are made
-    stats_RKt = plan.exchange_chunk(stats_Kt, count if rows.start == 0 else 0)
+    stats_RKt = plan.exchange_chunk(stats_Kt, rows.start == 0)
     stats = plan.passes.combined(stats_RKt, stats_Kt, shift_t, call)
     readout = plan.readouts[0].copied()
     readout.labels_T = part_of(readout.labels_T, rows)

@@ -18,6 +18,7 @@ def exchange_checks_kernel(
     labels_ptr,
     fine_ptr,
     tokens,
+    labels,
     columns,
     largest,
     stride_r,
@@ -34,12 +35,12 @@ def exchange_checks_kernel(
 
     Args:
         stats_ptr: `[RANKS, K, tokens + 1]`, fp32 or fp64: maxima, sums of exponentials, ...; last column: whose.
-        labels_ptr: `[tokens]`, int64, ids of the vocabulary.
+        labels_ptr: `[labels]`, integers, ids of the vocabulary: of each token, or fewer, or more.
         fine_ptr: `[5]`, written.
         columns: of each rank's shard. largest: above which a maximum tells nothing, if CAPPED: by a softcap.
         ROWS: RANKS as a power of two. AGREE: ranks say of which options and labels they are.
     """
-    rank = tl.arange(0, ROWS)
+    rank = tl.arange(0, ROWS).to(tl.int64)  # a rank's statistics may be 2^31 numbers away
     live = rank < RANKS
     said = stats_ptr + rank * stride_r + tokens * stride_t
     size = tl.load(said, mask=live, other=0.0).to(tl.int64)
@@ -77,7 +78,7 @@ def exchange_checks_kernel(
         total_0 = tl.load(of_first + stride_k, mask=inside, other=0.0)
         compared = live[:, None] & tells[None, :]
         differ = compared & ((peak != peak_0[None, :]) | (total != total_0[None, :]))
-        label = tl.load(labels_ptr + token, mask=inside, other=-1)
+        label = tl.load(labels_ptr + token, mask=inside & (token < labels), other=-1)
         apart = tl.max(tl.max(differ.to(tl.int32), 1), 0) | tl.max((label >= columns).to(tl.int32), 0)
         first = tl.minimum(first, tl.min(tl.where(tells, token, tokens), 0))
         base = stats_ptr + rank * stride_r + first * stride_t
@@ -100,6 +101,7 @@ def exchange_checks(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> 
             labels_T.contiguous(),
             fine,
             tokens - 1,
+            labels_T.numel(),
             call.vocab.columns,
             statistics.SATURATED * (call.largest or 0.0),
             *stats_RKT.stride(),

@@ -85,7 +85,8 @@ class ReadOut:
     parts: list[slice]  # how all ranks cut the tokens
     all_count: bool = False  # all labels were seen to be ids of the vocabulary that count
     masked_later: bool  # gradients through the softmax are taken at `counts_T` alone
-    _written: ClassVar[tuple[str, ...]] = ()  # the attributes that methods of the class write
+    # The attributes that methods of the class, or the `Plan` of a call, write.
+    _written: ClassVar[tuple[str, ...]] = ("all_count", "call", "counts", "counts_T", "labels_T", "masked_later")
 
     def __init_subclass__(cls) -> None:
         """Finds the attributes that its methods write: see `copied`."""
