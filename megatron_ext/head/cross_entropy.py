@@ -77,7 +77,8 @@ def linear_cross_entropy(
             up to 8: see `weights` of `LmHead.read`. Not where `loss_mask` requires a gradient.
         cache: fraction in [0, 1] of the logits that is kept for backward, which is quickest at 1 and smallest at 0; a
             number of bytes, "bounded" or "auto": see `LmHead`.
-        chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result.
+        chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result; where
+            forward makes the gradients it must be the same on all ranks.
         skip_ignored: leave out the tokens that do not count before the first matmul. One host sync, dynamic shapes. An
             int: no more tokens than these count, and neither is needed; see `at_most` of `LmHead.read`.
         loss_mask: `[...]`; losses are multiplied by it, and tokens where it is 0 do not count.

@@ -76,7 +76,8 @@ class LmHead:
             and for a divergence from a teacher by itself on one rank, which keeps its gradient for such a fraction of
             the tokens: `(12 - 4 * cache)` T V D with a teacher of the same D; "bounded" is at most 2^25 elements there,
             and none on CUDA or with `chunk_tokens`. Others keep none.
-        chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result.
+        chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result; with
+            `weights` of `read` it must be the same on all ranks.
         gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol.
         bits: which bits are the same. "fast": in each run with the same shapes. "batch": a token's results and its row
             of dx also for any other tokens beside it, any chunk, cache, layout and packing; dW for any chunk, cache and
