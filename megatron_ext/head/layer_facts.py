@@ -76,8 +76,11 @@ def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_forward(layer: nn.Module) -> None:
-    """Raise ValueError for a layer that is not known to give the product with its weight, and its bias, alone."""
+    """Raise ValueError for a layer, other than Megatron's, that is not known to give the product with its weight, and
+    its bias, alone."""
     inside = unwrapped(layer)[0]
+    if hasattr(inside, "sequence_parallel") or not hasattr(inside, "weight"):
+        return
     if "forward" in vars(inside) or type(inside).forward not in (nn.Linear.forward, nn.Embedding.forward):
         raise ValueError(
             f"layer is {type(inside).__name__} with a forward of its own, of which the head would leave out what is no "
@@ -143,11 +146,13 @@ def local_shard(x: Tensor, dim: int) -> tuple[Tensor, Any, VocabShard]:
 
 
 def unwrapped(layer: Any) -> tuple[Any, list[LoRA]]:
-    """The layer that makes logits, and the adapters that are on; `layer` itself where nothing stands in its place.
+    """The layer that makes logits, and the adapters that are on; `layer` itself where nothing stands in its place. Of
+    what torch.compile made, those of the layer inside.
 
     Raises:
         ValueError: adapters that are more than a low-rank product (DoRA, LoHa, IA3, new tokens), or not PEFT's.
     """
+    layer = getattr(layer, "_modules", {}).get("_orig_mod", layer)
     off = getattr(layer, "disable_adapters", False)
     if hasattr(layer, "original_module") and hasattr(layer, "modules_to_save"):
         names = [] if off else [name for name in layer.active_adapters if name in layer.modules_to_save]

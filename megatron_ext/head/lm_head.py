@@ -153,7 +153,7 @@ class LmHead:
             ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary; or it
                 has adapters that are more than a low-rank product, or, if not Megatron's, a forward of its own.
         """
-        if isinstance(layer, nn.Module) and not hasattr(layer, "sequence_parallel") and hasattr(layer, "weight"):
+        if isinstance(layer, nn.Module) and not hasattr(layer, "sequence_parallel"):
             check_forward(layer)
         return cls(
             **head_facts(layer, {"weight": weight, "tp_group": tp_group, "hidden_layout": hidden_layout, **facts})

@@ -37,12 +37,29 @@ def test_own_loss_and_class_are_back():
     restore_own_loss(restore_own_loss(model))
 
 
+class Engine(torch.nn.Module):
+    """Hands on what it is asked for, as FSDP1's wrapper and DeepSpeed's."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
 def test_a_wrapped_model_is_restored_or_refused():
     model, given = use_fused_loss(make("llama")), batch()
     model(**given)
     assert str(fused_loss_report(torch.compile(model))) == str(fused_loss_report(model))
     with pytest.raises(ValueError, match="model is DataParallel: it must be a causal language model"):
         restore_own_loss(torch.nn.DataParallel(model))
+    for asked in (restore_own_loss, fused_loss_report):
+        with pytest.raises(ValueError, match="model is Engine around a Llama.* pass the model inside, model.module$"):
+            asked(Engine(model))
     assert model(**given).logits is None
     restore_own_loss(torch.compile(model))
     assert model(**given).logits is not None

@@ -105,6 +105,33 @@ def test_a_head_of_megatrons_output_layer():
         torch.testing.assert_close(found, reference.log_probs(layer(hidden)[0], labels), rtol=1e-5, atol=1e-5)
 
 
+@ranks(1)
+def test_a_head_of_an_adapter_on_megatrons_layer():
+    from megatron.core import tensor_parallel
+    from peft import LoraConfig
+    from peft.tuners.lora.tp_layer import LoraParallelLinear
+
+    from tests.gpt import model_parallel
+    from tests.megatron.patching import one_gpt
+
+    with model_parallel():
+        layer = one_gpt(tied=False).output_layer
+        config = LoraConfig(init_lora_weights=False)
+        lora = LoraParallelLinear(layer, "a", config, tensor_parallel, 2, megatron_config=layer.config)
+        hidden, labels = torch.randn(5, 2, layer.weight.shape[1]), torch.randint(layer.weight.shape[0], (5, 2))
+        low = hidden @ lora.lora_A["a"].weight.T @ lora.lora_B["a"].weight.T * lora.scaling["a"]
+        found = LmHead.of(lora).read(hidden, LogProbs(labels))
+        torch.testing.assert_close(found, reference.log_probs(layer(hidden)[0] + low, labels), rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_of_a_compiled_layer():
+    layer, hidden, labels = torch.nn.Linear(4, 9), torch.randn(3, 4), torch.tensor([1, 8, 0])
+    head = LmHead.of(torch.compile(layer, backend="eager"))
+    assert head.tp_group == LmHead.of(layer).tp_group
+    assert head.weight is layer.weight
+    torch.testing.assert_close(head.read(hidden, LogProbs(labels)), reference.log_probs(layer(hidden), labels))
+
+
 def test_what_is_refused():
     head, hidden = LmHead(torch.randn(9, 4)), torch.randn(3, 4)
     labels = torch.zeros(3, dtype=torch.int64)

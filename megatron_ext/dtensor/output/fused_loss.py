@@ -117,7 +117,7 @@ def use_fused_loss(
     Raises:
         ImportError: transformers is not installed.
         ValueError: `model` has no lm head, or is compiled; an option that `linear_cross_entropy` refuses. From forward:
-            `label_smoothing`, `z_loss` or `bits` are given, and the loss stays the model's own.
+            `label_smoothing`, `z_loss`, `bits` or `logit_dtype` are given, and the loss stays the model's own.
 
     Warns:
         UserWarning: once a class of models, from forward: its loss stays the model's own, and why.

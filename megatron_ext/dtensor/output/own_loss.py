@@ -26,10 +26,9 @@ def restore_own_loss(model: nn.Module) -> nn.Module:
     as they are; `use_fused_loss(model)` undoes this call. Harmless where nothing is fused. Communicates nothing.
 
     Raises:
-        ValueError: `model` is no causal language model, as one that DDP has wrapped: pass its `.module`.
+        ValueError: `model` is no causal language model, as one that DDP or FSDP1 has wrapped: pass its `.module`.
     """
-    inside = model_inside(model)
-    output_head_path(inside)
+    inside, _ = _inside_and_head(model)
     inside.__dict__.pop(FUSED, None)
     leave_fused_class(inside)
     if is_registered(inside):
@@ -70,9 +69,8 @@ class FusedLossReport:
 
 def fused_loss_report(model: nn.Module) -> FusedLossReport:
     """Report whether a model's losses are fused, and if not, why not. Nothing is computed or communicated."""
-    inside: Any = model_inside(model)
+    inside, path = _inside_and_head(model)
     uses = FUSED in inside.__dict__
-    path = output_head_path(inside)
     if uses:
         reason = why_fusion_is_off() or not_fusable(inside, path, inside.get_submodule(path))
     else:
@@ -85,3 +83,17 @@ def fused_loss_report(model: nn.Module) -> FusedLossReport:
         made.append("its own loss in graphs of torch.compile")
     name = type(inside).__name__.removeprefix("FSDP")
     return FusedLossReport(name, uses, proofs_of(inside), reason, tuple(made))
+
+
+def _inside_and_head(model: nn.Module) -> tuple[Any, str]:
+    """Return the model inside of PEFT's or torch.compile's, and the path of its head. Raises ValueError for any other
+    wrapper, which may pass for the model, as FSDP1's hands on what it is asked for."""
+    inside = model_inside(model)
+    path = output_head_path(inside)
+    for name, module in inside.named_modules():
+        if FUSED in vars(module) and FUSED not in vars(inside):
+            raise ValueError(
+                f"model is {type(inside).__name__} around a {type(module).__name__} with a fused loss: pass the model "
+                f"inside, model.{name}"
+            )
+    return inside, path
