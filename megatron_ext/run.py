@@ -300,6 +300,8 @@ def verify(
         print(f"{rank}{found}", file=sys.stderr, flush=True)
     if found.fault is not None:
         sys.exit(f"verify: {found.fault}")
+    if last and found.shows_nothing:
+        sys.exit("verify: no step of either run has a loss or a gradient norm that was seen: nothing was compared")
     if options.linear_ce and found.fuses_nothing:
         why = why_fusion_is_off() or "--check reports why"
         nothing = f"verify: --linear-ce fused no loss, so the fused head was not compared: {why}"

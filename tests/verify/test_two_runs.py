@@ -173,7 +173,7 @@ def test_picture_shows_differences_on_a_log_axis(tmp_path, monkeypatch):
         ([(float("nan"), 1.0)], [(float("nan"), 1.0)], None),
         ([(2.0, 1.0)], [(float("nan"), 1.0)], "the loss of a step differs by inf"),
         ([(2.0, 1.0)], [(None, 1.0)], "the loss of a step differs by inf"),
-        ([(None, None)], [(None, None)], "no step of either run has a loss or a gradient norm that was seen"),
+        ([(None, None)], [(None, None)], None),  # such a stage whose optimizer skipped the steps
         ([], [], "the stock run took 0 steps of an optimizer, the other one 0"),
         ([(2.0, 1.0)] * 2, [(2.0, 1.0)], "the stock run took 2 steps of an optimizer, the other one 1"),
     ],

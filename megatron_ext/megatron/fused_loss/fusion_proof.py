@@ -44,7 +44,7 @@ def proof_of(model: Any, settings: HeadSettings, terms: Terms, weight: Tensor, l
         return Proof.not_comparable(reason)
     try:
         ways = BothWays(model, settings, terms, weight, labels_BS, SAMPLE_TOKENS)
-        _take_special_labels(ways.labels_N1, terms.shape[-1] * group_size(tp_group(terms.layer)))
+        _take_special_labels(ways.labels_N1)
     except ValueError as refusal:
         proof = Proof.not_comparable(str(refusal))
     else:
@@ -158,11 +158,15 @@ def _sample(terms: Terms, labels_BS: Tensor, most: int) -> tuple[Tensor, Tensor]
     return hidden.detach()[row, column].unsqueeze(1), labels_N.where(known, 0).unsqueeze(1)
 
 
-def _take_special_labels(labels_N1: Tensor, size: int) -> None:
-    """Put the first and the last ids of the vocabulary, up to eight, in the place of labels: where padding and other
-    special tokens are, which a loss may leave out, and no batch need have."""
+def _take_special_labels(labels_N1: Tensor) -> None:
+    """Put the first ids of the vocabulary and the last ones up to the largest label, up to eight, in the place of
+    labels: where padding and other special tokens are, which a loss may leave out, and no batch need have.
+
+    None above the largest label: a loss may index a table without the rows that pad the vocabulary.
+    """
     some = min(8, labels_N1.shape[0] // 2)
-    labels_N1[:some, 0] = (torch.arange(some, device=labels_N1.device) - some // 2) % size
+    ids = torch.arange(some, device=labels_N1.device) - some // 2
+    labels_N1[:some, 0] = ids.where(ids >= 0, labels_N1.amax() + 1 + ids).clamp(min=0).minimum(labels_N1.amax())
 
 
 def _alias(terms: Terms, weight: Tensor) -> Tensor:
