@@ -86,7 +86,7 @@ def main(trees: list[str]) -> int:
     from benchmarks.interpreter import round_to_bfloat16
 
     round_to_bfloat16()
-    engine_kernels.multiply_bfloat16()
+    engine_kernels.multiply_sixteen_bits()
     engines = {"vLLM": engine_kernels.vllms(trees[0]), "Megatron-Core": engine_kernels.megatrons(*trees[1:])}
     print("| kernels of | beside the product | same bits | others differ by at most |\n|---|---|---|---|")
     broken = 0

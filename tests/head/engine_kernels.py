@@ -14,18 +14,22 @@ VLLM_FILES = ["determinism/batch_invariant.py", "layers/batch_invariant.py"]  # 
 
 
 @functools.cache
-def multiply_bfloat16() -> None:
-    """Have the interpreter multiply bf16 as numbers: by itself it multiplies their bits as integers."""
+def multiply_sixteen_bits() -> None:
+    """Have the interpreter multiply bf16 as numbers, not their bits as integers, and add the products of 16 bits in
+    fp64: in fp32 the order, and so the bits, would be that of the CPU's own kernels for a tile's shape."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    def widened(x):
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return TensorHandle(torch.tensor(x.data).view(torch.bfloat16).float().numpy(), tl.float32)
+    def numbers(x):
+        x = torch.tensor(x.data).view(torch.bfloat16) if x.dtype.scalar == tl.bfloat16 else torch.tensor(x.data)
+        return x.double().numpy()
 
-    dot = InterpreterBuilder.create_dot
-    InterpreterBuilder.create_dot = lambda self, a, b, *more: dot(self, widened(a), widened(b), *more)
+    def create_dot(self, a, b, d, *more):
+        if a.dtype.scalar not in (tl.bfloat16, tl.float16):
+            return dot(self, a, b, d, *more)
+        return TensorHandle((numbers(a) @ numbers(b) + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+    dot, InterpreterBuilder.create_dot = InterpreterBuilder.create_dot, create_dot
 
 
 def vllms(tree: str) -> ModuleType:

@@ -38,7 +38,7 @@ def test_bits_are_those_of_megatrons_batch_invariant_kernels(dtype):
     """Of product and log-softmax; `make test-engines` has more cases, and vLLM's kernels."""
     pytest.importorskip("megatron.core")
     if not torch.cuda.is_available():
-        engine_kernels.multiply_bfloat16()
+        engine_kernels.multiply_sixteen_bits()
     kernels = engine_kernels.megatrons()
     given = [x.to(GPU) for x in engine_bits.problem(dtype, 70, 100, 2500)]
     for case in engine_bits.CASES:

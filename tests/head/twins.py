@@ -347,7 +347,7 @@ def compare_exchange_checks(device: str, fault: str, ranks: int, softcap: float 
     try:
         statistics.check_exchange(stats, labels, call, "softcap")
         wanted = None
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # the latter on CUDA
         wanted = next((at for at, message in enumerate(CHECKS) if str(error).startswith(message)), 4)
     given = stats.to(device), labels.to(device), call
     found = [at for at, fine in enumerate(exchange_checks.exchange_checks(*given).tolist()) if not fine]
