@@ -185,7 +185,8 @@ def exchange(
     labels_T: Tensor,
     places_T: Tensor | None = None,
     tokens: int | None = None,
-    check: "Callable[[Tensor, Tensor, ResolvedHead, str], None] | None" = None,
+    *,
+    check: Callable[[Tensor, Tensor, ResolvedHead, str], None],
 ) -> Tensor:
     """Every rank's statistics, signed, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
 
@@ -194,7 +195,7 @@ def exchange(
         ids, labels_T: what `labels_checksum` and `check_apart` take.
         places_T: where this rank's tokens are in the order that all ranks know, if they are in another one.
         tokens: how many there are in that order, if more than this rank has.
-        check: `RowPasses.check_exchange` of the passes that the statistics come from; `check_exchange` without.
+        check: `RowPasses.check_exchange` of the passes that the statistics come from.
 
     Raises:
         ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
@@ -207,7 +208,7 @@ def exchange(
     said = words()
     sign(stats_KT, call.vocab, options_checksum(said), labels_checksum(ids, places_T))
     stats_RKT = _gathered(stats_KT, call, places_T, tokens)
-    (check or check_exchange)(stats_RKT, labels_T, call, said)
+    check(stats_RKT, labels_T, call, said)
     return stats_RKT
 
 

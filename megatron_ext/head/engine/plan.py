@@ -233,7 +233,7 @@ class Plan:
         if self.ranks == 1 or not self.exchanges:
             return stats_KT.unsqueeze(0)
         tokens = self.asked, self.places_T, self.all_tokens
-        return statistics.exchange(stats_KT, self.call, self.words, self.ids, *tokens, self.passes.check_exchange)
+        return statistics.exchange(stats_KT, self.call, self.words, self.ids, *tokens, check=self.passes.check_exchange)
 
     def exchange_chunk(self, stats_Kt: Tensor, first: bool) -> Tensor:
         """Every rank's statistics of a chunk of tokens, `[R, K, t + 1]`. Communicates: 1 all-gather.

@@ -200,10 +200,11 @@ class DenseSoftmax(torch.autograd.Function):
         stats_KT = statistics.new_statistics(z_TV.shape[0], rows, call.ranks, dtype, z_TV.device)
         shift_T = stats_KT.new_empty(z_TV.shape[0])
         given = z_TV, nowhere_T, stats_KT[:, :-1]
-        passes_of(z_TV).row_statistics(
-            *given, shift_T=shift_T, counted=counted, softcap=call.softcap, temperature=temperature
+        passes = passes_of(z_TV)
+        passes.row_statistics(*given, shift_T=shift_T, counted=counted, softcap=call.softcap, temperature=temperature)
+        stats_RKT = statistics.exchange(
+            stats_KT, call, lambda: f"logarithm {logarithm}", [], nowhere_T, places_T, check=passes.check_exchange
         )
-        stats_RKT = statistics.exchange(stats_KT, call, lambda: f"logarithm {logarithm}", [], nowhere_T, places_T)
         stats = statistics.combine(stats_RKT, stats_KT, shift_T, call)
         log_sum_T = stats.log_sum.to(dtype)
         largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0).to(dtype)

@@ -43,9 +43,8 @@ def chunks_in_forward(plan: Plan, x_TD: Tensor, apart: bool) -> list[slice] | No
     call = plan.call
     keeps = call.cache != "bounded" or keeps_all(call, plan.tokens, x_TD)
     known = type(plan.readouts[0]) in (CrossEntropy, LogProbs) and not plan.needs_logits
-    if keeps or plan.fixed or call.fused_epilogue or not known or apart or x_TD.dtype == torch.float16:
-        return None
-    if not plan.tokens:
+    other = plan.fixed or call.fused_epilogue or x_TD.dtype == torch.float16
+    if keeps or other or not known or apart or not plan.tokens:
         return None
     return summed_chunks(plan.tokens, call.chunk_tokens, x_TD, _bends(plan))
 
