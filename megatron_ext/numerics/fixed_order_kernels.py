@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_ext.numerics.fixed_order import CUDA_STEP
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def _rows_keep_bits() -> bool:
@@ -29,18 +29,16 @@ def _rows_keep_bits() -> bool:
     return all(bool((np.roll(a_MK @ b_KN, by, 0) == np.roll(a_MK, by, 0) @ b_KN).all()) for by in (1, 2, 4, 8, 27))
 
 
-# How the interpreter makes a step of a product: of bf16 numbers it would multiply the bits as integers, and as fp32
-# their products are as exact; where rows do not keep bits in fp32, in fp64, rounded when it is added.
-_WIDENED, _IN_DOUBLE = 1, 2
-_STEPS_IN_DOUBLE = _INTERPRETED and not _rows_keep_bits()
+# Where the interpreter's rows do not keep bits in fp32, it makes a step of a product in fp64, rounded when it is added.
+_IN_DOUBLE = tl.constexpr(INTERPRETED.value and not _rows_keep_bits())
 
 
 @triton.jit
-def _summed(a, b, total, WIDENS: tl.constexpr, DTYPE: tl.constexpr):
-    if WIDENS == 2:
+def _summed(a, b, total, DTYPE: tl.constexpr):
+    if _IN_DOUBLE:
         step = tl.dot(a.to(tl.float64), b.to(tl.float64), input_precision="ieee", out_dtype=tl.float64)
         return total + step.to(DTYPE)
-    if WIDENS == 1:
+    if INTERPRETED:  # it would multiply the bits of bf16 as integers; products of fp32 are as exact
         a, b = a.to(DTYPE), b.to(DTYPE)
     return tl.dot(a, b, total, input_precision="ieee", out_dtype=DTYPE)
 
@@ -88,7 +86,6 @@ def fixed_product_kernel(
     TAIL: tl.constexpr,
     GOES_ON: tl.constexpr,
     ADDS: tl.constexpr,
-    WIDENS: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -118,14 +115,14 @@ def fixed_product_kernel(
     if GOES_ON:
         total = _read(out_ptr, out_stride, rows - first_m, columns - first_n, BLOCK_M, BLOCK_N)
     for _ in range(length // BLOCK_K):
-        total = _summed(tl.load(a_ptrs), tl.load(b_ptrs), total, WIDENS, DTYPE)
+        total = _summed(tl.load(a_ptrs), tl.load(b_ptrs), total, DTYPE)
         a_ptrs += BLOCK_K * a_stride_k
         b_ptrs += BLOCK_K * b_stride_k
     if TAIL:
         there = k < length % BLOCK_K
         a = tl.load(a_ptrs, mask=there[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=there[:, None], other=0.0)
-        total = _summed(a, b, total, WIDENS, DTYPE)
+        total = _summed(a, b, total, DTYPE)
     if ADDS:  # by halves, for which there are registers
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = total.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
@@ -178,7 +175,6 @@ def product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, goes_on: bool = False, a
             TAIL=length % sizes["BLOCK_K"] != 0,
             GOES_ON=goes_on,
             ADDS=adds,
-            WIDENS=_IN_DOUBLE if _STEPS_IN_DOUBLE else _WIDENED * (_INTERPRETED and a_MK.dtype == torch.bfloat16),
             DTYPE=tl.float64 if a_MK.dtype == torch.float64 else tl.float32,
             **sizes,
         )

@@ -30,7 +30,6 @@ def product_gradient_kernel(
     factor,
     together,
     HAS_FACTOR: tl.constexpr,
-    WIDENS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -48,7 +47,7 @@ def product_gradient_kernel(
         stop *= tl.max(moved.to(tl.int32), 0)
     for tile in tl.range(tl.program_id(0), stop, tl.num_programs(0)):
         m, n = tiles.place(tile, down, across, together)
-        z = tiles.product(x, w, m * M, n * N, width, WIDENS, M, N, K)
+        z = tiles.product(x, w, m * M, n * N, width, M, N, K)
         at, column = m * M + tl.arange(0, M), n * N + tl.arange(0, N)
         z = tiles.bent(z, bias_ptr, column, counted, factor, HAS_FACTOR)
         inside = at < tokens

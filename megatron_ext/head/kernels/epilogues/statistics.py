@@ -44,7 +44,6 @@ def product_statistics_kernel(
     HAS_FACTOR: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     WITH_HITS: tl.constexpr,
-    WIDENS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -55,7 +54,7 @@ def product_statistics_kernel(
     down, across = tl.cdiv(tokens, M), tl.cdiv(columns, N)
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0)):
         m, n = tiles.place(tile, down, across, together)
-        z = tiles.product(x, w, m * M, n * N, width, WIDENS, M, N, K)
+        z = tiles.product(x, w, m * M, n * N, width, M, N, K)
         at, column = m * M + tl.arange(0, M), n * N + tl.arange(0, N)
         z = tiles.bent(z, bias_ptr, column, counted, factor, HAS_FACTOR)
         inside = at < tokens

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_ext.head.call.gpu_properties import TILE_M, TILE_N, device_of
 from megatron_ext.head.kernels.logits import LOG2_E
+from megatron_ext.numerics.fixed_order_kernels import INTERPRETED
 
 _STEP = 64
 # Elements of which rows are a multiple: TMA takes rows that begin at 16 bytes.
@@ -33,12 +34,12 @@ def place(tile, down, across, together):
 
 
 @triton.jit
-def product(x, w, row, column, width, WIDENS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+def product(x, w, row, column, width, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     """A tile of `x @ W.T`; zeros past the ends of both."""
     total = tl.zeros([M, N], tl.float32)
     for k in range(0, width, K):
         a, b = x.load([row, k]), w.load([column, k])
-        if WIDENS:  # the interpreter would multiply the bits of bf16
+        if INTERPRETED:  # it interpreter would multiply the bits of bf16
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, b.T, total)
     return total
@@ -85,7 +86,6 @@ def launch(
             factor=1.0 / temperature,
             HAS_FACTOR=temperature != 1.0,
             together=down if by_rows else 8,
-            WIDENS=not isinstance(product, triton.JITFunction),
             M=TILE_M,
             N=TILE_N,
             K=_STEP,
