@@ -125,7 +125,8 @@ def leaf_weights(
 ) -> tuple[Operand, list[Leaf]]:
     """The weight with the low rank beside it, and its leaves in order; `x_TD`: hidden states, whose dtype they take."""
     call, w_VD = plan.call, operand(weight_VD, low_VR)
-    whole_VD, bias_V = w_VD.to(x_TD.dtype), None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
+    whole_VD = w_VD if low_VR is None and w_VD.dtype == x_TD.dtype else w_VD.to(x_TD.dtype)
+    bias_V = None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
     if not plan.fixed:
         return w_VD, [Leaf(slice(0, w_VD.shape[0]), call.vocab, whole_VD, bias_V, plan.target_T)]
     found, whole_VD = [], in_one(whole_VD)

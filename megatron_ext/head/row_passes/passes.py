@@ -97,7 +97,7 @@ def row_statistics(
     column = (target_T if labelled else target_T.clamp(min=0)).unsqueeze(1)
     bias = None if bias_V is None else bias_V[column]
     at_target = transformed(z_TV.gather(1, column), bias, softcap, temperature, dtype)
-    stats_KT[TARGET].copy_(_at_owned(at_target, elsewhere_T, -torch.inf))
+    stats_KT[TARGET] = _at_owned(at_target, elsewhere_T, -torch.inf)
     if softcap is not None:
         slope_T = _at_owned(bend(z_TV.gather(1, column), bias, softcap, dtype), elsewhere_T, 0.0)
         stats_KT[statistics_rows(with_mean, with_entropy, with_hits, False)] = slope_T
