@@ -290,6 +290,7 @@ def statistics_pass(
                 temperature=call.temperature,
                 with_entropy=call.expected,
                 with_hits=call.hits,
+                sm_margin=call.sm_margin,
             )
             return
         for rows in product_chunks(span, call.chunk_tokens, columns, hidden_TD, later, in_place):
@@ -371,6 +372,7 @@ def gradient_tile(
             bias_V=bias_V,
             counted=min(max(leaf.vocab.counted - block.start, 0), width),
             temperature=call.temperature,
+            sm_margin=call.sm_margin,
         )
         return g_TV
     room = block_room(target_T.shape[0], leaf.w_VD.shape[0], x_TD)

@@ -289,8 +289,12 @@ class RowPasses:
         temperature: float = 1.0,
         with_entropy: bool = False,
         with_hits: bool = False,
+        sm_margin: int = 0,
     ) -> None:
-        """`row_statistics` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap."""
+        """`row_statistics` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap.
+
+        `sm_margin`: multiprocessors that Triton's kernel leaves free.
+        """
         sums = {"with_entropy": with_entropy, "with_hits": with_hits}
         options: dict[str, Any] = {"bias_V": bias_V, "counted": counted, "temperature": temperature, **sums}
         RowPasses.row_statistics(matmul.logits(x_TD, w_VD), target_T, stats_KT, exp_TV, shift_T, **options)
@@ -308,6 +312,7 @@ class RowPasses:
         *,
         counted: int,
         temperature: float = 1.0,
+        sm_margin: int = 0,
     ) -> None:
         """`row_gradient` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap."""
         parts = {"scale_T": scale_T, "slope_T": slope_T, "bias_V": bias_V}
