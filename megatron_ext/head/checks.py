@@ -139,8 +139,8 @@ def check_chunk_tokens(value: Any) -> None:
 def check_sm_margin(value: Any, fused_epilogue: bool) -> None:
     if not is_int(value, 0) or not fused_epilogue:
         raise ValueError(
-            f"sm_margin is {value!r} and fused_epilogue {fused_epilogue}: it must be an int of at least 0, and 0 without "
-            f"fused_epilogue, whose kernels alone leave multiprocessors free; leave sm_margin out"
+            f"sm_margin is {value!r} and fused_epilogue {fused_epilogue}: it must be an int of at least 0, and 0 "
+            f"without fused_epilogue, whose kernels alone leave multiprocessors free; leave sm_margin out"
         )
 
 
