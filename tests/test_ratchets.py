@@ -24,7 +24,7 @@ LINES = {
     "megatron_ext/distributed": 859,
     "megatron_ext/dtensor": 4976,
     "megatron_ext/experimental": 2546,
-    "megatron_ext/head": 11172,
+    "megatron_ext/head": 11165,
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1331,
     "megatron_ext/megatron": 4465,

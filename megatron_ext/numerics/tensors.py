@@ -83,21 +83,21 @@ def check_within(
     """
     if not has_values(ids):
         return False
+    found = "one outside"
     if not ids.is_cuda:
         if not ids.numel():
             return True
         lowest, highest = ids.aminmax()
         if lowest.item() >= 0 and highest.item() < size:
             return True
-    right = exist(ids, size, spared)
-    if not ids.is_cuda and right:
-        return False
-    found = "one outside"
-    if not ids.is_cuda:
-        first = next(x for x in ids.flatten().tolist() if not 0 <= x < size and x != spared)
-        found = f"{[first]}, outside"
+        wide = ids.long()
+        outside_N = wide[(wide < 0) | (wide >= size)]
+        outside_N = outside_N if spared is None else outside_N[outside_N != spared]
+        if not outside_N.numel():
+            return False
+        found = f"{outside_N[:1].tolist()}, outside"
     raise_unless(
-        right,
+        exist(ids, size, spared),
         f"{argument} holds {found} [0, {size}): each must be a token id of the vocabulary{fix}",
         OutsideVocabulary,
     )

@@ -181,22 +181,22 @@ def exchange(
     stats_KT: Tensor,
     call: ResolvedHead,
     words: Callable[[], str],
-    ids: Sequence[Tensor],
+    checksum: Callable[[], Tensor | int],
     labels_T: Tensor,
     places_T: Tensor | None = None,
     tokens: int | None = None,
     *,
     check: Callable[[Tensor, Tensor, ResolvedHead, str], None],
-    checksum: Callable[[Sequence[Tensor], Tensor | None], Tensor | int],
 ) -> Tensor:
     """Every rank's statistics, signed, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
 
     Args:
         words: this rank's options; asked for where ranks can read each other's.
-        ids, labels_T: what `checksum` and `check_apart` take.
+        checksum: what `labels_checksum` gives of the ids that are asked for; asked for where `words` are.
+        labels_T: what `check_apart` takes.
         places_T: where this rank's tokens are in the order that all ranks know, if they are in another one.
         tokens: how many there are in that order, if more than this rank has.
-        check, checksum: `check_exchange` and `labels_checksum` of the passes that the statistics come from.
+        check: `RowPasses.check_exchange` of the passes that the statistics come from.
 
     Raises:
         ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
@@ -207,7 +207,7 @@ def exchange(
     if not has_values(stats_KT):
         return exchange_signed(stats_KT, call, places_T, tokens)
     said = words()
-    sign(stats_KT, call.vocab, options_checksum(said), checksum(ids, places_T))
+    sign(stats_KT, call.vocab, options_checksum(said), checksum())
     stats_RKT = _gathered(stats_KT, call, places_T, tokens)
     check(stats_RKT, labels_T, call, said)
     return stats_RKT
