@@ -31,7 +31,8 @@ class ModelFusion:
         model: its class name, and its virtual pipeline stage where there is one.
         losses_fused: calls of the loss that went from hidden states to losses without logits.
         read_outs: calls of an output processor (log-probabilities, top-k, divergence) without logits.
-        logits_made: how often logits were made although there were labels, by who asked ("file:line").
+        logits_made: how often logits were made although there were labels, by who asked: "file:line", or "Megatron's
+            own loss" of a model that is left to Megatron.
         left_to_megatron: why the model keeps Megatron's own loss; None if it does not.
         stock_losses: calls of Megatron's own loss.
         megatron_kernel: the fused loss of Megatron's that its config asks for (`cross_entropy_loss_fusion`), "native"
@@ -63,8 +64,8 @@ class ModelFusion:
         parts = [f"{self.model}: {self.losses_fused} losses fused"]
         if self.read_outs:
             parts.append(f"{self.read_outs} read-outs without logits")
-        parts.append(f"logits made {self.logits_made.total()} times")
-        parts += [f"({count} for {place})" for place, count in self.logits_made.items()]
+        made = "".join(f" ({count} for {place})" for place, count in self.logits_made.items())
+        parts.append(f"logits made {self.logits_made.total()} times{made}")
         if self.losses_fused and self.proof is not None:
             parts.append(self.proof)
         if self.verified is not None:

@@ -351,5 +351,6 @@ def test_the_report_says_what_runs():
             with hooked, pytest.warns(UserWarning, match="keeps Megatron's own loss"):
                 run(model, labels)
             report = fusion_report()
-            assert (report.stock_losses, report.logits_made) == (1, 0)
+            assert (report.stock_losses, report.logits_made) == (1, 1)
+            assert "logits made 1 times (1 for Megatron's own loss), 1 losses by Megatron" in str(report)
             assert "left to Megatron: its output layer has backward hooks" in str(report)
