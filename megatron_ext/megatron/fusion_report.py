@@ -38,9 +38,11 @@ class ModelFusion:
         megatron_kernel: the fused loss of Megatron's that its config asks for (`cross_entropy_loss_fusion`), "native"
             or "te"; None if it asks for none. It runs for the stock losses alone.
         proof: what came of the comparison of the head with the model's own output layer and loss; None before it.
+        unpatched: whether the patch of the model was taken back, after which its losses are not counted.
         verified: the losses that were taken both ways, side by side, where the patch was asked for it (`verify=`).
         layers: how many tensor-parallel layers the model has, by the package that they come from.
-        sizes: the head's sizes and `cache`, at its first loss, as `megatron-ext memory` takes them; "" before it.
+        sizes: the head's sizes and `cache`, at its first loss since a model was patched or unpatched, as
+            `megatron-ext memory` takes them; "" before it.
         kept: the percentage of the exponentials that this `cache` keeps for backward at most; None where it is "auto".
         z_loss, entropy: of the last loss, means over tokens that have a label, 0-dim fp32; None where not asked for.
     """
@@ -53,6 +55,7 @@ class ModelFusion:
     stock_losses: int = 0
     megatron_kernel: str | None = None
     proof: str | None = None
+    unpatched: bool = False
     verified: TwoRuns | None = None
     layers: Counter[str] = field(default_factory=Counter)
     sizes: str = ""
@@ -76,8 +79,11 @@ class ModelFusion:
             parts.append(f"left to Megatron: {self.left_to_megatron}")
         if self.megatron_kernel is not None:
             asked = _MEGATRON_KERNELS.get(self.megatron_kernel, self.megatron_kernel)
-            runs = "that runs where Megatron's loss does" if self.stock_losses else "the fused head runs instead of it"
+            own = self.stock_losses or self.unpatched
+            runs = "that runs where Megatron's loss does" if own else "the fused head runs instead of it"
             parts.append(f"the config asks for {asked}, {runs}")
+        if self.unpatched:
+            parts.append("unpatched since then")
         lines = [", ".join(parts)]
         if self.layers:
             layers = ", ".join(f"{count} of {home}" for home, count in sorted(self.layers.items()))
@@ -174,6 +180,11 @@ def name_of(model: Any) -> str:
     """The model's class name, with its virtual pipeline stage if there is one."""
     stage, kind = getattr(model, "vp_stage", None), type(model).__name__.removeprefix("FSDP")
     return kind if stage is None else f"{kind} (virtual stage {stage})"
+
+
+def counted_models() -> list[tuple[Any, ModelFusion]]:
+    """The models that are counted and still there, with their counters."""
+    return list(_by_model.items())
 
 
 def counters_of(model: Any) -> ModelFusion:
