@@ -64,7 +64,7 @@ def test_pretraining_script_runs_stock_and_on_our_layers(tmp_path):
     assert ours["layers"].startswith("megatron_ext.tensor_parallel.")
     assert "chunk_tokens=5, cache=0.5" in ours["head"]
     said = [line for line in ours["stderr"].splitlines() if line.startswith("fused head")]
-    assert said == ["fused head: GPTModel: 1 losses fused, logits made 0 times"]  # of the first step, on one rank
+    assert said == ["fused head: GPTModel: 1 loss fused, logits made 0 times"]  # of the first step, on one rank
     assert ours["cpu"] == "own"
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6)
     assert stock["losses"][0] != pytest.approx(stock["losses"][1], rel=1e-3)

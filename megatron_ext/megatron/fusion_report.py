@@ -64,17 +64,18 @@ class ModelFusion:
     entropy: Tensor | None = None
 
     def __str__(self) -> str:
-        parts = [f"{self.model}: {self.losses_fused} losses fused"]
+        parts = [f"{self.model}: {_counted(self.losses_fused, 'loss', 'es')} fused"]
         if self.read_outs:
-            parts.append(f"{self.read_outs} read-outs without logits")
+            parts.append(f"{_counted(self.read_outs, 'read-out')} without logits")
         made = "".join(f" ({count} for {place})" for place, count in self.logits_made.items())
-        parts.append(f"logits made {self.logits_made.total()} times{made}")
+        parts.append(f"logits made {_counted(self.logits_made.total(), 'time')}{made}")
         if self.losses_fused and self.proof is not None:
             parts.append(self.proof)
         if self.verified is not None:
-            parts.append(f"{len(self.verified.ours)} losses verified, {self.verified.differences}")
+            verified = _counted(len(self.verified.ours), "loss", "es")
+            parts.append(f"{verified} verified, {self.verified.differences}")
         if self.stock_losses:
-            parts.append(f"{self.stock_losses} losses by Megatron")
+            parts.append(f"{_counted(self.stock_losses, 'loss', 'es')} by Megatron")
         if self.left_to_megatron is not None:
             parts.append(f"left to Megatron: {self.left_to_megatron}")
         if self.megatron_kernel is not None:
@@ -93,6 +94,10 @@ class ModelFusion:
                 lines.append(f"  cache: up to {self.kept:.0f} % of the exponentials are kept for backward")
             lines.append(f"  the head's peak memory, stock and ours: megatron-ext memory {self.sizes}")
         return "\n".join(lines)
+
+
+def _counted(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count} {noun}{ending * (count != 1)}"
 
 
 @dataclass

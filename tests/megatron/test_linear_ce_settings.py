@@ -332,7 +332,7 @@ def test_the_report_says_what_runs():
             assert "asks for Megatron's fused loss (te)" in told.call_args.args[0]
             earlier = fusion_report()
             said = str(earlier)
-            assert "GPTModel: 1 losses fused, logits made 0 times" in said
+            assert "GPTModel: 1 loss fused, logits made 0 times" in said
             assert "\n  tensor-parallel layers: 10 of megatron\n" in said  # 4 of each block, embedding, output
             sizes = said.partition("megatron-ext memory ")[2]
             tokens, width = labels.numel(), model.config.hidden_size
@@ -352,7 +352,7 @@ def test_the_report_says_what_runs():
                 run(model, labels)
             report = fusion_report()
             assert (report.stock_losses, report.logits_made) == (1, 1)
-            assert "logits made 1 times (1 for Megatron's own loss), 1 losses by Megatron" in str(report)
+            assert "logits made 1 time (1 for Megatron's own loss), 1 loss by Megatron" in str(report)
             assert "left to Megatron: its output layer has backward hooks" in str(report)
 
 
