@@ -73,10 +73,11 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
         _hush()
         _emulate(parser, options)
     changes = options.linear_ce or options.tensor_parallel or options.pipeline_vocab or options.check
-    if changes or before is not None:
-        _tell_of_cpu(options)
+    _tell_of_cpu(options)
     if changes:
         _change_megatron(parser, options)
+    elif before is None and options.record is None:
+        _LOG.info("nothing is plugged into %s: add --linear-ce or --tensor-parallel before it", options.script)
     if options.record is not None:
         _record(parser, *options.record, on_cpu=options.cpu)
     if before is not None:
