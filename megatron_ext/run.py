@@ -82,7 +82,15 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
         _record(parser, *options.record, on_cpu=options.cpu)
     if before is not None:
         before()
-    _become(os.path.abspath(options.script), source)
+    try:
+        _become(os.path.abspath(options.script), source)
+    except ValueError as error:
+        if before is None and "RANK" not in os.environ and "expected, but not set" in str(error):
+            error.add_note(
+                "megatron_ext: the script takes its rank from the environment, so start it by torchrun: "
+                "torchrun --nproc-per-node 1 -m megatron_ext.run OPTIONS SCRIPT ARGS..."
+            )
+        raise
 
 
 def command_line(

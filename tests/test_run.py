@@ -290,6 +290,19 @@ def test_script_gets_the_flags_that_a_cpu_needs(given, on, added, tmp_path, scri
     assert all("stays, and wants" in line for line in told[1:-1])
 
 
+@pytest.mark.parametrize("options", [[], ["--linear-ce"]])
+def test_torchrun_is_named_where_its_environment_is_missing(options, tmp_path, script):
+    path = script("""
+        import torch
+        print("init")
+        torch.distributed.init_process_group("gloo")
+    """)
+    done = python("-m", "megatron_ext.run", "--cpu", *options, path, cwd=tmp_path, ignore_warnings=True)
+    assert done.returncode == 1
+    assert "RANK expected, but not set" in done.stderr
+    assert "start it by torchrun: torchrun --nproc-per-node 1 -m megatron_ext.run" in done.stderr
+
+
 def test_without_megatron_it_says_so(script, capsys, monkeypatch):
     path = str(script("raise AssertionError('must not run')"))
     monkeypatch.setattr(sys, "path", sys.path.copy())
