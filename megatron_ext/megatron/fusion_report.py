@@ -38,13 +38,13 @@ class ModelFusion:
         megatron_kernel: the fused loss of Megatron's that its config asks for (`cross_entropy_loss_fusion`), "native"
             or "te"; None if it asks for none. It runs for the stock losses alone.
         proof: what came of the comparison of the head with the model's own output layer and loss; None before it.
-        unpatched: whether the patch of the model was taken back, after which its losses are not counted.
         verified: the losses that were taken both ways, side by side, where the patch was asked for it (`verify=`).
         layers: how many tensor-parallel layers the model has, by the package that they come from.
         sizes: the head's sizes and `cache`, at its first loss since a model was patched or unpatched, as
             `megatron-ext memory` takes them; "" before it.
         kept: the percentage of the exponentials that this `cache` keeps for backward at most; None where it is "auto".
         z_loss, entropy: of the last loss, means over tokens that have a label, 0-dim fp32; None where not asked for.
+        unpatched: whether the patch of the model was taken back, after which its losses are not counted.
     """
 
     model: str
@@ -55,13 +55,13 @@ class ModelFusion:
     stock_losses: int = 0
     megatron_kernel: str | None = None
     proof: str | None = None
-    unpatched: bool = False
     verified: TwoRuns | None = None
     layers: Counter[str] = field(default_factory=Counter)
     sizes: str = ""
     kept: float | None = None
     z_loss: Tensor | None = None
     entropy: Tensor | None = None
+    unpatched: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.model}: {_counted(self.losses_fused, 'loss', 'es')} fused"]
