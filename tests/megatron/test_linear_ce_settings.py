@@ -384,3 +384,6 @@ def test_the_report_follows_patches_and_their_end():
             unpatch(model=other)
             unpatch()
         assert str(fusion_report()).count("unpatched") == 2
+        with mock.patch.object(model.output_layer, "promises", True, create=True):  # a vocabulary shared over stages
+            unpatch()
+            assert str(fusion_report()).count("unpatched") == 1
