@@ -60,7 +60,7 @@ RUN = {
     "README.md": 9,
     "docs/api/read_outs.md": 6,
     "docs/exactness.md": 3,
-    "docs/fsdp2.md": 2,
+    "docs/fsdp2.md": 3,
     "docs/getting_started.md": 5,
     "docs/hugging_face.md": 1,
     "docs/index.md": 2,

@@ -45,7 +45,7 @@ def test_fsdp2():
     mine = tokens[dist.get_rank()][None]
     names = {"torch": torch, "device": "cpu", "ranks": 2, "model": make("llama"), "tokens": mine}
     names |= {"model_on_every_rank": make("llama"), "folder": shared_folder()}
-    by_hand, parallelized = python_blocks((DOCS / "fsdp2.md").read_text())
+    by_hand, parallelized, with_labels = python_blocks((DOCS / "fsdp2.md").read_text())
     exec(by_hand, names)
     assert error(names["loss"], expected[dist.get_rank()].mean()) < 3e-6
     expected.mean().backward()
@@ -58,6 +58,12 @@ def test_fsdp2():
     torch.testing.assert_close(names["loss"], own.mean(), rtol=0.01, atol=0)
     for name, p in names["again"].named_parameters():
         assert torch.equal(p.full_tensor(), plain.get_parameter(name))
+    names["labels"] = mine.masked_fill(torch.arange(8) < 3 * dist.get_rank(), -100)  # 7 targets, and 5
+    exec(with_labels, names)
+    masked = torch.cat([expected[0], expected[1, 2:]]).detach()
+    averaged = names["loss"].detach().clone()
+    dist.all_reduce(averaged)
+    torch.testing.assert_close(averaged / 2, masked.mean(), rtol=0.01, atol=0)
 
 
 def test_one_gpu():
