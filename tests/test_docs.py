@@ -21,7 +21,7 @@ from tests.programs import python
 from tests.ranks import ranks
 
 sys.path.insert(0, str(DOCS / "hooks"))
-from error_messages import messages
+from error_messages import MARK, messages
 
 README = ROOT / "README.md"
 
@@ -29,7 +29,7 @@ README = ROOT / "README.md"
 def test_quoted_messages_are_those_of_the_package():
     texts = {message.text for message in messages()}
     assert len(texts) > 400
-    page, mark, _ = (DOCS / "troubleshooting.md").read_text().partition("<!-- every message -->")
+    page, mark, _ = (DOCS / "troubleshooting.md").read_text().partition(MARK)
     assert mark
     quoted = re.findall(r"^\| `([^`]*)` \|", page, re.M)
     assert len(quoted) > 60
