@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import megatron_ext
 from megatron_ext import reference
+from megatron_ext.broken_pipe import until_the_reader_leaves
 from megatron_ext.head import linear_cross_entropy
 from megatron_ext.integrations.frameworks import ways
 from megatron_ext.numerics import cpu_products
@@ -291,7 +292,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.cpu:
         parser.error("--cpu is of use with --model alone: add --model SCRIPT ARGS...")
     found = report()
-    print(json.dumps(found, indent=2) if options.json else screen(found))
+    with until_the_reader_leaves():
+        print(json.dumps(found, indent=2) if options.json else screen(found))
     return 0 if found["self_test"]["passed"] else 1
 
 

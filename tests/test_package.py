@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import os
 import re
 import runpy
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import megatron_ext
 from megatron_ext import __main__ as programs
 from megatron_ext import head
+from tests.marks import slow
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,6 +66,17 @@ def test_programs_get_the_arguments_behind_their_name(capsys):
         programs.main(["doctor", "--cpu"])
     assert ended.value.code == 2
     assert "--cpu is of use with --model alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["memory --tokens 8 --hidden 8 --vocab 64", *slow("doctor")])
+def test_programs_end_quietly_once_nobody_reads(program):
+    """As with `| head`: the program has exit code 1, and says nothing of it."""
+    from_pipe, to_pipe = os.pipe()
+    os.close(from_pipe)
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_ext", *program.split()]
+    with open(to_pipe) as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_packages_come_with_the_first_import():

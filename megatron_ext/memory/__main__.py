@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from megatron_ext.broken_pipe import until_the_reader_leaves
 from megatron_ext.head.call.gpu_properties import Device
 from megatron_ext.memory.heads import ours, peak_bytes, stock
 from megatron_ext.memory.sizes import DTYPES, Sizes, of_config, of_megatron_arguments
@@ -22,6 +23,7 @@ CACHES = ("bounded", 1.0, 0.5, 0.0)
 _GIVEN = {"tokens": "--tokens", "width": "--hidden", "vocab": "--vocab"}
 
 
+@until_the_reader_leaves()
 def main(argv: list[str] | None = None) -> None:
     """Print the table for the sizes that `argv` gives; None: the process's arguments."""
     parser = _parser()
