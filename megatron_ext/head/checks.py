@@ -136,6 +136,14 @@ def check_chunk_tokens(value: Any) -> None:
         raise ValueError(f"chunk_tokens is {value!r}: it must be a positive int; None lets the head choose")
 
 
+def check_sm_margin(value: Any, fused_epilogue: bool) -> None:
+    if not is_int(value, 0) or not fused_epilogue:
+        raise ValueError(
+            f"sm_margin is {value!r} and fused_epilogue {fused_epilogue}: it must be an int of at least 0, and 0 "
+            f"without fused_epilogue, whose kernels alone leave multiprocessors free; leave sm_margin out"
+        )
+
+
 def check_number(argument: str, value: Any, rule: str, holds: Callable[[float], bool], fix: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
         raise ValueError(f"{argument} is {value!r}: it must be a number {rule}; {as_number(value) or fix}")

@@ -167,9 +167,14 @@ def pieces(x_ND: Tensor) -> list[slice]:
     return [slice(at, min(at + step, count)) for at in range(0, count, step)]
 
 
+_SHORT = 256
+
+
 def sums_of_rows(x_TV: Tensor) -> Tensor:
     """Sum each row, the last additions in fp64, since they lose most; all of them in fp64 would cost 4 times as
-    much."""
+    much. Short rows lose nothing."""
+    if x_TV.shape[1] <= _SHORT:
+        return x_TV.sum(1)
     end = x_TV.shape[1] // 16 * 16
     whole_TV = x_TV if end == x_TV.shape[1] else x_TV[:, :end]
     sums_T = whole_TV.view(x_TV.shape[0], 16, end // 16).sum(-1).sum(1, dtype=torch.float64)

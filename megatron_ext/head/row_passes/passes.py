@@ -97,7 +97,7 @@ def row_statistics(
     column = (target_T if labelled else target_T.clamp(min=0)).unsqueeze(1)
     bias = None if bias_V is None else bias_V[column]
     at_target = transformed(z_TV.gather(1, column), bias, softcap, temperature, dtype)
-    stats_KT[TARGET].copy_(_at_owned(at_target, elsewhere_T, -torch.inf))
+    stats_KT[TARGET] = _at_owned(at_target, elsewhere_T, -torch.inf)
     if softcap is not None:
         slope_T = _at_owned(bend(z_TV.gather(1, column), bias, softcap, dtype), elsewhere_T, 0.0)
         stats_KT[statistics_rows(with_mean, with_entropy, with_hits, False)] = slope_T
@@ -289,8 +289,12 @@ class RowPasses:
         temperature: float = 1.0,
         with_entropy: bool = False,
         with_hits: bool = False,
+        sm_margin: int = 0,
     ) -> None:
-        """`row_statistics` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap."""
+        """`row_statistics` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap.
+
+        `sm_margin`: multiprocessors that Triton's kernel leaves free.
+        """
         sums = {"with_entropy": with_entropy, "with_hits": with_hits}
         options: dict[str, Any] = {"bias_V": bias_V, "counted": counted, "temperature": temperature, **sums}
         RowPasses.row_statistics(matmul.logits(x_TD, w_VD), target_T, stats_KT, exp_TV, shift_T, **options)
@@ -308,6 +312,7 @@ class RowPasses:
         *,
         counted: int,
         temperature: float = 1.0,
+        sm_margin: int = 0,
     ) -> None:
         """`row_gradient` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap."""
         parts = {"scale_T": scale_T, "slope_T": slope_T, "bias_V": bias_V}
