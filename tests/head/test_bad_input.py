@@ -179,7 +179,7 @@ def test_ids_outside_the_vocabulary_that_one_rank_alone_is_given(given, layout):
 @ranks(2)
 def test_shards_that_do_not_make_up_the_vocabulary():
     group, rank = dist.group.WORLD, dist.get_rank()
-    one_vocabulary = "the shards of the ranks of tp_group must cover one vocabulary once"
+    one_vocabulary = "the shards of the ranks of tp_group must cover one vocabulary once.*Over gloo .* fewer tokens"
     for shards in (
         [VocabShard(0, 10, 20), VocabShard(10, 20, 21)],  # two sizes
         [VocabShard(0, 10, 21), VocabShard(10, 20, 21)],  # a gap
