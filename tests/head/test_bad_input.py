@@ -193,6 +193,14 @@ def test_shards_that_do_not_make_up_the_vocabulary():
         linear_cross_entropy(**arguments(tp_group=group, weight=torch.zeros(V - rank, D)))
 
 
+def test_hidden_states_in_the_place_of_logits_are_suspected():
+    for call in (token_log_probs, vocab_parallel_cross_entropy):
+        with pytest.raises(
+            ValueError, match=r"outside \[0, 6\): .*; if logits \(4, 6\) are hidden states, pass them wi"
+        ):
+            call(torch.zeros(T, D), torch.full((T,), V - 1))
+
+
 def test_labels_of_a_narrow_integer_type():
     """Their largest id is below the vocabulary's size, which they cannot hold."""
     wide = torch.randn(2, 300)
