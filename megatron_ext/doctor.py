@@ -257,11 +257,9 @@ def screen(found: dict[str, Any]) -> str:
     lines += [f"  {'on ' if k['active'] else 'off'} {k['name']:<34}{k['why']}" for k in found["kernels"]]
     lines += ["", "Transformer Engine and Apex, both optional"]
     for engine in found["engines"]:
-        version = engine["version"] or ""
-        lines += [f"  {'no' if engine['why_not'] else 'ok'} {engine['name']} {version}".rstrip()]
-        lines += textwrap.wrap(
-            engine["why_not"] or engine["use"], 116, initial_indent=5 * " ", subsequent_indent=5 * " "
-        )
+        named = f"{'no' if engine['why_not'] else 'ok'} {engine['name']} {engine['version'] or ''}".rstrip()
+        text = f"{named}: {engine['why_not'] or engine['use']}"
+        lines += textwrap.wrap(text, 116, initial_indent="  ", subsequent_indent=5 * " ")
     lines += ["", f"Self-test of the head on {found['self_test']['device']}: {TOKENS} x {WIDTH} x {VOCAB}"]
     lines += [
         f"  {'ok  ' if r['passed'] else 'FAIL'} {r['dtype']:<10}error {r['error']:.1e}, plain PyTorch "

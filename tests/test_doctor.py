@@ -211,7 +211,7 @@ def test_engines_that_are_missing_or_broken_are_told_apart(monkeypatch):
     assert broken["why_not"] == (
         "transformer_engine is installed and cannot be loaded (FileNotFoundError: Could not find: x.so)"
     )
-    assert "  no Transformer Engine 2.20.2\n     transformer_engine is installed and cannot" in doctor.screen(
+    assert "  no Transformer Engine 2.20.2: transformer_engine is installed and cannot" in doctor.screen(
         {"versions": {}, "megatron": NO_MEGATRON, "frameworks": {}, "kernels": [], "engines": [broken]}
         | {"self_test": {"device": "cpu", "results": []}}
     )
