@@ -22,7 +22,7 @@ from megatron_ext.head.call.matmul import is_quantised
 from megatron_ext.head.call.resolved_head import Bits as Bits
 from megatron_ext.head.call.resolved_head import Cache as Cache
 from megatron_ext.numerics.batch_invariance import is_on, say_once
-from megatron_ext.numerics.tensors import accumulation_dtype, check_plain, check_within
+from megatron_ext.numerics.tensors import accumulation_dtype, check_plain, check_within, ids_exist
 
 HiddenLayout = Literal["replicated", "sequence"]
 Reduction = Literal["none", "sum", "mean"]
@@ -267,14 +267,16 @@ def check_counts(counts: Any, leading: torch.Size) -> None:
         )
 
 
-def check_labels(labels: Tensor, ignore_index: int, size: int) -> bool:
+def check_labels(
+    labels: Tensor, ignore_index: int, size: int, exist: Callable[[Tensor, int, int | None], Tensor] = ids_exist
+) -> bool:
     """Raises ValueError unless `labels` are integers in `[0, size)` or `ignore_index`; see `check_within`.
 
     Returns whether all were seen to count.
     """
     check_integers("labels", labels)
     fix = f" or ignore_index ({ignore_index}); mark tokens that do not count with ignore_index"
-    return check_within("labels", labels, size, fix, spared=ignore_index) and not 0 <= ignore_index < size
+    return check_within("labels", labels, size, fix, ignore_index, exist) and not 0 <= ignore_index < size
 
 
 def forgotten_group(group: Group, vocab: VocabShard | None) -> str:

@@ -3,6 +3,7 @@ rows of matrices lie, in which dtype sums are made, and in which logits come.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,29 +58,46 @@ def raise_unless(right: Tensor, message: str, error: type[ValueError] = ValueErr
         raise error(message)
 
 
-def check_within(argument: str, ids: Tensor, size: int, fix: str = "", spared: int | None = None) -> bool:
+def ids_exist(ids: Tensor, size: int, spared: int | None) -> Tensor:
+    """Return whether each of the integers `ids` is in [0, size), or `spared`: bool without dims."""
+    wide = ids.long()  # a narrow integer would wrap the size
+    right = (wide >= 0) & (wide < size)
+    if spared is not None:
+        right |= wide == spared
+    return right.all()
+
+
+def check_within(
+    argument: str,
+    ids: Tensor,
+    size: int,
+    fix: str = "",
+    spared: int | None = None,
+    exist: Callable[[Tensor, int, int | None], Tensor] = ids_exist,
+) -> bool:
     """Raises OutsideVocabulary unless each of the integers `ids` is in [0, size) or `spared`; `fix` ends its sentence.
 
     They are read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while compiling or
-    on fake tensors they are not looked at. Returns whether all were seen to be in [0, size).
+    on fake tensors they are not looked at. Returns whether all were seen to be in [0, size). `exist`: `ids_exist`, or
+    what gives the same on CUDA.
     """
     if not has_values(ids):
         return False
+    found = "one outside"
     if not ids.is_cuda:
         if not ids.numel():
             return True
         lowest, highest = ids.aminmax()
         if lowest.item() >= 0 and highest.item() < size:
             return True
-    wide = ids.long()  # a narrow integer would wrap the size
-    right = (wide >= 0) & (wide < size)
-    if spared is not None:
-        right |= wide == spared
-    if not ids.is_cuda and right.all():
-        return False
-    found = "one outside" if ids.is_cuda else f"{ids[~right][:1].tolist()}, outside"
+        wide = ids.long()
+        outside_N = wide[(wide < 0) | (wide >= size)]
+        outside_N = outside_N if spared is None else outside_N[outside_N != spared]
+        if not outside_N.numel():
+            return False
+        found = f"{outside_N[:1].tolist()}, outside"
     raise_unless(
-        right.all(),
+        exist(ids, size, spared),
         f"{argument} holds {found} [0, {size}): each must be a token id of the vocabulary{fix}",
         OutsideVocabulary,
     )

@@ -279,6 +279,21 @@ def test_softmax_of_an_engine_is_summed_by_the_same_threads(columns):
 
 @compiled
 @pytest.mark.slow
+def test_labels_take_three_launches_on_hopper():
+    from megatron_ext.head.kernels.token_ids import columns_of, ids_exist, labels_checksum
+
+    ids = torch.zeros(16384, dtype=torch.int64)
+    with cuda_branches(), recorded() as found:
+        ids_exist(ids, 128256, -100)
+        columns_of(ids, ids == 0, 16032, 32064)
+        labels_checksum([ids], None)
+    assert [launch.grid for launch in found] == [(1,), (16,), (1,)]
+    for launch in found:
+        launch.check_spills()
+
+
+@compiled
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_checks_of_an_exchange_are_one_launch_on_hopper(softcap):
     from megatron_ext.distributed.groups import VocabShard

@@ -35,7 +35,7 @@ from megatron_ext.head.call.matmul import bend, transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import MAX, SUM_EXP, TARGET, Statistics, statistics_rows
 from megatron_ext.head.row_passes import fixed_order_sums, label_terms, nucleus, selection
-from megatron_ext.numerics.tensors import has_values, part_of, sums_of_rows
+from megatron_ext.numerics.tensors import has_values, ids_exist, part_of, sums_of_rows
 
 # exp(-1e4) is 0 in every dtype, and 0 * -1e4 is 0 where 0 * -inf would be NaN.
 _FAR = -1e4
@@ -221,6 +221,15 @@ def row_gradient(
     _write(out_TV, target_T, 0.0 if value_T is None else value_T.to(out_TV.dtype), labelled)
 
 
+def columns_of(ids_T: Tensor, counts_T: Tensor | None, start: int, stop: int) -> Tensor:
+    """Return the column of each id, int64, in the shard `[start, stop)`: -1 of others, and where `counts` is False."""
+    own_T = (ids_T >= start) & (ids_T < stop)
+    if counts_T is not None:
+        own_T = own_T & counts_T
+    column_T = ids_T - start if start else ids_T
+    return column_T.masked_fill(~own_T, -1)
+
+
 def _at_owned(x_T1: Tensor, elsewhere_T: Tensor | None, other: float) -> Tensor:
     """Return what was found at targets, `other` where they are another shard's."""
     return x_T1.squeeze(1) if elsewhere_T is None else x_T1.squeeze(1).masked_fill(elsewhere_T, other)
@@ -322,6 +331,9 @@ class RowPasses:
     add_label_rows = staticmethod(label_terms.add_label_rows)
     finish_dx = staticmethod(label_terms.finish_dx)
     scale_rows = staticmethod(label_terms.scale_rows)
+    ids_exist = staticmethod(ids_exist)
+    columns_of = staticmethod(columns_of)
+    labels_checksum = staticmethod(statistics.labels_checksum)
     check_exchange = staticmethod(statistics.check_exchange)
     combined = staticmethod(statistics.combine)
     token_gradient = staticmethod(logit_gradient.token_gradient)
