@@ -20,15 +20,15 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1431,
+    "megatron_ext/*.py": 1466,
     "megatron_ext/distributed": 859,
-    "megatron_ext/dtensor": 4976,
+    "megatron_ext/dtensor": 4994,
     "megatron_ext/experimental": 2546,
-    "megatron_ext/head": 11165,
-    "megatron_ext/integrations": 723,
-    "megatron_ext/losses": 1331,
-    "megatron_ext/megatron": 4500,
-    "megatron_ext/memory": 711,
+    "megatron_ext/head": 11172,
+    "megatron_ext/integrations": 724,
+    "megatron_ext/losses": 1356,
+    "megatron_ext/megatron": 4487,
+    "megatron_ext/memory": 717,
     "megatron_ext/model_utils": 1499,
     "megatron_ext/numerics": 1092,
     "megatron_ext/policy": 7181,

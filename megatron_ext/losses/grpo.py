@@ -73,6 +73,11 @@ class GRPOLoss(LogProbLoss):
     sampling_ratio_max: float | None = 3.0
 
     def __post_init__(self) -> None:
+        if self.loss_type == "gspo":
+            raise ValueError(
+                "loss_type is 'gspo': GSPO is a level of the ratio; pass importance_sampling_level='sequence' with "
+                "loss_type='grpo'"
+            )
         one_of("loss_type", self.loss_type, get_args(LossType))
         one_of("importance_sampling_level", self.importance_sampling_level, get_args(pg.Level))
         one_of("kl_estimator", self.kl_estimator, get_args(pg.KLEstimator))

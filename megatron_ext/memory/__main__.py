@@ -5,11 +5,13 @@ Give the sizes, or a model of transformers (`--model NAME`), or a Megatron scrip
 
 import argparse
 import importlib.util
+import sys
 import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from megatron_ext.broken_pipe import until_the_reader_leaves
 from megatron_ext.head.call.gpu_properties import Device
 from megatron_ext.memory.heads import ours, peak_bytes, stock
 from megatron_ext.memory.sizes import DTYPES, Sizes, of_config, of_megatron_arguments
@@ -21,6 +23,7 @@ CACHES = ("bounded", 1.0, 0.5, 0.0)
 _GIVEN = {"tokens": "--tokens", "width": "--hidden", "vocab": "--vocab"}
 
 
+@until_the_reader_leaves()
 def main(argv: list[str] | None = None) -> None:
     """Print the table for the sizes that `argv` gives; None: the process's arguments."""
     parser = _parser()
@@ -36,15 +39,18 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--device cuda counts Triton's kernels, and Triton is not installed: pip install triton")
     on_cuda = options.device != "cpu" and not without_kernels
     if options.gpu and not on_cuda:
-        parser.error(f"--gpu is {options.gpu}, and a CPU's run is counted: leave out --device cpu, and install triton")
+        fix = [*["leave out --device cpu"] * (options.device == "cpu"), *["pip install triton"] * without_kernels]
+        parser.error(f"--gpu is {options.gpu}, and a CPU's run is counted: {', and '.join(fix)}")
     gpu, name = (GPUS[options.gpu], "") if options.gpu else gpu_here()
     caches = CACHES if options.cache is None else [options.cache]
+    if not on_cuda:
+        print("Counting as on a CPU, which takes up to a minute", file=sys.stderr, flush=True)
     for row in rows(sizes, caches, on_cuda=on_cuda, gpu=gpu if on_cuda else None):
         print(row, flush=True)
     if on_cuda and gpu is None:
         print(f"Times on {name or 'a GPU'} are not known here; --gpu h100 or --gpu h200 gives those of these cards.")
     if options.device is None and without_kernels:
-        print("A GPU takes less: to count what it takes, pip install triton, which has the kernels.")
+        print("A GPU takes somewhat more or less: to count what it takes, pip install triton, which has the kernels.")
     if importlib.util.find_spec("megatron") is None:
         print("For a row of Megatron-Core's head: pip install megatron-core")
 

@@ -249,6 +249,16 @@ def test_a_trainer_that_takes_the_labels_out_is_told(way, tmp_path):
         trainer.train()
 
 
+def test_each_line_that_calls_without_labels_is_told_once():
+    model, tokens = use_fused_loss(make("llama")), drawn(2, 8)
+    with warnings.catch_warnings(record=True, action="always", category=UserWarning) as told:
+        for _ in range(2):
+            model(tokens)
+            model(input_ids=tokens)
+    first = test_each_line_that_calls_without_labels_is_told_once.__code__.co_firstlineno
+    assert [(each.filename, each.lineno - first) for each in told] == [(__file__, 4), (__file__, 5)]
+
+
 def test_batches_of_16_bits_are_proved():
     """In fp32, whatever autocast or the model's dtype."""
     given = {"input_ids": drawn(2, 80), "labels": drawn(2, 80)}

@@ -119,6 +119,7 @@ def test_wrong_arguments_are_told_with_the_right_ones(wrong, message):
 @pytest.mark.parametrize(
     "options, message",
     [
+        ({"loss_type": "gspo"}, "pass importance_sampling_level='sequence' with loss_type='grpo'"),
         ({"loss_type": "vespo"}, "loss_type is 'vespo': it must be one of"),
         ({"epsilon": -1}, "epsilon is -1: it must be at least 0"),
         ({"sapo_temperature_pos": 0}, "sapo_temperature_pos is 0"),

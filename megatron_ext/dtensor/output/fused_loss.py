@@ -6,6 +6,7 @@ is compared with the model's own loss before it is used.
 """
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_ext.call_stack import caller_outside
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, import_transformers, output_head_path
@@ -43,6 +45,7 @@ from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, fusio
 from megatron_ext.sequence.next_token import next_tokens
 
 _PROOFS = Proofs()
+_WRAPPERS = ("torch", "accelerate", "peft")  # which call the model's forward for the line that calls a model
 
 
 class FusedLoss:
@@ -120,7 +123,8 @@ def use_fused_loss(
             `label_smoothing`, `z_loss`, `bits` or `logit_dtype` are given, and the loss stays the model's own.
 
     Warns:
-        UserWarning: once a class of models, from forward: its loss stays the model's own, and why.
+        UserWarning: once a class of models, from forward: its loss stays the model's own, and why; or once a line that
+            calls the model in training without labels.
     """
     import_transformers()
     if hasattr(model, "_orig_mod"):
@@ -188,7 +192,9 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
     if not wanted or not (self.training or fused.in_eval):
         if not wanted and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             fused.calls_without_labels += 1
-            _say_that_labels_are_missing(type(self).__name__.removeprefix("FSDP"))
+            frame, level = caller_outside(*[sys.modules[name] for name in _WRAPPERS if name in sys.modules])
+            name = type(self).__name__.removeprefix("FSDP")
+            _say_that_labels_are_missing(name, frame.f_code.co_filename, frame.f_lineno, level + 1)
         return own(self, *args, **kwargs)
     if torch.compiler.is_compiling():
         fused.compiled = True
@@ -233,12 +239,13 @@ def _places(forward: Any) -> list[str]:
 
 
 @functools.cache
-def _say_that_labels_are_missing(name: str) -> None:
+def _say_that_labels_are_missing(name: str, file: str, line: int, stacklevel: int) -> None:
+    """Warn, once for each line that calls a model so: a trainer's, or the user's."""
     warnings.warn(
         f"{name} was called in training without labels, so its logits were made: use_fused_loss computes the loss "
         "only of calls with labels; with label_smoothing_factor or compute_loss_func a trainer removes the labels, "
         "and computes its loss from logits (use_fused_loss(model, label_smoothing=...) replaces the first)",
-        stacklevel=2,
+        stacklevel=stacklevel,
     )
 
 

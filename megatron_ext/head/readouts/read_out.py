@@ -144,7 +144,7 @@ class ReadOut:
             try:
                 self.all_count = checks.check_labels(self.labels, self.ignore_index, size, _ids_exist)
             except OutsideVocabulary as fault:
-                return ValueError(f"{fault}{checks.forgotten_group(group, vocab)}")
+                return OutsideVocabulary(f"{fault}{checks.forgotten_group(group, vocab)}")
         elif self.counts is not None:
             checks.check_counts(self.counts, self.counts.shape)
         return None

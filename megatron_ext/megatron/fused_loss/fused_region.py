@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.call_stack import caller_outside
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.head import LmHead
 from megatron_ext.head.call.chunk_sizes import cached_columns
@@ -33,7 +34,7 @@ from megatron_ext.megatron.fused_loss.promised_logits import (
     promise_logits,
     tp_group,
 )
-from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, counters_of, say_once, tell_once
+from megatron_ext.megatron.fusion_report import ModelFusion, counters_of, say_once, tell_once
 from megatron_ext.megatron.substitute import megatrons_own_layer
 from megatron_ext.proof import Proof, cannot_prove_now
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
