@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, Trainer
 
 from megatron_ext import fused_loss_report, linear_cross_entropy
@@ -16,6 +18,7 @@ from megatron_ext.dtensor import use_fused_loss
 from megatron_ext.dtensor.output import fused_loss, loss_proof
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.proof import compare
+from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import SIZES, batch, check_gradients, drawn, loss_and_gradients, make, meshes, parallelize
 from tests.dtensor.test_fused_loss import check_fused
 from tests.dtensor.test_trainer import rows, settings
@@ -171,6 +174,26 @@ def test_labels_are_smoothed_by_model_or_option_alone():
     torch.testing.assert_close(use_fused_loss(model)(**given).loss, expected)
     with pytest.raises(ValueError, match="given label_smoothing=0.1, and the model's own loss has label_smoothing=0.2"):
         use_fused_loss(model, label_smoothing=0.1)(**given)
+
+
+def _checkpointed(logits, labels, vocab_size, **_):
+    targets = next_tokens(labels).flatten()
+    return checkpoint(lambda z: F.cross_entropy(z.flatten(0, -2), targets), logits, use_reentrant=False)
+
+
+def _plain(logits, labels, vocab_size, **_):
+    return F.cross_entropy(logits.flatten(0, -2), next_tokens(labels).flatten())
+
+
+@pytest.mark.parametrize("loss", [_checkpointed, *slow(_plain)], ids=["checkpointed", "compiled"])
+def test_losses_that_cannot_take_promises_stay_the_models_own(loss):
+    model, given = make("llama"), batch()
+    model.loss_function = loss if loss is _checkpointed else torch.compile(loss, backend="eager")
+    expected, true = loss_and_gradients(model, **given)
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="keeps its own loss .*without its logits it raised"):
+        found, gradients = loss_and_gradients(use_fused_loss(model), **given)
+    torch.testing.assert_close((found, gradients), (expected, true))
 
 
 def test_arguments_without_names_keep_the_models_own_loss():

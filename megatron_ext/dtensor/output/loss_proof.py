@@ -89,8 +89,7 @@ def prove(
         except _NoLoss:
             return Proof.not_comparable("its forward gives no loss with labels")
         except Exception as error:  # a model's own code may raise anything
-            said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-            return Proof.not_comparable(f"on a sample it raised {said}")
+            return Proof.not_comparable(f"on a sample it raised {_words(error)}")
         if first.seen is None:
             return Proof.not_comparable("its forward with labels does not call its lm head")
         calls: list[HeadCall] = []
@@ -100,7 +99,10 @@ def prove(
 
         hidden = first.seen.to(next(iter(head.parameters())).dtype)
         parameters = _by_rows(head)
-        proof = compare(lambda hidden: loss(SampleHead(head, hidden)), fused, hidden, parameters)
+        try:
+            proof = compare(lambda hidden: loss(SampleHead(head, hidden)), fused, hidden, parameters)
+        except Exception as error:  # its code cannot take promises, as what torch.compile or checkpoint made of it
+            return Proof.refused(f"without its logits it raised {_words(error)}")
     if proof.verdict == "not comparable":
         return proof
     if readers := [call.read_by for call in calls if call.read_by]:
@@ -108,6 +110,10 @@ def prove(
     if not any(call.redeemed for call in calls):
         return Proof.refused("it is no cross entropy of the logits of its lm head", proof.tokens)
     return proof
+
+
+def _words(error: Exception) -> str:
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def _communicates(model: nn.Module) -> bool:
