@@ -151,7 +151,7 @@ def test_a_compiled_forward_keeps_its_own_loss(options):
 
 
 @pytest.mark.parametrize("options", [{"z_loss": 0.1}, {"label_smoothing": 0.1}], ids=str)
-def test_options_that_a_models_own_loss_lacks_are_refused(options):
+def test_options_that_a_models_own_loss_lacks_are_refused(options, monkeypatch):
     (name,) = options
     model, given = use_fused_loss(make("llama"), **options), batch()
     fused = model(**given).loss
@@ -159,6 +159,10 @@ def test_options_that_a_models_own_loss_lacks_are_refused(options):
         torch.compile(model, backend="eager")(**given)
     torch._dynamo.reset()
     assert torch.equal(model(**given).loss, fused)
+    with monkeypatch.context() as off:
+        off.setenv("MEGATRON_EXT_FUSION", "off")
+        with pytest.raises(ValueError, match=rf"use_fused_loss was given {name}=0.1, and .*MEGATRON_EXT_FUSION=off"):
+            model(**given)
     model.loss_function = lambda logits, labels, **_: logits.square().mean()
     with pytest.raises(ValueError, match=rf"use_fused_loss was given {name}=0.1, and Llama.* by square"):
         model(**given)

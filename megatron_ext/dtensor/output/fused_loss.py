@@ -39,7 +39,7 @@ from megatron_ext.dtensor.output.stand_ins import (
 from megatron_ext.dtensor.sequence_arguments import tells_of_token_ids, token_id_fault
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.checks import Bits, Cache, rounds
-from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, fusion_is_on, proof_mode
+from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, proof_mode, why_fusion_is_off
 from megatron_ext.sequence.next_token import next_tokens
 
 _PROOFS = Proofs()
@@ -178,21 +178,25 @@ def _check_options(losses: Callable[..., Tensor], bits: Bits | None, logit_dtype
 def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """`own`, the forward of a model, with our loss where that is proved."""
     fused: FusedLoss | None = self.__dict__.get(FUSED)  # None after `restore_own_loss`
-    given = _named(type(self).forward, args, kwargs)
-    if fused is None or not fusion_is_on():
+    given, off = _named(type(self).forward, args, kwargs), why_fusion_is_off()
+    if fused is None:
         return own(self, *args, **kwargs)
     if given is None:
         _say_that_logits_are_made(self, "its forward does not name its positional arguments", fused.read)
         return own(self, *args, **kwargs)
     wanted = any(isinstance(given.get(name), Tensor) for name in ("labels", "shift_labels"))
     if not wanted or not (self.training or fused.in_eval):
-        if not wanted and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        may_learn = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not wanted and may_learn and off is None:
             fused.calls_without_labels += 1
             _say_that_labels_are_missing(type(self).__name__.removeprefix("FSDP"))
         return own(self, *args, **kwargs)
     if torch.compiler.is_compiling():
         fused.compiled = True
         _say_that_it_is_compiled(type(self).__name__, self.base_model_prefix or "model", fused.read)
+        return own(self, *args, **kwargs)
+    if off is not None:
+        _say_that_logits_are_made(self, off, fused.read)
         return own(self, *args, **kwargs)
     if torch._C._are_functorch_transforms_active():
         _say_that_logits_are_made(self, "a transform of torch.func runs it, where nothing can be compared", fused.read)
