@@ -242,3 +242,16 @@ def test_attention_that_is_not_known_is_refused():
     attention.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, "slopes": 1}), with_kwargs=True)
     with pytest.raises(ValueError, match="passes slopes to its attention"):
         model(input_ids=drawn(1, 4))
+
+
+def test_attention_in_both_directions_is_refused():
+    tokens, model = drawn(1, 4), use_attention(make("llama"))
+    with pytest.raises(ValueError, match="LlamaAttention is not causal"):
+        model(input_ids=tokens, is_causal=False)
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="LlamaAttention is not causal"):
+        model(input_ids=tokens)
+    model = make("llama")
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="attention in both directions, as config.is_causal=False says"):
+        use_attention(model)
