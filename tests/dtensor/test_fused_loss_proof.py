@@ -263,6 +263,19 @@ def test_arguments_that_do_not_fit_are_refused_in_a_sentence():
             use_fused_loss(make("llama"), **options)
 
 
+class OfLastTokens(LlamaForCausalLM):
+    def forward(self, input_ids, labels=None, **others):
+        out = super().forward(input_ids, **others)
+        out.loss = F.cross_entropy(out.logits[:, -1], labels)
+        return out
+
+
+def test_labels_of_another_forward_are_its_own_affair():
+    model, labels = OfLastTokens(make("llama").config), torch.tensor([3, 5])
+    expected = model(drawn(2, 9), labels=labels).loss
+    assert use_fused_loss(model)(drawn(2, 9), labels=labels).loss == expected
+
+
 @pytest.mark.parametrize("way", ["label_smoothing_factor", "compute_loss_func"])
 def test_a_trainer_that_takes_the_labels_out_is_told(way, tmp_path):
     def compute(outputs, labels, num_items_in_batch=None):

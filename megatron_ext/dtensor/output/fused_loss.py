@@ -201,7 +201,8 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
     if torch._C._are_functorch_transforms_active():
         _say_that_logits_are_made(self, "a transform of torch.func runs it, where nothing can be compared", fused.read)
         return own(self, *args, **kwargs)
-    _check_labels(self, given)
+    if str(getattr(own, "__module__", "")).startswith("transformers."):  # another forward may have other labels
+        _check_labels(self, given)
     if given.get("labels") is None:  # which a forward asks for before it looks for a loss
         given["labels"] = given["shift_labels"] = given["shift_labels"].contiguous()
     decision = _decision(self, own, fused, given)
