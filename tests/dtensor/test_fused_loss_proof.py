@@ -263,6 +263,27 @@ def test_arguments_that_do_not_fit_are_refused_in_a_sentence():
             use_fused_loss(make("llama"), **options)
 
 
+class KeepsLogits(LlamaForCausalLM):
+    def forward(self, input_ids, **others):
+        out = super().forward(input_ids, **others)
+        self.kept = out.logits
+        return out
+
+
+def test_kept_logits_are_those_of_the_step_or_refused():
+    model, given = use_fused_loss(KeepsLogits(make("llama").config)), batch()
+    model(**given).loss.backward()
+    kept = model.kept
+    with torch.no_grad():
+        expected = model(given["input_ids"]).logits
+        assert kept.argmax(-1).equal(expected.argmax(-1))
+    model(**given).loss.backward()
+    kept = model.kept
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    with pytest.raises(ValueError, match="logits of an earlier call, .* the lm head has changed since"):
+        kept.argmax(-1)
+
+
 class OfLastTokens(LlamaForCausalLM):
     def forward(self, input_ids, labels=None, **others):
         out = super().forward(input_ids, **others)
