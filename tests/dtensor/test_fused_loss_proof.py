@@ -291,6 +291,15 @@ class OfLastTokens(LlamaForCausalLM):
         return out
 
 
+def test_labels_of_a_decoder_have_a_length_of_their_own():
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 97}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0)
+    model, given = transformers.T5ForConditionalGeneration(config), {"input_ids": drawn(2, 9), "labels": drawn(2, 5)}
+    expected, true = loss_and_gradients(model, **given)
+    torch.testing.assert_close(loss_and_gradients(use_fused_loss(model), **given), (expected, true))
+    assert "fused (proved" in str(fused_loss_report(model))
+
+
 def test_labels_of_another_forward_are_its_own_affair():
     model, labels = OfLastTokens(make("llama").config), torch.tensor([3, 5])
     expected = model(drawn(2, 9), labels=labels).loss

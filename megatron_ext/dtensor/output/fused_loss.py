@@ -311,8 +311,8 @@ def _explaining(own: Callable[..., Any], given: dict[str, Any]) -> Callable[...,
 
 
 def _is_text_alone(model: Any) -> bool:
-    """Return whether each token id has a row: those of others may stand for images."""
-    return model.config.get_text_config() is model.config
+    """Return whether the model has one sequence, of token ids that have a row each: others may stand for images."""
+    return model.config.get_text_config() is model.config and not getattr(model.config, "is_encoder_decoder", False)
 
 
 def _check_token_ids(model: Any, given: dict[str, Any]) -> None:
