@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, Trainer
 
 from megatron_ext import fused_loss_report, linear_cross_entropy
-from megatron_ext.dtensor import use_fused_loss
+from megatron_ext.dtensor import use_attention, use_fused_loss
 from megatron_ext.dtensor.output import fused_loss, loss_proof
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.proof import compare
@@ -261,6 +261,14 @@ def test_arguments_that_do_not_fit_are_refused_in_a_sentence():
     for options in ({"label_smoothing": 3.0}, {"cache": "most"}, {"chunk_tokens": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(options))} is "):
             use_fused_loss(make("llama"), **options)
+
+
+def test_packed_rows_of_our_attention_are_fused():
+    model, tokens, cu_seqlens = use_attention(make("llama")), drawn(1, 80), torch.tensor([0, 30, 80])
+    expected, true = loss_and_gradients(model, input_ids=tokens, cu_seqlens=cu_seqlens, labels=tokens)
+    found = loss_and_gradients(use_fused_loss(model), input_ids=tokens, cu_seqlens=cu_seqlens, labels=tokens)
+    torch.testing.assert_close(found, (expected, true))
+    assert "fused (proved on 64 tokens" in str(fused_loss_report(model))
 
 
 class KeepsLogits(LlamaForCausalLM):

@@ -18,6 +18,7 @@ from megatron_ext.dtensor.decoder import embedding
 from megatron_ext.dtensor.output.promised_logits import HeadCall
 from megatron_ext.dtensor.output.reads import PLAIN, head_call
 from megatron_ext.dtensor.output.stand_ins import HeadLike, is_registered, is_sharded, promising, stub_of, with_head
+from megatron_ext.dtensor.sequence_arguments import SequenceLayout
 from megatron_ext.proof import SAMPLE_TOKENS, Proof, compare
 from megatron_ext.proof.comparison import state_put_back
 from megatron_ext.proof.values import HOOKS
@@ -145,6 +146,8 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
         count = 2 * _LEAST
     sample: dict[str, Any] = {}
     for name, x in given.items():
+        if isinstance(x, SequenceLayout):
+            continue  # that of the whole batch: the decoder lays out the sample by itself
         if not isinstance(x, Tensor) or x.dim() == 0:
             sample[name] = x
         elif x.shape[:2] == (rows, length) and x.dim() <= 3 and not short:
