@@ -68,6 +68,7 @@ def leave(model: Any, settings: HeadSettings, reason: str) -> None:
             f"{reason}; leave these options at their defaults for Megatron's own loss"
         )
     counters.stock_losses += 1
+    counters.logits_made["Megatron's own loss"] += 1
     say_once(f"{type(model).__name__} keeps Megatron's own loss, the fused head stays out: {reason}")
 
 
