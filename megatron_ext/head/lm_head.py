@@ -151,9 +151,9 @@ class LmHead:
 
         Raises:
             ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary; or it
-                has adapters that are more than a low-rank product, or, if not Megatron's, a forward of its own.
+                has adapters that are more than a low-rank product, or a forward of its own and no attribute `softcap`.
         """
-        if isinstance(layer, nn.Module) and not hasattr(layer, "sequence_parallel"):
+        if isinstance(layer, nn.Module):
             check_forward(layer)
         return cls(
             **head_facts(layer, {"weight": weight, "tp_group": tp_group, "hidden_layout": hidden_layout, **facts})
