@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from megatron_ext.autograd import leaves_of
 from megatron_ext.distributed.groups import group_size, tensor_parallel_group
 from megatron_ext.megatron.fused_loss.module_calls import Hooks, call_with_hooks
 
@@ -248,14 +249,8 @@ def _gathered(weight: DTensor) -> Tensor:
 
 def check_graph(logits: Tensor) -> None:
     """Refuse real logits that an `autograd.Function` took from a promise: gradients would end there."""
-    nodes = [logits.grad_fn]
-    seen = {None, *nodes}
-    for node in nodes:  # which grows meanwhile
-        if isinstance(getattr(node, "variable", None), PromisedLogits):
-            _refuse_function()
-        before = {source for source, _ in getattr(node, "next_functions", ())} - seen
-        nodes += before
-        seen |= before
+    if any(isinstance(leaf, PromisedLogits) for leaf in leaves_of(logits.grad_fn)):
+        _refuse_function()
 
 
 def _refuse_function(gradient: Tensor | None = None) -> None:
