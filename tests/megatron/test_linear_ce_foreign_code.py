@@ -170,6 +170,45 @@ def parametrized_weight(model):
     parametrize.register_parametrization(model.output_layer, "weight", Doubled())
 
 
+def loss_of_more(model, *given, **named):
+    """Of a model that calls its loss with more than labels and logits."""
+
+    class Weighted(type(model)):
+        def compute_language_model_loss(self, labels, logits, weight=1.0):
+            return weight * super().compute_language_model_loss(labels, logits)
+
+        def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
+            return self.compute_language_model_loss(labels, self.output_layer(hidden_states)[0], *given, **named)
+
+    model.__class__ = Weighted
+
+
+def loss_of_a_third_argument(model):
+    loss_of_more(model, 3.0)
+
+
+def loss_of_a_keyword(model):
+    loss_of_more(model, weight=3.0)
+
+
+def layer_of_more(model):
+    """Of an output layer that is called with a factor, first in the patch with one that changes nothing."""
+    factors = iter([2.0, 1.0, 3.0])
+
+    class Scaled(type(model.output_layer)):
+        def forward(self, input_, weight=None, runtime_gather_output=None, factor=1.0):
+            logits, bias = super().forward(input_, weight, runtime_gather_output)
+            return logits / factor, bias
+
+    class Scaling(type(model)):
+        def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
+            factor = next(factors)
+            logits, _ = self.output_layer(hidden_states, factor=factor)
+            return self.compute_language_model_loss(labels, logits * factor)
+
+    model.output_layer.__class__, model.__class__ = Scaled, Scaling
+
+
 # By the number of losses of two calls that are fused.
 CHANGES = {
     hook_that_scales: 2,
@@ -192,6 +231,9 @@ CHANGES = {
     quantizer_inside: 0,
     forward_as_a_partial: 0,
     foreign_layer: 0,
+    loss_of_a_third_argument: 0,
+    loss_of_a_keyword: 0,
+    layer_of_more: 0,
 }
 
 

@@ -42,6 +42,8 @@ from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParalle
 _OURS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 _LAYERS = {"megatron_ext": _OURS, "megatron": tuple(map(megatrons_own_layer, _OURS))}
 
+_MORE = f"its {LOSS} is called with more than labels and logits, of which the head knows nothing"
+
 
 def region_of(model: Any, settings: HeadSettings) -> "Region | None":
     """A call of the model that promises logits; None where it has no output layer, promises already, in a call further
@@ -107,14 +109,19 @@ class Region:
     def promise(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **others: Any
     ):
-        """The output layer's forward."""
+        """The output layer's forward, which runs where it is given what the head does not know."""
         layer = self.layer
+        if given := [name for name, value in others.items() if value is not None]:
+            options = {"weight": weight, "runtime_gather_output": runtime_gather_output, **others}
+            self.counters.left_to_megatron = f"its output layer is called with {', '.join(given)}"
+            say_once(f"{type(self.model).__name__} makes its logits: {self.counters.left_to_megatron}")
+            return call_with_hooks(layer, layer.forward, self.parameter_hooks, input_, **options)
 
         def make(terms: Terms, hidden: Tensor) -> Tensor:
             self.asked(terms)
             # Promised logits are not gathered over several ranks; over one Megatron's loss cannot change them in place.
             gathered = False if self.proving else runtime_gather_output
-            return layer.forward(hidden, weight=terms.weight, runtime_gather_output=gathered, **others)[0]
+            return layer.forward(hidden, weight=terms.weight, runtime_gather_output=gathered)[0]
 
         logits = promise_logits(layer, input_, weight, runtime_gather_output, make, self.parameter_hooks)
         return logits, layer.bias if layer.skip_bias_add else None
@@ -133,9 +140,13 @@ class Region:
             self.counters.stock_losses += 1
             if self.settings.changed_loss() is None:
                 return self.stock_loss(labels, made, *args, **kwargs)
+
+        def own_loss(logits: Tensor) -> Tensor:
+            return self.stock_loss(labels, logits, *args, **kwargs)
+
+        more = None if all(value is None for value in (*args, *kwargs.values())) else _MORE
         try:
-            own_loss = partial(self.stock_loss, labels, *args, **kwargs)
-            found = self.redeemed(labels, logits, own_loss) if made is None else self.of_made(labels, made)
+            found = self.redeemed(labels, logits, own_loss, more) if made is None else self.of_made(labels, made)
         except ValueError as fault:
             return self.refused(fault, labels)
         if found.hits is not None and isinstance(logits, PromisedLogits):
@@ -149,15 +160,15 @@ class Region:
         self.faults.append(fault)
         return torch.zeros(labels.shape, device=labels.device)
 
-    def redeemed(self, labels: Tensor, logits: Any, own_loss: Any) -> TrainingLoss:
-        """The losses `[B, S]` of labels `[B, S]`, and what is beside them `[S, B]`; `own_loss` of logits if need be."""
+    def redeemed(self, labels: Tensor, logits: Any, own_loss: Any, reason: str | None) -> TrainingLoss:
+        """The losses `[B, S]` of labels `[B, S]`, and what is beside them `[S, B]`; `own_loss` of logits if need be,
+        and where there is a `reason`."""
         _check_labels(labels, logits)
-        reason: str | None = None
 
         def compute(hidden: Tensor, weight: Tensor) -> Any:
             nonlocal reason
             self.settings.check_layer(self.layer)
-            reason = self.why_not(logits.terms, hidden, weight, labels)
+            reason = reason or self.why_not(logits.terms, hidden, weight, labels)
             if reason is not None:  # by one call of the layer too: sharded data parallelism counts them
                 self.quiet = True
                 return TrainingLoss(own_loss(logits.made_of(hidden)).clone())
