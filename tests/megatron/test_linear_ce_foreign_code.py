@@ -255,6 +255,23 @@ def test_changed_code_gives_its_own_loss(change):
 
 
 @ranks(1)
+def test_a_loss_with_metrics_beside_it_is_kept():
+    with model_parallel():
+        model, labels = one_gpt(), batch()[1]
+
+        class WithMetrics(type(model)):
+            def compute_language_model_loss(self, labels, logits):
+                losses = super().compute_language_model_loss(labels, logits)
+                return losses, {"mean": losses.detach().mean(), "tokens": labels.numel()}
+
+        model.__class__ = WithMetrics
+        stock = run(model, labels)
+        with patched():
+            for _ in range(2):
+                torch.testing.assert_close(run(model, labels), stock)
+
+
+@ranks(1)
 def test_quantizers_in_bfloat16_keep_their_own_loss():
     """Their work is as small as rounding, which the proof allows."""
     reset_fusion_report()

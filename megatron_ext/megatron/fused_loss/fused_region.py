@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.head import LmHead
@@ -171,7 +172,8 @@ class Region:
             reason = reason or self.why_not(logits.terms, hidden, weight, labels)
             if reason is not None:  # by one call of the layer too: sharded data parallelism counts them
                 self.quiet = True
-                return TrainingLoss(own_loss(logits.made_of(hidden)).clone())
+                own = own_loss(logits.made_of(hidden))
+                return TrainingLoss(tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, own))
             if self.to_verify:
                 self.verify(logits.terms, weight, labels)
             if not self.counters.sizes:
