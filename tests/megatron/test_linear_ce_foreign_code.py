@@ -272,6 +272,34 @@ def test_a_loss_with_metrics_beside_it_is_kept():
 
 
 @ranks(1)
+def test_a_checkpointed_loss_is_kept_and_no_other_one_is_taken():
+    """Its function runs again in backward, where the model is not patched."""
+    with model_parallel():
+        model, labels = one_gpt(), batch()[1]
+
+        class Checkpointed(type(model)):
+            def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
+                def loss(hidden):
+                    weight = self.shared_embedding_or_output_weight()
+                    return self.compute_language_model_loss(labels, self.output_layer(hidden, weight=weight)[0])
+
+                return tensor_parallel.checkpoint(loss, False, hidden_states)
+
+        def step():
+            loss, weight = run(model, labels), model.shared_embedding_or_output_weight()
+            weight.grad = None
+            loss.sum().backward()
+            return loss, weight.grad
+
+        model.__class__ = Checkpointed
+        stock = step()
+        with patched():
+            assert all(map(torch.equal, step(), stock))
+        with patched(temperature=0.5), pytest.raises(ValueError, match="temperature=0.5, .* is called under no_grad"):
+            step()
+
+
+@ranks(1)
 def test_quantizers_in_bfloat16_keep_their_own_loss():
     """Their work is as small as rounding, which the proof allows."""
     reset_fusion_report()

@@ -55,6 +55,7 @@ def region_of(model: Any, settings: HeadSettings) -> "Region | None":
     decision = fusion_decision.decision_of(model, settings)
     if decision.left is not None:
         leave(model, settings, decision.left)
+        counters_of(model).stock_losses += 1
         return None
     region = Region(model, settings, layer, decision)
     region.counters.left_to_megatron = None
@@ -62,7 +63,7 @@ def region_of(model: Any, settings: HeadSettings) -> "Region | None":
 
 
 def leave(model: Any, settings: HeadSettings, reason: str) -> None:
-    """Say once that a model is left to its own loss, and count it; refused where `settings` ask for more than that."""
+    """Say once that a model is left to its own loss; refused where `settings` ask for more than that."""
     counters = counters_of(model)
     counters.left_to_megatron = reason
     if (asked := settings.beyond_megatron()) is not None:
@@ -70,7 +71,6 @@ def leave(model: Any, settings: HeadSettings, reason: str) -> None:
             f"the fused head was asked for {asked}, and cannot go into {type(model).__name__}: "
             f"{reason}; leave these options at their defaults for Megatron's own loss"
         )
-    counters.stock_losses += 1
     say_once(f"{type(model).__name__} keeps Megatron's own loss, the fused head stays out: {reason}")
 
 
@@ -89,6 +89,7 @@ class Region:
         self.faults: list[ValueError] = []
         self.parameter_hooks, self.other_hooks = split_hooks(layer)
         self.quiet = self.proving = self.looked = False
+        self.records = torch.is_grad_enabled()
         self.to_verify = 0
 
     def run(self, call: Callable[[], Any]) -> Any:
@@ -112,10 +113,20 @@ class Region:
     ):
         """The output layer's forward, which runs where it is given what the head does not know."""
         layer = self.layer
-        if given := [name for name, value in others.items() if value is not None]:
+        given, reason = [name for name, value in others.items() if value is not None], None
+        if given:
+            reason = f"its output layer is called with {', '.join(given)}"
+        elif self.records and not torch.is_grad_enabled():
+            reason = (
+                "its output layer is called under no_grad, maybe inside of a checkpoint, which would run it again "
+                "without the fused head; for the fused head call output layer and loss outside of checkpoints"
+            )
+        if reason is not None:
+            try:
+                leave(self.model, self.settings, reason)
+            except ValueError as fault:
+                self.faults.append(fault)
             options = {"weight": weight, "runtime_gather_output": runtime_gather_output, **others}
-            self.counters.left_to_megatron = f"its output layer is called with {', '.join(given)}"
-            say_once(f"{type(self.model).__name__} makes its logits: {self.counters.left_to_megatron}")
             return call_with_hooks(layer, layer.forward, self.parameter_hooks, input_, **options)
 
         def make(terms: Terms, hidden: Tensor) -> Tensor:
@@ -185,8 +196,8 @@ class Region:
             found = logits.terms.read(compute)
         if reason is not None:
             leave(self.model, self.settings, reason)
-        else:
-            self.counters.losses_fused += 1
+        self.counters.stock_losses += reason is not None
+        self.counters.losses_fused += reason is None
         return found
 
     def fused(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> TrainingLoss:
