@@ -308,6 +308,12 @@ def _exchange_checks(given: dict[str, Any]) -> Traffic:
     return _bytes(stats_RKT[:, :2, :256]), _bytes(given["fine_ptr"]), 0
 
 
+def _token_ids(given: dict[str, Any]) -> Traffic:
+    """All ids, and a number; or as many columns."""
+    written = _bytes(given["fine_ptr"] if "fine_ptr" in given else given["out_ptr"])
+    return _bytes(given["ids_ptr"]), written, 0
+
+
 def _first_columns(given: dict[str, Any]) -> Traffic:
     """Of each row the columns of its groups and those behind the last, or all."""
     z_TV, groups_TN = given["z_ptr"], given["groups_ptr"]
@@ -336,6 +342,9 @@ KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
     "fixed_product_kernel": _fixed_product,
     "_combined_kernel": _of_tokens,
     "exchange_checks_kernel": _exchange_checks,
+    "ids_exist_kernel": _token_ids,
+    "columns_kernel": _token_ids,
+    "ids_checksum_kernel": _token_ids,
     "_token_gradient_kernel": _of_tokens,
     "nucleus_kernel": _nucleus,
     "group_maxima_kernel": _group_maxima,

@@ -22,7 +22,7 @@ from megatron_ext.head.call.matmul import is_quantised
 from megatron_ext.head.call.resolved_head import Bits as Bits
 from megatron_ext.head.call.resolved_head import Cache as Cache
 from megatron_ext.numerics.batch_invariance import is_on, say_once
-from megatron_ext.numerics.tensors import accumulation_dtype, check_plain, check_within
+from megatron_ext.numerics.tensors import accumulation_dtype, check_plain, check_within, ids_exist
 
 HiddenLayout = Literal["replicated", "sequence"]
 Reduction = Literal["none", "sum", "mean"]
@@ -134,6 +134,14 @@ def logit_dtype_fault(logit_dtype: torch.dtype | None, computed: torch.dtype, na
 def check_chunk_tokens(value: Any) -> None:
     if value is not None and not is_int(value, 1):
         raise ValueError(f"chunk_tokens is {value!r}: it must be a positive int; None lets the head choose")
+
+
+def check_sm_margin(value: Any, fused_epilogue: bool) -> None:
+    if not is_int(value, 0) or not fused_epilogue:
+        raise ValueError(
+            f"sm_margin is {value!r} and fused_epilogue {fused_epilogue}: it must be an int of at least 0, and 0 "
+            f"without fused_epilogue, whose kernels alone leave multiprocessors free; leave sm_margin out"
+        )
 
 
 def check_number(argument: str, value: Any, rule: str, holds: Callable[[float], bool], fix: str) -> None:
@@ -259,14 +267,16 @@ def check_counts(counts: Any, leading: torch.Size) -> None:
         )
 
 
-def check_labels(labels: Tensor, ignore_index: int, size: int) -> bool:
+def check_labels(
+    labels: Tensor, ignore_index: int, size: int, exist: Callable[[Tensor, int, int | None], Tensor] = ids_exist
+) -> bool:
     """Raises ValueError unless `labels` are integers in `[0, size)` or `ignore_index`; see `check_within`.
 
     Returns whether all were seen to count.
     """
     check_integers("labels", labels)
     fix = f" or ignore_index ({ignore_index}); mark tokens that do not count with ignore_index"
-    return check_within("labels", labels, size, fix, spared=ignore_index) and not 0 <= ignore_index < size
+    return check_within("labels", labels, size, fix, ignore_index, exist) and not 0 <= ignore_index < size
 
 
 def forgotten_group(group: Group, vocab: VocabShard | None) -> str:

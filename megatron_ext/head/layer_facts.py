@@ -37,6 +37,7 @@ class FactsBesideTemperature(TypedDict, total=False):
     logit_dtype: torch.dtype | None
     lora: LoRA | Sequence[LoRA] | None
     fused_epilogue: bool
+    sm_margin: int
 
 
 class HeadFacts(FactsBesideTemperature, total=False):

@@ -94,6 +94,8 @@ class LmHead:
             exponentials (kernels in Triton for Hopper): without gradient no memory for logits, and in backward none for
             those that are recomputed. For read-outs of the softmax with bf16 on CUDA; other options and read-outs that
             these kernels do not have are refused. docs/head.md#exponentials-in-the-product
+        sm_margin: with `fused_epilogue`, how many of the GPU's multiprocessors its kernels leave free: a collective
+            that runs beside a kernel on all of them waits for its end. As many as NCCL may take (`NCCL_MAX_CTAS`).
         lora: `LoRA`, or several: low-rank parts of the logits, before scale, softcap and temperature. Given `bits`
             other than "fast", each pass makes one operand of weight and B.
 
@@ -114,6 +116,7 @@ class LmHead:
     bits: Bits | None = field(default=None, kw_only=True)
     logit_dtype: torch.dtype | None = field(default=None, kw_only=True)
     fused_epilogue: bool = field(default=False, kw_only=True)
+    sm_margin: int = field(default=0, kw_only=True)
     lora: LoRA | Sequence[LoRA] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -126,6 +129,8 @@ class LmHead:
             checks.one_of("bits", self.bits, get_args(Bits))
         if self.logit_dtype is not None:
             checks.check_logit_dtype(self.logit_dtype)
+        if self.sm_margin != 0:
+            checks.check_sm_margin(self.sm_margin, self.fused_epilogue)
         if self.vocab is not None:
             checks.check_vocab(self.vocab)
         if self.lora is not None:
@@ -310,6 +315,7 @@ class LmHead:
             in_slices=in_slices,
             guessed=guessed,
             fused_epilogue=self.fused_epilogue,
+            sm_margin=self.sm_margin,
         )
 
 

@@ -3,6 +3,7 @@ rows of matrices lie, in which dtype sums are made, and in which logits come.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,29 +58,46 @@ def raise_unless(right: Tensor, message: str, error: type[ValueError] = ValueErr
         raise error(message)
 
 
-def check_within(argument: str, ids: Tensor, size: int, fix: str = "", spared: int | None = None) -> bool:
+def ids_exist(ids: Tensor, size: int, spared: int | None) -> Tensor:
+    """Return whether each of the integers `ids` is in [0, size), or `spared`: bool without dims."""
+    wide = ids.long()  # a narrow integer would wrap the size
+    right = (wide >= 0) & (wide < size)
+    if spared is not None:
+        right |= wide == spared
+    return right.all()
+
+
+def check_within(
+    argument: str,
+    ids: Tensor,
+    size: int,
+    fix: str = "",
+    spared: int | None = None,
+    exist: Callable[[Tensor, int, int | None], Tensor] = ids_exist,
+) -> bool:
     """Raises OutsideVocabulary unless each of the integers `ids` is in [0, size) or `spared`; `fix` ends its sentence.
 
     They are read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while compiling or
-    on fake tensors they are not looked at. Returns whether all were seen to be in [0, size).
+    on fake tensors they are not looked at. Returns whether all were seen to be in [0, size). `exist`: `ids_exist`, or
+    what gives the same on CUDA.
     """
     if not has_values(ids):
         return False
+    found = "one outside"
     if not ids.is_cuda:
         if not ids.numel():
             return True
         lowest, highest = ids.aminmax()
         if lowest.item() >= 0 and highest.item() < size:
             return True
-    wide = ids.long()  # a narrow integer would wrap the size
-    right = (wide >= 0) & (wide < size)
-    if spared is not None:
-        right |= wide == spared
-    if not ids.is_cuda and right.all():
-        return False
-    found = "one outside" if ids.is_cuda else f"{ids[~right][:1].tolist()}, outside"
+        wide = ids.long()
+        outside_N = wide[(wide < 0) | (wide >= size)]
+        outside_N = outside_N if spared is None else outside_N[outside_N != spared]
+        if not outside_N.numel():
+            return False
+        found = f"{outside_N[:1].tolist()}, outside"
     raise_unless(
-        right.all(),
+        exist(ids, size, spared),
         f"{argument} holds {found} [0, {size}): each must be a token id of the vocabulary{fix}",
         OutsideVocabulary,
     )
@@ -167,9 +185,14 @@ def pieces(x_ND: Tensor) -> list[slice]:
     return [slice(at, min(at + step, count)) for at in range(0, count, step)]
 
 
+_SHORT = 256
+
+
 def sums_of_rows(x_TV: Tensor) -> Tensor:
     """Sum each row, the last additions in fp64, since they lose most; all of them in fp64 would cost 4 times as
-    much."""
+    much. Short rows lose nothing."""
+    if x_TV.shape[1] <= _SHORT:
+        return x_TV.sum(1)
     end = x_TV.shape[1] // 16 * 16
     whole_TV = x_TV if end == x_TV.shape[1] else x_TV[:, :end]
     sums_T = whole_TV.view(x_TV.shape[0], 16, end // 16).sum(-1).sum(1, dtype=torch.float64)

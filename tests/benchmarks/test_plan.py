@@ -216,7 +216,8 @@ def test_checks_are_launches_too(ranks, assertions):
     case = replace(plan.A, tokens=64, width=32, vocab=8192, ranks=ranks)
     names = [launch.name for launch in plan.plan(case, 1)[0].launches]
     assert names.count("_assert_async") == assertions
-    assert names.count("bitwise_xor") == (ranks > 1), "labels are told by a checksum"
+    assert names.count("ids_exist_kernel") == names.count("columns_kernel") == 1
+    assert names.count("ids_checksum_kernel") == (ranks > 1), "labels are told by a checksum"
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from benchmarks import plan
 from benchmarks.implementations import fused_epilogue
 from benchmarks.launches import EPILOGUE_INSTRUCTIONS
 from megatron_ext.head import CrossEntropy, Entropy, LmHead, LogProbs, LoRA, TopK
+from megatron_ext.head.call.gpu_properties import DEVICES
 from megatron_ext.memory.fake_cuda import kernels
 from tests.head.as_on_cuda import cuda_branches
 from tests.head.hopper import recorded
@@ -45,6 +46,12 @@ def test_fused_epilogue_refuses_options_it_does_not_have(options, readout, width
 def test_fused_epilogue_refuses_hidden_states_in_fp32():
     with pytest.raises(ValueError, match=r"computed in torch\.float32, not bfloat16"):
         LmHead(torch.zeros(40, 16), fused_epilogue=True).read(torch.zeros(3, 16), LogProbs(LABELS))
+
+
+@pytest.mark.parametrize("margin, fused", [(8, False), (-1, True), (True, True), (1.5, True)])
+def test_sm_margin_without_effect_is_refused(margin, fused):
+    with pytest.raises(ValueError, match=rf"sm_margin is {margin} and fused_epilogue {fused}.*leave sm_margin out"):
+        LmHead(torch.zeros(40, 16).bfloat16(), sm_margin=margin, fused_epilogue=fused)
 
 
 @ranks(2)
@@ -104,6 +111,39 @@ def test_fused_epilogue_on_two_ranks_agrees_with_pytorch(name):
     for ours, theirs in zip(found, [*wanted, *grads[: len(leaves)]], strict=True):
         assert ours.shape == theirs.shape
         assert (ours.double() - theirs).norm() <= 0.01 * theirs.norm()
+
+
+@on_cpu
+def test_sm_margin_leaves_multiprocessors_free(monkeypatch):
+    """In forward, with kept exponentials and without, and in backward: as many programs fewer, and the same numbers."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from megatron_ext.head.kernels.epilogues import tiles
+
+    run, programs = InterpretedFunction.run, []
+
+    def noted(kernel, *args, grid, **kwargs):
+        if kernel.fn.__name__ in ("product_statistics_kernel", "product_gradient_kernel"):
+            programs.append((kernel.fn.__name__, grid[0]))
+        return run(kernel, *args, grid=grid, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noted)
+    monkeypatch.setattr(tiles, "device_of", lambda x: DEVICES["H200"]._replace(multiprocessors=4))
+    x, w, labels = torch.randn(300, 16).bfloat16(), torch.randn(600, 16).bfloat16(), torch.randint(0, 600, (300,))
+    found = []
+    for margin in (0, 3):
+        programs.clear()
+        for cache in (0.5, 0):
+            leaf = w.clone().requires_grad_()
+            head = LmHead(leaf, cache=cache, fused_epilogue=True, sm_margin=margin)
+            value = head.read(x, LogProbs(labels))
+            found.append((value.detach(), *torch.autograd.grad(value.sum(), leaf)))
+        assert {count for name, count in programs if name == "product_statistics_kernel"} == {
+            4 - margin,
+            min(3, 4 - margin),
+        }
+        assert min(count for name, count in programs if name == "product_gradient_kernel") <= 4 - margin
+    torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)
 
 
 def _compiled(x):

@@ -46,7 +46,7 @@ CHOSEN = [
     "test_linear.py values_and_gradients all world2",
     "test_label_rows.py windows",
     *("test_lora.py sixteen_bits bfloat16", "test_lora.py dropout_leaves", "test_sampling.py top_p_beside"),
-    *("test_properties.py test_a_few world1", "test_fused_epilogue.py compiled"),
+    *("test_properties.py test_a_few world1", "test_fused_epilogue.py compiled", "test_fused_epilogue.py margin"),
     *(f"test_fused_epilogue.py pytorch {name}-world2" for name in ("layouts", "reach", "frozen", "one", "nothing")),
 ]
 
@@ -275,6 +275,21 @@ def test_softmax_of_an_engine_is_summed_by_the_same_threads(columns):
         launch.check_spills()
     assert len(found) == 2
     assert layouts[0] == layouts[1] != set()
+
+
+@compiled
+@pytest.mark.slow
+def test_labels_take_three_launches_on_hopper():
+    from megatron_ext.head.kernels.token_ids import columns_of, ids_exist, labels_checksum
+
+    ids = torch.zeros(16384, dtype=torch.int64)
+    with cuda_branches(), recorded() as found:
+        ids_exist(ids, 128256, -100)
+        columns_of(ids, ids == 0, 16032, 32064)
+        labels_checksum([ids], None)
+    assert [launch.grid for launch in found] == [(1,), (16,), (1,)]
+    for launch in found:
+        launch.check_spills()
 
 
 @compiled

@@ -25,7 +25,7 @@ from megatron_ext.head.row_passes import passes as plain
 from megatron_ext.head.row_passes import selection as plain_selection
 from megatron_ext.head.row_passes.passes import PYTORCH
 from megatron_ext.numerics import fixed_order_kernels
-from megatron_ext.numerics.tensors import accumulation_dtype
+from megatron_ext.numerics.tensors import accumulation_dtype, ids_exist
 from tests.head.fused_products import CASES, compare_fused_products
 
 _ON_GPU = torch.version.cuda is not None and torch.cuda.is_available()
@@ -363,6 +363,40 @@ def compare_exchange_checks(device: str, fault: str, ranks: int, softcap: float 
     assert wanted == faults.get(fault)
 
 
+IDS = (torch.int64, torch.int32, torch.uint8)
+SIZES = (0, 1, 700, 8193, 20000)
+
+
+def compare_ids_exist(device: str, dtype: torch.dtype, count: int, spared: int | None) -> None:
+    """With all ids in place, one below, one above and one that is spared, the last of them: more than one step's."""
+    for wrong in (None, -1, 100, 120):
+        ids = torch.arange(count, dtype=dtype, device=device) % 100
+        if wrong is not None and count:
+            ids[-1] = wrong
+        assert bool(twin.ids_exist(ids, 100, spared)) == bool(ids_exist(ids, 100, spared))
+        assert bool(twin.ids_exist(ids[::2], 100, spared)) == bool(ids_exist(ids[::2], 100, spared))
+
+
+def compare_columns(device: str, count: int, start: int, masked: bool) -> None:
+    ids = torch.arange(count, device=device) * 7 % 100
+    counts = ids % 3 > 0 if masked else None
+    found = twin.columns_of(ids, counts, start, 60)
+    assert torch.equal(found, plain.columns_of(ids, counts, start, 60))
+    assert found.dtype == torch.int64
+
+
+def compare_checksums(device: str, count: int, width: int, more: bool) -> None:
+    ids = [torch.arange(count * width, device=device).reshape(count, width).squeeze(1) * 7919]
+    if more:
+        ids.append(ids[0].flatten()[::2])
+    found = twin.labels_checksum(ids, None)
+    assert int(found) == int(statistics.labels_checksum(ids, None))
+    if count > 1:
+        assert int(found) != int(twin.labels_checksum([ids[0].flip(0), *ids[1:]], None))
+    places = torch.arange(count, device=device).flip(0)
+    assert int(twin.labels_checksum(ids[:1], places)) == int(statistics.labels_checksum(ids[:1], places))
+
+
 # What a call asks for, and which gradients there are.
 TOKEN_CALLS = [
     ({}, ["log_prob"]),
@@ -389,6 +423,9 @@ def comparisons():
     terms += [
         (compare_exchange_checks, case) for case in itertools.product(EXCHANGES, (2, 3), (None, 30.0), (1, 5, 600))
     ]
+    terms += [(compare_ids_exist, case) for case in itertools.product(IDS, SIZES, (None, 120))]
+    terms += [(compare_columns, case) for case in itertools.product((0, 1, 1500), (0, 40), (False, True))]
+    terms += [(compare_checksums, case) for case in itertools.product((0, 1, 5000), (1, 3), (False, True))]
     terms += [(compare_nucleus, (dtype, 41, 3.0, 0.7)) for dtype in DTYPES]
     terms += [
         (compare_nucleus, (dtype, *case))

@@ -83,13 +83,13 @@ def coefficients(stats: Statistics, kept_T: Tensor | None, basis: Basis, tempera
 
     `kept_T`: bool, tokens with a gradient; None: all.
     """
-    dtype, left_out_T = stats.log_sum.dtype, None if kept_T is None else ~kept_T
+    left_out_T = None if kept_T is None else ~kept_T
 
     def kept(x_T: Tensor) -> Tensor:
         return x_T if left_out_T is None else x_T.masked_fill(left_out_T, 0.0)
 
     def pulled(grad_T: Tensor) -> Tensor:
-        return kept(grad_T.to(dtype) if temperature == 1.0 else grad_T.to(dtype) * (1.0 / temperature))
+        return kept(grad_T.double() if temperature == 1.0 else grad_T.double() * (1.0 / temperature))
 
     log_p = kept(stats.target - stats.log_sum)
     a = target = None

@@ -59,6 +59,7 @@ class ResolvedHead:
         in_slices: each rank has its slice of dim 0 of the hidden states.
         guessed: the caller gave no `vocab`, and equal shards are assumed.
         fused_epilogue: products take exponentials of their logits, which are not written.
+        sm_margin: multiprocessors that they leave free.
     """
 
     group: Group
@@ -80,6 +81,7 @@ class ResolvedHead:
     in_slices: bool = False
     guessed: bool = False
     fused_epilogue: bool = False
+    sm_margin: int = 0
 
     @property
     def fixed(self) -> bool:

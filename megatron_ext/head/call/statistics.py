@@ -31,7 +31,7 @@ from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.numerics.tensors import accumulation_dtype, has_values, part_of, raise_unless
 from megatron_ext.numerics.tree_sums import in_tree
 
-_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # of Fibonacci hashing (Knuth, The Art of Computer Programming 3)
+MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # of Fibonacci hashing (Knuth, The Art of Computer Programming 3)
 _MASK = (1 << 23) - 1
 _more: ContextVar[str] = ContextVar("_more", default="")
 
@@ -70,7 +70,7 @@ def labels_checksum(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Te
         places = torch.arange(x.shape[0], device=x.device) if places_T is None or not len(x) else places_T
         if x.dim() == 2:
             places = places.unsqueeze(1) * x.shape[1] + torch.arange(x.shape[1], device=x.device)
-        sums.append(scrambled(torch.add(x, places, alpha=_MULTIPLIER)).sum())
+        sums.append(scrambled(torch.add(x, places, alpha=MULTIPLIER)).sum())
     if not sums:
         return 0
     total = reduce(torch.add, sums)
@@ -79,8 +79,8 @@ def labels_checksum(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Te
 
 def scrambled(x: Tensor) -> Tensor:
     """int64 numbers as others; only the upper half, which depends on all bits below it."""
-    mixed = x * _MULTIPLIER
-    mixed = (mixed ^ (mixed >> 29)) * _MULTIPLIER
+    mixed = x * MULTIPLIER
+    mixed = (mixed ^ (mixed >> 29)) * MULTIPLIER
     return mixed >> 32
 
 
@@ -181,7 +181,7 @@ def exchange(
     stats_KT: Tensor,
     call: ResolvedHead,
     words: Callable[[], str],
-    ids: Sequence[Tensor],
+    checksum: Callable[[], Tensor | int],
     labels_T: Tensor,
     places_T: Tensor | None = None,
     tokens: int | None = None,
@@ -192,7 +192,8 @@ def exchange(
 
     Args:
         words: this rank's options; asked for where ranks can read each other's.
-        ids, labels_T: what `labels_checksum` and `check_apart` take.
+        checksum: what `labels_checksum` gives of the ids that are asked for; asked for where `words` are.
+        labels_T: what `check_apart` takes.
         places_T: where this rank's tokens are in the order that all ranks know, if they are in another one.
         tokens: how many there are in that order, if more than this rank has.
         check: `RowPasses.check_exchange` of the passes that the statistics come from.
@@ -206,7 +207,7 @@ def exchange(
     if not has_values(stats_KT):
         return exchange_signed(stats_KT, call, places_T, tokens)
     said = words()
-    sign(stats_KT, call.vocab, options_checksum(said), labels_checksum(ids, places_T))
+    sign(stats_KT, call.vocab, options_checksum(said), checksum())
     stats_RKT = _gathered(stats_KT, call, places_T, tokens)
     check(stats_RKT, labels_T, call, said)
     return stats_RKT
@@ -247,7 +248,7 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHe
     """
     whole: Sequence[Tensor]
     if stats_RKT.shape[0] == 1:
-        whole = stats_RKT[0, :, :-1].double().unbind()
+        whole = stats_RKT[0, : SENT + 1, :-1].to(torch.float64, copy=True).unbind()
     elif call.bits == "tensor_parallel":
         whole = joined(stats_RKT, call)[:, :-1].double().unbind()
     else:
@@ -299,12 +300,12 @@ def added(x_RT: Tensor, call: ResolvedHead) -> Tensor:
 
 def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: ResolvedHead, shift_T: Tensor) -> Statistics:
     """Return what `combine` gives of the rows of one part that is the whole vocabulary."""
-    peaks, total, target, *rows = whole
-    total = total.clamp(min=1.0)  # less only in a row of -inf: its label has -inf, and nothing NaN
+    peaks, total, target, *rows = whole  # their memory is written
+    total.clamp_(min=1.0)  # less only in a row of -inf: its label has -inf, and nothing NaN
     more = iter(rows)
     mean = columns = expected = hits = bend = None
     if call.mean:
-        sums, columns = next(more), next(more).clone()
+        sums, columns = next(more), next(more)
         mean = sums / columns
     if call.expected:
         expected = next(more) / total
@@ -312,8 +313,8 @@ def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: ResolvedHead, shift
         hits = next(more) > 0
     if call.softcap is not None:
         bend = own_KT[own_rows(call) - 1, :-1].clone()
-    # Copies of what is kept for backward, which would keep all rows otherwise.
-    return Statistics(peaks.clone(), total.log(), target - _finite(peaks), shift_T, mean, columns, expected, hits, bend)
+    log_sum, away = total.log_(), target.sub_(_finite(peaks))
+    return Statistics(peaks, log_sum, away, shift_T, mean, columns, expected, hits, bend)
 
 
 def fingerprint(z_TV: Tensor, counted: int) -> Tensor:

@@ -125,7 +125,8 @@ def leaf_weights(
 ) -> tuple[Operand, list[Leaf]]:
     """The weight with the low rank beside it, and its leaves in order; `x_TD`: hidden states, whose dtype they take."""
     call, w_VD = plan.call, operand(weight_VD, low_VR)
-    whole_VD, bias_V = w_VD.to(x_TD.dtype), None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
+    whole_VD = w_VD if low_VR is None and w_VD.dtype == x_TD.dtype else w_VD.to(x_TD.dtype)
+    bias_V = None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
     if not plan.fixed:
         return w_VD, [Leaf(slice(0, w_VD.shape[0]), call.vocab, whole_VD, bias_V, plan.target_T)]
     found, whole_VD = [], in_one(whole_VD)
@@ -289,6 +290,7 @@ def statistics_pass(
                 temperature=call.temperature,
                 with_entropy=call.expected,
                 with_hits=call.hits,
+                sm_margin=call.sm_margin,
             )
             return
         for rows in product_chunks(span, call.chunk_tokens, columns, hidden_TD, later, in_place):
@@ -370,6 +372,7 @@ def gradient_tile(
             bias_V=bias_V,
             counted=min(max(leaf.vocab.counted - block.start, 0), width),
             temperature=call.temperature,
+            sm_margin=call.sm_margin,
         )
         return g_TV
     room = block_room(target_T.shape[0], leaf.w_VD.shape[0], x_TD)

@@ -11,6 +11,7 @@ all ranks.
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -112,11 +113,8 @@ class Plan:
             self.target_T = labels.labels_T.clone()  # which the caller may write before backward
             self.labelled = labels.all_count
         else:
-            own_T = vocab.owns(labels.labels_T)
-            if labels.counts_T is not None:
-                own_T = own_T & labels.counts_T
-            column_T = labels.labels_T - vocab.start if vocab.start else labels.labels_T
-            self.target_T = column_T.masked_fill(~own_T, -1)
+            stop = min(vocab.stop, vocab.size)
+            self.target_T = self.passes.columns_of(labels.labels_T, labels.counts_T, vocab.start, stop)
 
     def _find_ids(self) -> None:
         """Find the token ids that the call asks for, and the tokens that may have a gradient."""
@@ -233,7 +231,8 @@ class Plan:
         if self.ranks == 1 or not self.exchanges:
             return stats_KT.unsqueeze(0)
         tokens = self.asked, self.places_T, self.all_tokens
-        return statistics.exchange(stats_KT, self.call, self.words, self.ids, *tokens, check=self.passes.check_exchange)
+        said = self.call, self.words, partial(self.passes.labels_checksum, self.ids, self.places_T)
+        return statistics.exchange(stats_KT, *said, *tokens, check=self.passes.check_exchange)
 
     def exchange_chunk(self, stats_Kt: Tensor, first: bool) -> Tensor:
         """Every rank's statistics of a chunk of tokens, `[R, K, t + 1]`. Communicates: 1 all-gather.
@@ -257,7 +256,8 @@ class Plan:
             return f"{self.words()}, gradients made in forward by chunks of {tokens} tokens"
 
         sent_KT = F.pad(stats_Kt[:, :-1], (0, self.tokens + 1 - tokens))
-        return of_chunk(statistics.exchange(sent_KT, self.call, words, self.ids, self.asked, check=check))
+        checksum = partial(self.passes.labels_checksum, self.ids)
+        return of_chunk(statistics.exchange(sent_KT, self.call, words, checksum, self.asked, check=check))
 
     def parts(self, stats_Kt: Tensor, own_KT: Tensor | None, rows: slice) -> list[tuple[int, Tensor, Any]]:
         """The place of each read-out with rows of its own, those that are sent and those that stay, if any do."""

@@ -203,7 +203,13 @@ class DenseSoftmax(torch.autograd.Function):
         passes = passes_of(z_TV)
         passes.row_statistics(*given, shift_T=shift_T, counted=counted, softcap=call.softcap, temperature=temperature)
         stats_RKT = statistics.exchange(
-            stats_KT, call, lambda: f"logarithm {logarithm}", [], nowhere_T, places_T, check=passes.check_exchange
+            stats_KT,
+            call,
+            lambda: f"logarithm {logarithm}",
+            lambda: 0,
+            nowhere_T,
+            places_T,
+            check=passes.check_exchange,
         )
         stats = statistics.combine(stats_RKT, stats_KT, shift_T, call)
         log_sum_T = stats.log_sum.to(dtype)

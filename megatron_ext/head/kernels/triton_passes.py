@@ -1,6 +1,6 @@
 """The passes over rows in Triton: the instance of `row_passes.passes.RowPasses` for CUDA."""
 
-from megatron_ext.head.kernels import label_terms, nucleus, selection, token_terms
+from megatron_ext.head.kernels import label_terms, nucleus, selection, token_ids, token_terms
 from megatron_ext.head.kernels.epilogues.gradient import product_gradient
 from megatron_ext.head.kernels.epilogues.statistics import product_statistics
 from megatron_ext.head.kernels.exchange_checks import check_exchange
@@ -18,6 +18,9 @@ TRITON = RowPasses(
     label_terms.add_label_rows,
     label_terms.finish_dx,
     label_terms.scale_rows,
+    token_ids.ids_exist,
+    token_ids.columns_of,
+    token_ids.labels_checksum,
     check_exchange,
     token_terms.combined,
     token_terms.token_gradient,

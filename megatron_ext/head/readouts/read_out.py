@@ -144,7 +144,7 @@ class ReadOut:
         """
         if self.labels is not None or self.reads_labels:
             try:
-                self.all_count = checks.check_labels(self.labels, self.ignore_index, size)
+                self.all_count = checks.check_labels(self.labels, self.ignore_index, size, _ids_exist)
             except OutsideVocabulary as fault:
                 return ValueError(f"{fault}{checks.forgotten_group(group, vocab)}")
         elif self.counts is not None:
@@ -274,6 +274,10 @@ class ReadOut:
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
     ) -> None:
         """Add the rest of the gradient of a chunk's logits to `out_tV`; `first`: write it, nothing is there yet."""
+
+
+def _ids_exist(ids: Tensor, size: int, spared: int | None) -> Tensor:
+    return passes_of(ids).ids_exist(ids, size, spared)
 
 
 def counted(x_T: Tensor, counts_T: Tensor | None) -> Tensor:

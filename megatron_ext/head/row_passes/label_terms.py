@@ -50,10 +50,11 @@ def add_label_rows(
             if isinstance(at, slice) and not labelled:  # all tokens, and some of them may have no row
                 row, value = row.clamp(min=0), value.where(row >= 0, 0.0)
             term = (x if at is None else x[at]) * value.unsqueeze(1)
+            term = term if term.dtype == dtype else term.to(dtype)
             if out_VD.is_cuda:  # there `index_add_` sums in another order in each run
-                sum_VD.index_put_((row,), term.to(dtype), accumulate=True)
+                sum_VD.index_put_((row,), term, accumulate=True)
             else:
-                sum_VD.index_add_(0, row, term.to(dtype))
+                sum_VD.index_add_(0, row, term)
         if common_D is not None and counted_V is not None:
             sum_VD.addcmul_(counted_V.unsqueeze(1), common_D[part])
         if not wide:
@@ -86,7 +87,8 @@ def finish_dx(
             product, out, row, value, scale = (x[rows] for x in (product, out, row, value, scale))
             offset = None if offset is None else offset[rows]
         dx_TD = w_VD.index_select(0, row) * value
-        dx_TD = torch.addcmul(dx_TD, product.to(dx_TD.dtype), scale, out=out if out.dtype == dx_TD.dtype else dx_TD)
+        product = product if product.dtype == dx_TD.dtype else product.to(dx_TD.dtype)
+        dx_TD = torch.addcmul(dx_TD, product, scale, out=out if out.dtype == dx_TD.dtype else dx_TD)
         if offset is not None and common_D is not None:
             dx_TD.addcmul_(offset.unsqueeze(1), common_D)
         if out.dtype != dx_TD.dtype:

@@ -35,7 +35,7 @@ from megatron_ext.head.call.matmul import bend, transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import MAX, SUM_EXP, TARGET, Statistics, statistics_rows
 from megatron_ext.head.row_passes import fixed_order_sums, label_terms, nucleus, selection
-from megatron_ext.numerics.tensors import has_values, part_of, sums_of_rows
+from megatron_ext.numerics.tensors import has_values, ids_exist, part_of, sums_of_rows
 
 # exp(-1e4) is 0 in every dtype, and 0 * -1e4 is 0 where 0 * -inf would be NaN.
 _FAR = -1e4
@@ -97,7 +97,7 @@ def row_statistics(
     column = (target_T if labelled else target_T.clamp(min=0)).unsqueeze(1)
     bias = None if bias_V is None else bias_V[column]
     at_target = transformed(z_TV.gather(1, column), bias, softcap, temperature, dtype)
-    stats_KT[TARGET].copy_(_at_owned(at_target, elsewhere_T, -torch.inf))
+    stats_KT[TARGET] = _at_owned(at_target, elsewhere_T, -torch.inf)
     if softcap is not None:
         slope_T = _at_owned(bend(z_TV.gather(1, column), bias, softcap, dtype), elsewhere_T, 0.0)
         stats_KT[statistics_rows(with_mean, with_entropy, with_hits, False)] = slope_T
@@ -221,6 +221,15 @@ def row_gradient(
     _write(out_TV, target_T, 0.0 if value_T is None else value_T.to(out_TV.dtype), labelled)
 
 
+def columns_of(ids_T: Tensor, counts_T: Tensor | None, start: int, stop: int) -> Tensor:
+    """Return the column of each id, int64, in the shard `[start, stop)`: -1 of others, and where `counts` is False."""
+    own_T = (ids_T >= start) & (ids_T < stop)
+    if counts_T is not None:
+        own_T = own_T & counts_T
+    column_T = ids_T - start if start else ids_T
+    return column_T.masked_fill(~own_T, -1)
+
+
 def _at_owned(x_T1: Tensor, elsewhere_T: Tensor | None, other: float) -> Tensor:
     """Return what was found at targets, `other` where they are another shard's."""
     return x_T1.squeeze(1) if elsewhere_T is None else x_T1.squeeze(1).masked_fill(elsewhere_T, other)
@@ -289,8 +298,12 @@ class RowPasses:
         temperature: float = 1.0,
         with_entropy: bool = False,
         with_hits: bool = False,
+        sm_margin: int = 0,
     ) -> None:
-        """`row_statistics` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap."""
+        """`row_statistics` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap.
+
+        `sm_margin`: multiprocessors that Triton's kernel leaves free.
+        """
         sums = {"with_entropy": with_entropy, "with_hits": with_hits}
         options: dict[str, Any] = {"bias_V": bias_V, "counted": counted, "temperature": temperature, **sums}
         RowPasses.row_statistics(matmul.logits(x_TD, w_VD), target_T, stats_KT, exp_TV, shift_T, **options)
@@ -308,6 +321,7 @@ class RowPasses:
         *,
         counted: int,
         temperature: float = 1.0,
+        sm_margin: int = 0,
     ) -> None:
         """`row_gradient` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap."""
         parts = {"scale_T": scale_T, "slope_T": slope_T, "bias_V": bias_V}
@@ -317,6 +331,9 @@ class RowPasses:
     add_label_rows = staticmethod(label_terms.add_label_rows)
     finish_dx = staticmethod(label_terms.finish_dx)
     scale_rows = staticmethod(label_terms.scale_rows)
+    ids_exist = staticmethod(ids_exist)
+    columns_of = staticmethod(columns_of)
+    labels_checksum = staticmethod(statistics.labels_checksum)
     check_exchange = staticmethod(statistics.check_exchange)
     combined = staticmethod(statistics.combine)
     token_gradient = staticmethod(logit_gradient.token_gradient)

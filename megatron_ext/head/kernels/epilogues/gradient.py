@@ -79,6 +79,7 @@ def product_gradient(
     *,
     counted: int,
     temperature: float = 1.0,
+    sm_margin: int = 0,
 ) -> None:
     """A block of the gradient matrix in one launch. See `row_passes/passes.py`."""
     if x_TD.shape[0] == 0:
@@ -91,6 +92,7 @@ def product_gradient(
         temperature,
         bias_V,
         by_rows=False,
+        sm_margin=sm_margin,
         out=tiles.descriptor(room_TV, tiles.TILE_M, tiles.TILE_N),
         target_ptr=target_T.contiguous(),
         shift_ptr=shift_T,

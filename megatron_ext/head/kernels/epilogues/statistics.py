@@ -165,6 +165,7 @@ def product_statistics(
     temperature: float = 1.0,
     with_entropy: bool = False,
     with_hits: bool = False,
+    sm_margin: int = 0,
 ) -> None:
     """Each row's statistics in two launches, with exponentials in four. See `row_passes/passes.py`."""
     (tokens, _), columns = x_TD.shape, w_VD.shape[0]
@@ -183,7 +184,7 @@ def product_statistics(
             "sample_ptr": sample_T,
             "parts_ptr": parts,
         }
-        given |= {"counted": min(counted, columns), **sums}
+        given |= {"counted": min(counted, columns), "sm_margin": sm_margin, **sums}
         tiles.launch(product_statistics_kernel, x_TD, w_VD[:columns], *bends, by_rows=False, **given)
         return parts
 
@@ -212,7 +213,7 @@ def product_statistics(
     if exp_TV is not None and kept_TV is not None:
         width = exp_TV.shape[1]
         given: dict[str, Any] = {"out": written, "target_ptr": target_T, "shift_ptr": shift_T, "sample_ptr": sample_T}
-        given |= {"scale_ptr": None, "slope_ptr": None, "counted": min(counted, width)}
+        given |= {"scale_ptr": None, "slope_ptr": None, "counted": min(counted, width), "sm_margin": sm_margin}
         bends: tuple[float, Any] = temperature, None if bias_V is None else bias_V[:width]
         tiles.launch(product_gradient_kernel, x_TD, w_VD[:width], *bends, by_rows=True, **given)
         if kept_TV is not exp_TV:

@@ -65,16 +65,24 @@ def exp(z, reference):
 
 
 def launch(
-    kernel: Any, x_TD: Tensor, w_VD: Tensor, temperature: float, bias_V: Tensor | None, by_rows: bool, **arguments: Any
+    kernel: Any,
+    x_TD: Tensor,
+    w_VD: Tensor,
+    temperature: float,
+    bias_V: Tensor | None,
+    by_rows: bool,
+    sm_margin: int,
+    **arguments: Any,
 ) -> None:
-    """Start as many programs as the device has multiprocessors, for the tiles of `x @ W.T`.
+    """Start as many programs as the device has multiprocessors, but for `sm_margin`, for the tiles of `x @ W.T`.
 
     `by_rows`: a program's tiles are of the same rows, and programs so many that few rows are soon done. `arguments`:
     the kernel's own, beside those that every kernel of tiles has.
     """
     (tokens, width), columns = x_TD.shape, w_VD.shape[0]
     down, across = triton.cdiv(tokens, TILE_M), triton.cdiv(columns, TILE_N)
-    programs = down * min(across, 16) if by_rows else min(down * across, device_of(x_TD).multiprocessors)
+    most = max(device_of(x_TD).multiprocessors - sm_margin, 1)
+    programs = down * min(across, 16) if by_rows else min(down * across, most)
     with torch.cuda.device_of(x_TD):  # Triton launches on the current device, wherever the tensors are
         kernel[(programs,)](
             x=descriptor(_lined(x_TD), TILE_M, _STEP),

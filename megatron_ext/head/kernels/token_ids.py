@@ -1,0 +1,117 @@
+"""Token ids in one launch each: whether all exist, their columns in a shard, their checksum. Of many ids, where one
+program would be slower than torch's dozen launches, the plain functions are taken.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_ext.head.call import statistics
+from megatron_ext.numerics import tensors
+
+_IDS = 8192  # of a step of a program that reads all
+_MOST = 1 << 17  # that one program reads: 16 steps
+_COLUMNS = 1024  # of a program that writes as many
+
+
+@triton.jit
+def ids_exist_kernel(ids_ptr, fine_ptr, count, size, spared, HAS_SPARED: tl.constexpr, BLOCK: tl.constexpr):
+    """One program. Writes to `fine` whether each of `count` integers is in [0, size), or `spared`."""
+    wrong = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < count
+        ids = tl.load(ids_ptr + at, mask=inside, other=0).to(tl.int64)
+        outside = inside & ((ids < 0) | (ids >= size))
+        if HAS_SPARED:
+            outside = outside & (ids != spared)
+        wrong |= outside.to(tl.int32)
+    tl.store(fine_ptr, tl.max(wrong, 0) == 0)
+
+
+@triton.jit
+def columns_kernel(ids_ptr, counts_ptr, out_ptr, tokens, start, stop, BLOCK: tl.constexpr):
+    """Writes the column of each id in `[start, stop)`, -1 of others and where `counts`, bool, says that none counts."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tokens
+    ids = tl.load(ids_ptr + at, mask=inside, other=-1)
+    own = (ids >= start) & (ids < stop)
+    if counts_ptr is not None:
+        own = own & (tl.load(counts_ptr + at, mask=inside, other=0) != 0)
+    tl.store(out_ptr + at, tl.where(own, ids - start, -1), mask=inside)
+
+
+@triton.jit
+def ids_checksum_kernel(ids_ptr, before_ptr, out_ptr, count, multiplier, LAST: tl.constexpr, BLOCK: tl.constexpr):
+    """One program. Writes `before`, 0 if there is none, plus the sum of `count` scrambled ids; of the LAST ids the
+    checksum that this makes."""
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < count
+        mixed = (tl.load(ids_ptr + at, mask=inside, other=0).to(tl.int64) + at * multiplier) * multiplier
+        mixed = (mixed ^ (mixed >> 29)) * multiplier
+        total += tl.where(inside, mixed >> 32, 0)
+    found = tl.sum(total, 0)
+    if before_ptr is not None:
+        found += tl.load(before_ptr)
+    if LAST:
+        found = (found & ((1 << 23) - 1)) | 1
+    tl.store(out_ptr, found)
+
+
+def ids_exist(ids: Tensor, size: int, spared: int | None) -> Tensor:
+    """See `megatron_ext.numerics.tensors.ids_exist`; int8."""
+    if ids.numel() > _MOST:
+        return tensors.ids_exist(ids, size, spared)
+    fine = torch.empty((), dtype=torch.int8, device=ids.device)
+    with torch.cuda.device_of(ids):
+        ids_exist_kernel[(1,)](
+            ids.contiguous(),
+            fine,
+            ids.numel(),
+            size,
+            0 if spared is None else spared,
+            HAS_SPARED=spared is not None,
+            BLOCK=_IDS,
+            num_warps=16,
+        )
+    return fine
+
+
+def columns_of(ids_T: Tensor, counts_T: Tensor | None, start: int, stop: int) -> Tensor:
+    """See `megatron_ext.head.row_passes.passes.columns_of`."""
+    out_T = torch.empty_like(ids_T, memory_format=torch.contiguous_format)
+    tokens = ids_T.shape[0]
+    if tokens:
+        given: Any = ids_T.contiguous(), None if counts_T is None else counts_T.contiguous()
+        with torch.cuda.device_of(ids_T):
+            columns_kernel[(triton.cdiv(tokens, _COLUMNS),)](*given, out_T, tokens, start, stop, BLOCK=_COLUMNS)
+    return out_T
+
+
+def labels_checksum(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Tensor | int:
+    """See `megatron_ext.head.call.statistics.labels_checksum`."""
+    if not ids or places_T is not None or max(x.numel() for x in ids) > _MOST:
+        return statistics.labels_checksum(ids, places_T)
+    found: Tensor | None = None
+    for x in ids:
+        out = torch.empty((), dtype=torch.int64, device=x.device)
+        with torch.cuda.device_of(x):
+            ids_checksum_kernel[(1,)](
+                x.contiguous(),
+                found,
+                out,
+                x.numel(),
+                statistics.MULTIPLIER,
+                LAST=x is ids[-1],
+                BLOCK=_IDS // 4,
+                num_warps=8,
+            )
+        found = out
+    assert found is not None
+    return found
