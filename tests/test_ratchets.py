@@ -20,19 +20,19 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1420,
+    "megatron_ext/*.py": 1439,
     "megatron_ext/distributed": 859,
     "megatron_ext/dtensor": 4976,
     "megatron_ext/experimental": 2546,
-    "megatron_ext/head": 11165,
+    "megatron_ext/head": 11176,
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1331,
-    "megatron_ext/megatron": 4465,
+    "megatron_ext/megatron": 4481,
     "megatron_ext/memory": 711,
     "megatron_ext/model_utils": 1499,
     "megatron_ext/numerics": 1092,
     "megatron_ext/policy": 7181,
-    "megatron_ext/proof": 736,
+    "megatron_ext/proof": 746,
     "megatron_ext/sequence": 1505,
     "megatron_ext/tensor_parallel": 4661,
     "megatron_ext/verify": 347,
