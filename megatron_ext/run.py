@@ -73,15 +73,24 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
         _hush()
         _emulate(parser, options)
     changes = options.linear_ce or options.tensor_parallel or options.pipeline_vocab or options.check
-    if changes or before is not None:
-        _tell_of_cpu(options)
+    _tell_of_cpu(options)
     if changes:
         _change_megatron(parser, options)
+    elif before is None and options.record is None:
+        _LOG.info("nothing is plugged into %s: add --linear-ce or --tensor-parallel before it", options.script)
     if options.record is not None:
         _record(parser, *options.record, on_cpu=options.cpu)
     if before is not None:
         before()
-    _become(os.path.abspath(options.script), source)
+    try:
+        _become(os.path.abspath(options.script), source)
+    except ValueError as error:
+        if before is None and "RANK" not in os.environ and "expected, but not set" in str(error):
+            error.add_note(
+                "megatron_ext: the script takes its rank from the environment, so start it by torchrun: "
+                "torchrun --nproc-per-node 1 -m megatron_ext.run OPTIONS SCRIPT ARGS..."
+            )
+        raise
 
 
 def command_line(
@@ -270,12 +279,13 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
 
 
 def verify(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, argv: list[str], must_fuse: bool = False
+    parser: argparse.ArgumentParser, options: argparse.Namespace, argv: list[str], must_compare: bool = False
 ) -> None:
-    """Run the script's first steps stock and with `argv`, say how they differ, and end the process if they do.
-
-    The last rank prints its table, and so does each whose runs differ. `must_fuse`: end the process with an error where
+    """Run the script's first steps stock and with `argv`, say how they differ, and end the process if they do, or if
     `--linear-ce` fused no loss.
+
+    The last rank prints its table, and so does each whose runs differ. With `MEGATRON_EXT_FUSION=off` nothing is run or
+    compared, and the last rank says so; `must_compare`: that ends the process with an error.
     """
     from megatron_ext.proof import why_fusion_is_off
     from megatron_ext.verify.picture import draw
@@ -285,14 +295,21 @@ def verify(
         parser.error("--verify is given, and nothing that changes the script: add --linear-ce or --tensor-parallel")
     script = [options.script, *options.args]
     ways = argv[: len(argv) - len(script)]
+    last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
     try:
+        if (off := why_fusion_is_off()) is not None:
+            nothing = f"verify: nothing was compared: {off}"
+            if must_compare:
+                sys.exit(nothing)
+            if last:
+                print(nothing, file=sys.stderr, flush=True)
+            return
         tolerance = _TOLERANCE if options.tolerance is None else options.tolerance
         found = run_twice(_without_verify(ways), script, options.verify, tolerance)
     except ValueError as refusal:
         parser.error(str(refusal))
     except RuntimeError as failure:
         sys.exit(f"verify: {failure}")
-    last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
     if last and options.picture is not None:
         print(draw(found, options.picture), file=sys.stderr, flush=True)
     if last or found.fault is not None:
@@ -303,18 +320,12 @@ def verify(
     if last and found.shows_nothing:
         sys.exit("verify: no step of either run has a loss or a gradient norm that was seen: nothing was compared")
     if options.linear_ce and found.fuses_nothing:
-        why = why_fusion_is_off() or "--check reports why"
-        nothing = f"verify: --linear-ce fused no loss, so the fused head was not compared: {why}"
-        if must_fuse:
-            sys.exit(nothing)
-        print(nothing, file=sys.stderr, flush=True)
+        sys.exit("verify: --linear-ce fused no loss, so the fused head was not compared: --check reports why")
     if last:
-        losses, norms = found.limits
-        print(
-            f"verify: the same, losses within {losses:g} and gradient norms within {norms:g}",
-            file=sys.stderr,
-            flush=True,
-        )
+        if len(found.ours) < options.verify:
+            ended = f"verify: the script ended after {len(found.ours)} of the {options.verify} steps"
+            print(ended, file=sys.stderr, flush=True)
+        print(f"verify: the same, {found.agreement}", file=sys.stderr, flush=True)
 
 
 def _without_verify(ways: list[str]) -> list[str]:

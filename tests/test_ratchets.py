@@ -20,14 +20,14 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1439,
+    "megatron_ext/*.py": 1450,
     "megatron_ext/distributed": 859,
     "megatron_ext/dtensor": 4976,
     "megatron_ext/experimental": 2546,
     "megatron_ext/head": 11176,
     "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1331,
-    "megatron_ext/megatron": 4481,
+    "megatron_ext/megatron": 4516,
     "megatron_ext/memory": 711,
     "megatron_ext/model_utils": 1499,
     "megatron_ext/numerics": 1092,
@@ -35,7 +35,7 @@ LINES = {
     "megatron_ext/proof": 746,
     "megatron_ext/sequence": 1505,
     "megatron_ext/tensor_parallel": 4661,
-    "megatron_ext/verify": 347,
+    "megatron_ext/verify": 393,
     "megatron_on_cpu/*.py": 1395,
     "megatron_on_cpu/nccl_rules": 2119,
     "megatron_on_cpu/transformer_engine": 2929,

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_ext import run
 from tests.programs import python
@@ -64,7 +65,7 @@ def test_pretraining_script_runs_stock_and_on_our_layers(tmp_path):
     assert ours["layers"].startswith("megatron_ext.tensor_parallel.")
     assert "chunk_tokens=5, cache=0.5" in ours["head"]
     said = [line for line in ours["stderr"].splitlines() if line.startswith("fused head")]
-    assert said == ["fused head: GPTModel: 1 losses fused, logits made 0 times"]  # of the first step, on one rank
+    assert said == ["fused head: GPTModel: 1 loss fused, logits made 0 times"]  # of the first step, on one rank
     assert ours["cpu"] == "own"
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6)
     assert stock["losses"][0] != pytest.approx(stock["losses"][1], rel=1e-3)
@@ -148,7 +149,14 @@ def test_what_a_script_sees(tmp_path, script):
     relative = os.path.relpath(path, tmp_path)
     plain = subprocess.run([sys.executable, relative, *arguments], cwd=tmp_path, capture_output=True, text=True)
     ours = launch(tmp_path, relative, *arguments)
-    assert (ours.returncode, ours.stderr) == (0, "")
+    assert ours.returncode == 0
+    told = ours.stderr.splitlines()
+    assert (
+        told[-1] == f"megatron_ext: nothing is plugged into {relative}: add --linear-ce or --tensor-parallel before it"
+    )
+    if not torch.cuda.is_available():
+        assert "no GPU is here, and --cpu is not given, but behind SCRIPT" in told.pop(0)
+    assert len(told) == 1
     assert ours.stdout == plain.stdout
     assert ours.stdout.endswith("late __main__ Here(x=1)\n")
 
@@ -277,8 +285,22 @@ def test_script_gets_the_flags_that_a_cpu_needs(given, on, added, tmp_path, scri
     assert done.stdout.splitlines() == [f"{found} {given}"] * 2
     told = [line for line in done.stderr.splitlines() if line.startswith("megatron_ext: ")]
     assert told[-1] == f"megatron_ext: on a CPU the script gets {' '.join(added)} as well"
-    assert len(told) == 1 + len(on)
-    assert all("stays, and wants" in line for line in told[:-1])
+    assert len(told) == 2 + len(on)
+    assert "nothing is plugged into" in told[0]
+    assert all("stays, and wants" in line for line in told[1:-1])
+
+
+@pytest.mark.parametrize("options", [[], ["--linear-ce"]])
+def test_torchrun_is_named_where_its_environment_is_missing(options, tmp_path, script):
+    path = script("""
+        import torch
+        print("init")
+        torch.distributed.init_process_group("gloo")
+    """)
+    done = python("-m", "megatron_ext.run", "--cpu", *options, path, cwd=tmp_path, ignore_warnings=True)
+    assert done.returncode == 1
+    assert "RANK expected, but not set" in done.stderr
+    assert "start it by torchrun: torchrun --nproc-per-node 1 -m megatron_ext.run" in done.stderr
 
 
 def test_without_megatron_it_says_so(script, capsys, monkeypatch):

@@ -31,7 +31,8 @@ class ModelFusion:
         model: its class name, and its virtual pipeline stage where there is one.
         losses_fused: calls of the loss that went from hidden states to losses without logits.
         read_outs: calls of an output processor (log-probabilities, top-k, divergence) without logits.
-        logits_made: how often logits were made although there were labels, by who asked ("file:line").
+        logits_made: how often logits were made although there were labels, by who asked: "file:line", or "Megatron's
+            own loss" of a model that is left to Megatron.
         left_to_megatron: why the model keeps Megatron's own loss; None if it does not.
         stock_losses: calls of Megatron's own loss.
         megatron_kernel: the fused loss of Megatron's that its config asks for (`cross_entropy_loss_fusion`), "native"
@@ -39,9 +40,11 @@ class ModelFusion:
         proof: what came of the comparison of the head with the model's own output layer and loss; None before it.
         verified: the losses that were taken both ways, side by side, where the patch was asked for it (`verify=`).
         layers: how many tensor-parallel layers the model has, by the package that they come from.
-        sizes: the head's sizes and `cache`, at its first loss, as `megatron-ext memory` takes them; "" before it.
+        sizes: the head's sizes and `cache`, at its first loss since a model was patched or unpatched, as
+            `megatron-ext memory` takes them; "" before it.
         kept: the percentage of the exponentials that this `cache` keeps for backward at most; None where it is "auto".
         z_loss, entropy: of the last loss, means over tokens that have a label, 0-dim fp32; None where not asked for.
+        unpatched: whether the patch of the model was taken back, after which its losses are not counted.
     """
 
     model: str
@@ -58,25 +61,30 @@ class ModelFusion:
     kept: float | None = None
     z_loss: Tensor | None = None
     entropy: Tensor | None = None
+    unpatched: bool = False
 
     def __str__(self) -> str:
-        parts = [f"{self.model}: {self.losses_fused} losses fused"]
+        parts = [f"{self.model}: {_counted(self.losses_fused, 'loss', 'es')} fused"]
         if self.read_outs:
-            parts.append(f"{self.read_outs} read-outs without logits")
-        parts.append(f"logits made {self.logits_made.total()} times")
-        parts += [f"({count} for {place})" for place, count in self.logits_made.items()]
+            parts.append(f"{_counted(self.read_outs, 'read-out')} without logits")
+        made = "".join(f" ({count} for {place})" for place, count in self.logits_made.items())
+        parts.append(f"logits made {_counted(self.logits_made.total(), 'time')}{made}")
         if self.losses_fused and self.proof is not None:
             parts.append(self.proof)
         if self.verified is not None:
-            parts.append(f"{len(self.verified.ours)} losses verified, {self.verified.differences}")
+            verified = _counted(len(self.verified.ours), "loss", "es")
+            parts.append(f"{verified} verified, {self.verified.differences}")
         if self.stock_losses:
-            parts.append(f"{self.stock_losses} losses by Megatron")
+            parts.append(f"{_counted(self.stock_losses, 'loss', 'es')} by Megatron")
         if self.left_to_megatron is not None:
             parts.append(f"left to Megatron: {self.left_to_megatron}")
         if self.megatron_kernel is not None:
             asked = _MEGATRON_KERNELS.get(self.megatron_kernel, self.megatron_kernel)
-            runs = "that runs where Megatron's loss does" if self.stock_losses else "the fused head runs instead of it"
+            own = self.stock_losses or self.unpatched
+            runs = "that runs where Megatron's loss does" if own else "the fused head runs instead of it"
             parts.append(f"the config asks for {asked}, {runs}")
+        if self.unpatched:
+            parts.append("unpatched since then")
         lines = [", ".join(parts)]
         if self.layers:
             layers = ", ".join(f"{count} of {home}" for home, count in sorted(self.layers.items()))
@@ -86,6 +94,10 @@ class ModelFusion:
                 lines.append(f"  cache: up to {self.kept:.0f} % of the exponentials are kept for backward")
             lines.append(f"  the head's peak memory, stock and ours: megatron-ext memory {self.sizes}")
         return "\n".join(lines)
+
+
+def _counted(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count} {noun}{ending * (count != 1)}"
 
 
 @dataclass
@@ -173,6 +185,11 @@ def name_of(model: Any) -> str:
     """The model's class name, with its virtual pipeline stage if there is one."""
     stage, kind = getattr(model, "vp_stage", None), type(model).__name__.removeprefix("FSDP")
     return kind if stage is None else f"{kind} (virtual stage {stage})"
+
+
+def counted_models() -> list[tuple[Any, ModelFusion]]:
+    """The models that are counted and still there, with their counters."""
+    return list(_by_model.items())
 
 
 def counters_of(model: Any) -> ModelFusion:

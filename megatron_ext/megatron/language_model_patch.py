@@ -38,6 +38,7 @@ from megatron_ext.megatron.fused_loss.model_methods import (
     settings_of_spec,
 )
 from megatron_ext.megatron.fused_loss.module_calls import in_this_call
+from megatron_ext.megatron.fusion_report import counted_models
 from megatron_ext.replace import Replacement, original_of
 
 _FUTURE = "__init_subclass__"
@@ -59,6 +60,7 @@ def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
                 _watched.add(one)
                 weakref.finalize(one, _guard_megatron, False).atexit = False
     _guard_megatron()
+    _update_report()
 
 
 def patch_for_specs() -> None:
@@ -67,6 +69,7 @@ def patch_for_specs() -> None:
         versions.warn_if_untested()
         wrap_models(None)
         _guard_megatron()
+        _update_report()
 
 
 def unpatch_language_models(model: Any = None) -> None:
@@ -83,6 +86,20 @@ def unpatch_language_models(model: Any = None) -> None:
                 patch.restore()
             _of_models.pop(one, None)
     _guard_megatron()
+    _update_report()
+
+
+def _update_report() -> None:
+    """Have the fusion report name models that are unpatched, and describe each head anew at its next loss."""
+    for model, counters in counted_models():
+        counters.unpatched, counters.sizes, counters.kept = not _is_patched(model), "", None
+
+
+def _is_patched(model: Any) -> bool:
+    kinds = type(model).__mro__
+    of_class = [patch.settings or settings_of_spec(model) for (kind, _), patch in _of_classes.items() if kind in kinds]
+    shares_vocabulary = getattr(fusion_decision.output_layer(model), "promises", False)
+    return bool(_patches_of(model) or any(of_class) or shares_vocabulary)
 
 
 def forward_with_fused_head(model: Any, *args: Any, **kwargs: Any) -> Tensor:

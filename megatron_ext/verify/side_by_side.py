@@ -53,6 +53,24 @@ class TwoRuns:
         return self.tolerance, _NORMS_DIFFER * self.tolerance
 
     @property
+    def agreement(self) -> str:
+        """The limits of what both runs have, in words."""
+        numbers = zip(("loss", "gradient_norm"), ("losses", "gradient norms"), self.limits, strict=True)
+        had = {name for step in self.stock for name, x in vars(step).items() if x is not None}
+        return " and ".join(f"{words} within {limit:g}" for name, words, limit in numbers if name in had)
+
+    @property
+    def clipped(self) -> list[str]:
+        """The numbers of two digits that a step's gradient norm is in both runs, as is one that was clipped."""
+        found = set()
+        for a, b in zip(self.stock, self.ours, strict=False):
+            norms = [a.gradient_norm or 0.0, b.gradient_norm or 0.0]
+            limit = f"{norms[0]:.2g}"
+            if all(0 < x < math.inf and math.isclose(x, float(limit), rel_tol=1e-5) for x in norms):
+                found.add(limit)
+        return sorted(found)
+
+    @property
     def differences(self) -> str:
         """The largest differences, in words."""
         loss, norm = self.largest
@@ -97,6 +115,8 @@ class TwoRuns:
             rows.append((str(at), *cells))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+        if self.clipped:
+            lines.append(f"gradient norms of {', '.join(self.clipped)} look clipped, which hides how gradients differ")
         return "\n".join([*lines, self.differences])
 
 

@@ -2,9 +2,11 @@
 
 A step's loss is the sum of the scalars that backward starts from: with Megatron's schedules those of its micro-batches,
 on the last stage of a pipeline. The gradient norm is that which Megatron's optimizer returns, over all ranks and before
-clipping; of another optimizer, the norm of the gradients that this rank hands to it.
+clipping; of another optimizer, the norm of the gradients that this rank hands to it, before clipping by torch's
+functions.
 """
 
+import functools
 import json
 import os
 import resource
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from megatron_ext.replace import in_modules
 from megatron_ext.verify.side_by_side import RecordedStep
 
 
@@ -39,12 +42,16 @@ class StepRecorder:
         self.file, self.steps, self.on_gpu = file, steps, on_gpu
         self._losses: list[Tensor] = []
         self._norm: Tensor | float | None = None
+        self._unclipped: dict[Tensor, Tensor] = {}  # norms of gradients, by parameter
         self._backwards = self._done = self._depth = 0
         self._before: float | None = None
 
     def start(self) -> None:
         """From now on in this process, whichever optimizers and backward passes there are."""
         torch.autograd.backward = self._seen(torch.autograd.backward)
+        clips = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_
+        for module, name, clip in [*in_modules(clips)]:
+            setattr(module, name, self._clipping(clip))
         register_optimizer_step_pre_hook(self._norm_of)
         register_optimizer_step_post_hook(self._after_torch)
         try:
@@ -62,10 +69,22 @@ class StepRecorder:
     def _seen(self, backward: Any) -> Any:
         def run(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._backwards += 1
+            self._unclipped.clear()
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if grad_tensors is None and len(roots) == 1 and roots[0].numel() == 1:
                 self._losses.append(roots[0].detach().clone())
             return backward(tensors, grad_tensors, *args, **kwargs)
+
+        return run
+
+    def _clipping(self, clip: Any) -> Any:
+        @functools.wraps(clip)
+        def run(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            for one in parameters:
+                if one.grad is not None and one not in self._unclipped:
+                    self._unclipped[one] = _norm(one.grad)
+            return clip(parameters, *args, **kwargs)
 
         return run
 
@@ -77,7 +96,8 @@ class StepRecorder:
             finally:
                 self._depth -= 1
             if not self._depth:
-                self._norm = found[1] if isinstance(found, tuple) and len(found) > 1 else None
+                # Megatron's is 0 where it does not clip.
+                self._norm = found[1] or None if isinstance(found, tuple) and len(found) > 1 else None
                 self._ended()
             return found
 
@@ -86,9 +106,8 @@ class StepRecorder:
     def _norm_of(self, optimizer: Any, *_: Any) -> None:
         if self._depth:
             return
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        local = [x.to_local() if isinstance(x, DTensor) else x for x in gradients]
-        norms = [x.detach().float().norm() for x in local]
+        owned = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms = [self._unclipped[p] if p in self._unclipped else _norm(p.grad) for p in owned]
         self._norm = torch.stack([x.cpu() for x in norms]).norm() if norms else None
 
     def _after_torch(self, *_: Any) -> None:
@@ -119,6 +138,11 @@ class StepRecorder:
         peak: float = torch.cuda.max_memory_allocated() / 2**20
         torch.cuda.reset_peak_memory_stats()
         return peak
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local.detach().float().norm()
 
 
 def _losses_fused() -> int:

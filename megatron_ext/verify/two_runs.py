@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import distributed as dist
 
+from megatron_ext.proof.proofs import FUSION_VARIABLE
 from megatron_ext.verify.side_by_side import TwoRuns
 from megatron_ext.verify.step_recorder import file_of_rank, read_steps
 
@@ -19,7 +20,8 @@ _STORES: list[dist.TCPStore] = []  # other ranks may need one for longer than ra
 def run_twice(ways: Sequence[str], script: Sequence[str], steps: int, tolerance: float) -> TwoRuns:
     """The first steps of `script`, with its arguments, stock and by the launcher's options `ways`, on this rank.
 
-    Each rank of a job calls it, and starts a process of its own for each run. `--cpu` and its kin stand in both.
+    Each rank of a job calls it, and starts a process of its own for each run. `--cpu` and its kin stand in both. The
+    stock run has fusion turned off, so that a script which calls the patch itself is stock there.
 
     Raises:
         ValueError: there are several ranks, and torchrun has not started them.
@@ -28,11 +30,11 @@ def run_twice(ways: Sequence[str], script: Sequence[str], steps: int, tolerance:
     check_ranks()
     on_cpu = [way for way in ways if way in ("--cpu", "--nccl-rules", "--transformer-engine")]
     folder = Path(tempfile.mkdtemp(prefix="megatron_ext-verify-"))
-    for name, options in (("stock", on_cpu), ("ours", list(ways))):
+    for name, options, switch in (("stock", on_cpu, {FUSION_VARIABLE: "off"}), ("ours", list(ways), {})):
         log = file_of_rank(folder, name).with_suffix(".log")
         record = ["--record", str(steps), str(file_of_rank(folder, name))]
         command = [sys.executable, "-m", "megatron_ext.run", *options, *record, *script]
-        code = _exit_code(command, _meeting_place(name), log)
+        code = _exit_code(command, _meeting_place(name) | switch, log)
         if code:
             last = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
             raise RuntimeError(f"the {name} run of {script[0]} failed with exit code {code}:\n{last}\n{log}")

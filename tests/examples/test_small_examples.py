@@ -68,7 +68,7 @@ def test_launcher_fuses_the_loss_of_an_unmodified_hybrid_script():
     )
     assert len(stock_losses) == 10
     assert_learns_alike(our_losses, stock_losses)
-    assert re.search(r"fused head: (Hybrid|Mamba)Model: 1 losses fused, logits made 0 times\n", ours.stderr)
+    assert re.search(r"fused head: (Hybrid|Mamba)Model: 1 loss fused, logits made 0 times\n", ours.stderr)
     assert "Warning" not in ours.stderr
 
 

@@ -28,6 +28,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KERNELS = {
     "whole_row_kernel",
     "_combined_kernel",
+    "columns_kernel",
+    "ids_exist_kernel",
     "_token_gradient_kernel",
     "_finish_dx_kernel",
     "_label_rows_kernel",

@@ -341,7 +341,7 @@ def test_the_report_says_what_runs():
             assert "asks for Megatron's fused loss (te)" in told.call_args.args[0]
             earlier = fusion_report()
             said = str(earlier)
-            assert "GPTModel: 1 losses fused, logits made 0 times" in said
+            assert "GPTModel: 1 loss fused, logits made 0 times" in said
             assert "\n  tensor-parallel layers: 10 of megatron\n" in said  # 4 of each block, embedding, output
             sizes = said.partition("megatron-ext memory ")[2]
             tokens, width = labels.numel(), model.config.hidden_size
@@ -360,5 +360,39 @@ def test_the_report_says_what_runs():
             with hooked, pytest.warns(UserWarning, match="keeps Megatron's own loss"):
                 run(model, labels)
             report = fusion_report()
-            assert (report.stock_losses, report.logits_made) == (1, 0)
+            assert (report.stock_losses, report.logits_made) == (1, 1)
+            assert "logits made 1 time (1 for Megatron's own loss), 1 loss by Megatron" in str(report)
             assert "left to Megatron: its output layer has backward hooks" in str(report)
+
+
+@ranks(1)
+def test_the_report_follows_patches_and_their_end():
+    with model_parallel():
+        model, other, labels = one_gpt(), one_gpt(), batch()[1]
+        reset_fusion_report()
+        try:
+            patch()
+            run(model, labels)
+            for cache in (0, 1):
+                patch(cache=cache)
+                assert "cache" not in str(fusion_report())
+                run(model, labels)
+                said = str(fusion_report())
+                assert f"cache: up to {100 * cache} % of the exponentials are kept" in said
+                assert said.endswith(f"--cache {cache}")
+            patch(model=other)
+            run(other, labels)
+            assert "unpatched" not in str(fusion_report())
+            unpatch()
+            first, second = str(fusion_report()).split("\nfused head: ")
+            assert first.startswith("fused head: GPTModel: 3 losses fused, logits made 0 times, unpatched since then\n")
+            assert "unpatched" not in second
+            patch()
+            assert "unpatched" not in str(fusion_report())
+        finally:
+            unpatch(model=other)
+            unpatch()
+        assert str(fusion_report()).count("unpatched") == 2
+        with mock.patch.object(model.output_layer, "promises", True, create=True):  # a vocabulary shared over stages
+            unpatch()
+            assert str(fusion_report()).count("unpatched") == 1

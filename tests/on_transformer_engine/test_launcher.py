@@ -20,5 +20,5 @@ def test_on_our_head_and_layers_in_processes_of_their_own(tmp_path):
     ours = report_of(tmp_path, *ways, ranks=2, layers=[], started=launch)
     assert ours["attention"] == "TEDotProductAttention"
     assert ours["layers"].startswith("megatron_ext.tensor_parallel.")
-    assert "fused head: GPTModel: 1 losses fused, logits made 0 times" in ours["stderr"]
+    assert "fused head: GPTModel: 1 loss fused, logits made 0 times" in ours["stderr"]
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6)

@@ -1,8 +1,10 @@
 """`--verify` and `megatron_ext.compare`: steps of a script, stock and changed, side by side."""
 
+import os
 import re
 import sys
 import textwrap
+from unittest import mock
 
 import pytest
 
@@ -48,7 +50,8 @@ def test_recorder_writes_losses_and_norms_of_steps(tmp_path):
 
 def forked(command, environment, log):
     """The run in a process that has torch and Megatron already."""
-    done = python(*command[1:], ranks=1, ignore_warnings=True)
+    with mock.patch.dict(os.environ, environment):
+        done = python(*command[1:], ranks=1, ignore_warnings=True)
     log.write_text(done.stdout + done.stderr)
     return done.returncode
 
@@ -65,12 +68,15 @@ def standin(monkeypatch, tmp_path):
 
 def test_compare_shows_equal_runs_of_a_megatron_script(standin, capsys, tmp_path):
     picture = tmp_path / "pictures" / "both.png"
-    compare.main(["--cpu", "--verify", "2", f"--picture={picture}", *standin])
+    compare.main(["--cpu", "--verify", "9", f"--picture={picture}", *standin, "--steps", "2"])
     said = capsys.readouterr().err
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"picture: {picture}\n" in said
     assert re.search(r"^ +1  4\.\d{6}  4\.\d{6} ", said, re.M)
-    assert "verify: the same, losses within 0.001 and gradient norms within 0.01\n" in said
+    assert said.endswith(
+        "verify: the script ended after 2 of the 9 steps\n"
+        "verify: the same, losses within 0.001 and gradient norms within 0.01\n"
+    )
 
 
 def test_compare_tells_another_loss(standin, capsys, tmp_path, monkeypatch):
@@ -82,21 +88,86 @@ def test_compare_tells_another_loss(standin, capsys, tmp_path, monkeypatch):
     assert re.search(r"verify: the loss of a step differs by \d\.\de-0\d, and at most 1\.0e-03 is", ended.value.code)
 
 
-def test_compare_fails_where_no_loss_was_fused(standin, capsys, tmp_path, monkeypatch):
-    """Equal runs of which neither has a fused loss say nothing of the fused head; the launcher trains nevertheless."""
+def verify(*given):
+    run.verify(run.command_line(), run.command_line().parse_args(list(map(str, given))), list(map(str, given)))
+
+
+def test_nothing_is_compared_while_fusion_is_off(standin, capsys, tmp_path, monkeypatch):
+    """Two stock runs are always the same; the launcher trains stock, as it was asked to."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEGATRON_EXT_FUSION", "off")
+    nothing = "verify: nothing was compared: MEGATRON_EXT_FUSION=off is set in the environment"
     with pytest.raises(SystemExit) as ended:
         compare.main(["--cpu", "--linear-ce", "--verify", "1", *standin])
-    why = "MEGATRON_EXT_FUSION=off is set in the environment"
-    nothing = f"verify: --linear-ce fused no loss, so the fused head was not compared: {why}"
     assert ended.value.code == nothing
-    assert "verify: the same" not in capsys.readouterr().err
-    given = ["--cpu", "--linear-ce", "--verify", "1", *standin]
-    run.verify(run.command_line(), run.command_line().parse_args(given), given)
-    assert capsys.readouterr().err.endswith(
-        f"{nothing}\nverify: the same, losses within 0.001 and gradient norms within 0.01\n"
+    for change in ("--linear-ce", "--tensor-parallel"):
+        verify("--cpu", change, "--verify", "1", *standin)
+        assert capsys.readouterr().err == f"{nothing}\n"
+
+
+@pytest.mark.usefixtures("standin")
+def test_verify_trains_nothing_where_no_loss_was_fused(capsys, tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS))
+    with pytest.raises(SystemExit) as ended:
+        verify("--cpu", "--linear-ce", "--verify", "1", tmp_path / "script.py")
+    assert ended.value.code == (
+        "verify: --linear-ce fused no loss, so the fused head was not compared: --check reports why"
     )
+    assert "verify: the same" not in capsys.readouterr().err
+
+
+def test_stock_run_of_a_script_that_patches_is_stock(standin, tmp_path):
+    script = tmp_path / "pretrain.py"
+    script.write_text(
+        f"import runpy, sys\nsys.path.insert(0, {str(STANDIN.parent)!r})\n"
+        "from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch\npatch()\n"
+        f"runpy.run_path({standin[0]!r}, run_name='__main__')\n"
+    )
+    found = two_runs.run_twice(["--cpu", "--linear-ce"], [str(script), *standin[1:]], 1, 1e-3)
+    assert [[step.losses_fused for step in steps] for steps in (found.stock, found.ours)] == [[0], [1]]
+
+
+CLIPS = """
+    import sys
+    import torch
+    from torch.nn.utils import clip_grad_norm_
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(torch.ones(3, 4)).square().mean().backward()
+        print(float(torch.cat([x.grad.flatten() for x in layer.parameters()]).norm()))
+        if sys.argv[1] == "norm":
+            clip_grad_norm_(layer.parameters(), 0.5)
+        elif sys.argv[1] == "value":
+            torch.nn.utils.clip_grad_value_(layer.weight, 0.01)
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("clips", ["norm", "value"])
+def test_recorded_norms_are_those_before_clipping(clips, tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(CLIPS))
+    file = tmp_path / "steps.jsonl"
+    done = python("-m", "megatron_ext.run", "--cpu", "--record", 2, file, tmp_path / "script.py", clips, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    printed = [float(line) for line in done.stdout.splitlines()]
+    assert min(printed) > 0.5
+    assert [step.gradient_norm for step in read_steps(file)] == pytest.approx(printed)
+
+
+def test_table_tells_of_norms_that_look_clipped():
+    said = "gradient norms of 0.5, 1 look clipped"
+    assert said in str(runs([(2.0, 1.0), (2.0, 0.73), (2.0, 0.5)], [(2.0, 0.999999), (2.0, 0.73001), (2.0, 0.5)]))
+    assert "clipped" not in str(runs([(2.0, 1.0), (2.0, 0.0)], [(2.0, 1.01), (2.0, 0.0)]))
+
+
+def test_agreement_names_what_both_runs_have():
+    both = "losses within 0.001 and gradient norms within 0.01"
+    assert runs([(2.0, 1.0)], [(2.0, 1.0)]).agreement == both
+    assert runs([(2.0, None)], [(2.0, None)]).agreement == "losses within 0.001"
+    assert runs([(None, 1.0)], [(None, 1.0)]).agreement == "gradient norms within 0.01"
 
 
 def test_compare_shows_why_a_run_failed(standin):

@@ -63,7 +63,7 @@ def region_of(model: Any, settings: HeadSettings) -> "Region | None":
 
 
 def leave(model: Any, settings: HeadSettings, reason: str) -> None:
-    """Say once that a model is left to its own loss; refused where `settings` ask for more than that."""
+    """Say once that a model is left to its own loss, and count its logits; refused where `settings` ask for more."""
     counters = counters_of(model)
     counters.left_to_megatron = reason
     if (asked := settings.beyond_megatron()) is not None:
@@ -71,6 +71,7 @@ def leave(model: Any, settings: HeadSettings, reason: str) -> None:
             f"the fused head was asked for {asked}, and cannot go into {type(model).__name__}: "
             f"{reason}; leave these options at their defaults for Megatron's own loss"
         )
+    counters.logits_made["Megatron's own loss"] += 1
     say_once(f"{type(model).__name__} keeps Megatron's own loss, the fused head stays out: {reason}")
 
 
