@@ -41,7 +41,7 @@ from megatron_ext.dtensor.output.stand_ins import (
 from megatron_ext.dtensor.sequence_arguments import tells_of_token_ids, token_id_fault
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.checks import Bits, Cache, rounds
-from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, fusion_is_on, proof_mode
+from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, proof_mode, why_fusion_is_off
 from megatron_ext.sequence.next_token import next_tokens
 
 _PROOFS = Proofs()
@@ -182,15 +182,16 @@ def _check_options(losses: Callable[..., Tensor], bits: Bits | None, logit_dtype
 def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """`own`, the forward of a model, with our loss where that is proved."""
     fused: FusedLoss | None = self.__dict__.get(FUSED)  # None after `restore_own_loss`
-    given = _named(type(self).forward, args, kwargs)
-    if fused is None or not fusion_is_on():
+    given, off = _named(type(self).forward, args, kwargs), why_fusion_is_off()
+    if fused is None:
         return own(self, *args, **kwargs)
     if given is None:
         _say_that_logits_are_made(self, "its forward does not name its positional arguments", fused.read)
         return own(self, *args, **kwargs)
     wanted = any(isinstance(given.get(name), Tensor) for name in ("labels", "shift_labels"))
     if not wanted or not (self.training or fused.in_eval):
-        if not wanted and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        may_learn = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not wanted and may_learn and off is None:
             fused.calls_without_labels += 1
             frame, level = caller_outside(*[sys.modules[name] for name in _WRAPPERS if name in sys.modules])
             name = type(self).__name__.removeprefix("FSDP")
@@ -200,10 +201,14 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
         fused.compiled = True
         _say_that_it_is_compiled(type(self).__name__, self.base_model_prefix or "model", fused.read)
         return own(self, *args, **kwargs)
+    if off is not None:
+        _say_that_logits_are_made(self, off, fused.read)
+        return own(self, *args, **kwargs)
     if torch._C._are_functorch_transforms_active():
         _say_that_logits_are_made(self, "a transform of torch.func runs it, where nothing can be compared", fused.read)
         return own(self, *args, **kwargs)
-    _check_labels(self, given)
+    if str(getattr(own, "__module__", "")).startswith("transformers."):  # another forward may have other labels
+        _check_labels(self, given)
     if given.get("labels") is None:  # which a forward asks for before it looks for a loss
         given["labels"] = given["shift_labels"] = given["shift_labels"].contiguous()
     decision = _decision(self, own, fused, given)
@@ -313,8 +318,8 @@ def _explaining(own: Callable[..., Any], given: dict[str, Any]) -> Callable[...,
 
 
 def _is_text_alone(model: Any) -> bool:
-    """Return whether each token id has a row: those of others may stand for images."""
-    return model.config.get_text_config() is model.config
+    """Return whether the model has one sequence, of token ids that have a row each: others may stand for images."""
+    return model.config.get_text_config() is model.config and not getattr(model.config, "is_encoder_decoder", False)
 
 
 def _check_token_ids(model: Any, given: dict[str, Any]) -> None:
