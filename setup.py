@@ -44,6 +44,9 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.11",
+    # With package_dir setuptools puts this folder on the path of an editable install. Its default, a finder, is asked
+    # last: a script in the folder that holds the clone would import the clone itself, as a namespace package.
+    package_dir={"": "."},
     packages=find_packages(include=["megatron_ext", "megatron_ext.*", "megatron_on_cpu", "megatron_on_cpu.*"]),
     package_data={"megatron_ext": ["py.typed"], "megatron_on_cpu": ["py.typed"]},
     install_requires=["torch>=2.10"],

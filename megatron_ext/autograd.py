@@ -1,7 +1,7 @@
 """Helpers of our autograd functions: what they save, a backward that can be differentiated once, no autocast within."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -14,7 +14,8 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """For `backward` of an autograd function: a second derivative is an error, never a silently missing term.
 
     torch's own `once_differentiable` objects only where the upstream gradient requires grad: a gradient penalty on a
-    summed loss would lose its term without a word.
+    summed loss would lose its term without a word. Nor does an error that hangs on the gradients alone reach who asks
+    `torch.autograd.grad` for those of some leaves, which runs no node that does not lead to them.
     """
 
     @functools.wraps(backward)
@@ -23,9 +24,27 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
-        return tuple(_Once.apply(x.detach().requires_grad_()) if isinstance(x, Tensor) else x for x in found)
+        ends = [*filter(_requires_grad, grads), *leaves_of(ctx)]
+        return tuple(_Once.apply(x.detach().requires_grad_(), *ends) if isinstance(x, Tensor) else x for x in found)
 
     return checked
+
+
+def leaves_of(node: Any) -> Iterator[Tensor]:
+    """The tensors that gradients from a node of autograd's graph would go to."""
+    nodes = [node]
+    seen = {None, node}
+    for one in nodes:  # which grows meanwhile
+        if (leaf := getattr(one, "variable", None)) is not None:
+            yield leaf
+        for source, _ in getattr(one, "next_functions", ()):
+            if source not in seen:
+                seen.add(source)
+                nodes.append(source)
+
+
+def _requires_grad(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad
 
 
 def without_autocast(x: Any) -> AbstractContextManager[Any]:
@@ -52,7 +71,7 @@ def saved_groups(ctx: Any) -> list[list[Any]]:
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *ends: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod

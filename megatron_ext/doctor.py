@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import megatron_ext
 from megatron_ext import reference
+from megatron_ext.broken_pipe import until_the_reader_leaves
 from megatron_ext.head import linear_cross_entropy
 from megatron_ext.integrations.frameworks import ways
 from megatron_ext.numerics import cpu_products
@@ -146,7 +147,7 @@ def kernels() -> list[dict[str, Any]]:
     no_triton = "Triton is not installed: plain PyTorch, several passes"
     dtypes = (torch.bfloat16, torch.float16)
     ours = " and ".join(str(x).removeprefix("torch.") for x in dtypes if not cpu_products.has_sixteen_bit_products(x))
-    in_tiles = f"oneDNN lacks {ours} on this CPU: made of fp32 tiles, about as fast"
+    in_tiles = f"oneDNN lacks {ours}: computed in fp32 tiles, about as fast as fp32"
 
     def of_gpu(name: str, why: str, active: bool = True) -> dict[str, Any]:
         why = why if gpu else f"{no_gpu}; the CPU path computes the same"
@@ -256,11 +257,9 @@ def screen(found: dict[str, Any]) -> str:
     lines += [f"  {'on ' if k['active'] else 'off'} {k['name']:<34}{k['why']}" for k in found["kernels"]]
     lines += ["", "Transformer Engine and Apex, both optional"]
     for engine in found["engines"]:
-        version = engine["version"] or ""
-        lines += [f"  {'no' if engine['why_not'] else 'ok'} {engine['name']} {version}".rstrip()]
-        lines += textwrap.wrap(
-            engine["why_not"] or engine["use"], 116, initial_indent=5 * " ", subsequent_indent=5 * " "
-        )
+        named = f"{'no' if engine['why_not'] else 'ok'} {engine['name']} {engine['version'] or ''}".rstrip()
+        text = f"{named}: {engine['why_not'] or engine['use']}"
+        lines += textwrap.wrap(text, 116, initial_indent="  ", subsequent_indent=5 * " ")
     lines += ["", f"Self-test of the head on {found['self_test']['device']}: {TOKENS} x {WIDTH} x {VOCAB}"]
     lines += [
         f"  {'ok  ' if r['passed'] else 'FAIL'} {r['dtype']:<10}error {r['error']:.1e}, plain PyTorch "
@@ -291,7 +290,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.cpu:
         parser.error("--cpu is of use with --model alone: add --model SCRIPT ARGS...")
     found = report()
-    print(json.dumps(found, indent=2) if options.json else screen(found))
+    with until_the_reader_leaves():
+        print(json.dumps(found, indent=2) if options.json else screen(found))
     return 0 if found["self_test"]["passed"] else 1
 
 

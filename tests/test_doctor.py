@@ -73,7 +73,8 @@ def test_each_framework_is_listed_with_what_its_way_in_would_do(monkeypatch):
     ways = doctor.ways()
     for package, way in (("trl", "integrations.trl.apply()"), ("verl", "integrations.verl.apply()"),
                          ("nemo_rl", "integrations.nemo_rl.apply()"), ("ray", "policy.RayPolicy"),
-                         ("transformers", "dtensor (use_fused_loss, parallelize), policy.DTensorPolicyWorker"),
+                         ("transformers", "dtensor (use_fused_loss, parallelize)"),
+                         ("accelerate", "policy.DTensorPolicyWorker"),
                          ):  # fmt: skip
         there = importlib.util.find_spec(package) is not None
         assert (ways[way] is None) is there, ways[way]
@@ -91,7 +92,8 @@ def test_framework_that_does_not_fit_or_import_says_why(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("trl", "verl")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "ray", None)
+    for package in ("ray", "accelerate"):
+        monkeypatch.setitem(sys.modules, package, None)
     ways = doctor.ways()
     assert (
         "whose functions are known here: trl.trainer.utils.selective_log_softmax takes"
@@ -99,6 +101,8 @@ def test_framework_that_does_not_fit_or_import_says_why(monkeypatch, tmp_path):
     )
     assert "no flash" in ways["integrations.verl.apply()"] or "verl" in ways["integrations.verl.apply()"]
     assert "ray is not installed" in ways["policy.RayPolicy"]
+    assert "accelerate is not installed" in ways["policy.DTensorPolicyWorker"]
+    assert ways["dtensor (use_fused_loss, parallelize)"] is None
     for name in [name for name in sys.modules if name.partition(".")[0] in ("trl", "verl")]:
         del sys.modules[name]
 
@@ -207,7 +211,7 @@ def test_engines_that_are_missing_or_broken_are_told_apart(monkeypatch):
     assert broken["why_not"] == (
         "transformer_engine is installed and cannot be loaded (FileNotFoundError: Could not find: x.so)"
     )
-    assert "  no Transformer Engine 2.20.2\n     transformer_engine is installed and cannot" in doctor.screen(
+    assert "  no Transformer Engine 2.20.2: transformer_engine is installed and cannot" in doctor.screen(
         {"versions": {}, "megatron": NO_MEGATRON, "frameworks": {}, "kernels": [], "engines": [broken]}
         | {"self_test": {"device": "cpu", "results": []}}
     )

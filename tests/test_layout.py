@@ -36,6 +36,8 @@ ROOMS = [
     "numerics",
     "distributed",
     "autograd",
+    "broken_pipe",
+    "call_stack",
     "optional_packages",
     "replace",
     "reference",

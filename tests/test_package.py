@@ -2,10 +2,13 @@
 
 import ast
 import importlib.metadata
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +17,7 @@ import pytest
 import megatron_ext
 from megatron_ext import __main__ as programs
 from megatron_ext import head
+from tests.marks import slow
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,6 +68,17 @@ def test_programs_get_the_arguments_behind_their_name(capsys):
     assert "--cpu is of use with --model alone" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("program", ["memory --tokens 8 --hidden 8 --vocab 64", *slow("doctor")])
+def test_programs_end_quietly_once_nobody_reads(program):
+    """As with `| head`: the program has exit code 1, and says nothing of it."""
+    from_pipe, to_pipe = os.pipe()
+    os.close(from_pipe)
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_ext", *program.split()]
+    with open(to_pipe) as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_packages_come_with_the_first_import():
     """In a process of its own, where nothing else has imported them; neither Megatron nor TRL is loaded for it."""
     code = (
@@ -76,6 +91,27 @@ def test_packages_come_with_the_first_import():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_editable_install_serves_the_folder_above_the_clone(tmp_path):
+    """Where the clone's own folder, `megatron_ext/`, would be a namespace package of that name."""
+    clone, site = tmp_path / "megatron_ext", tmp_path / "site"
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", *_INITS):
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    build = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    zipfile.ZipFile(*tmp_path.glob("*.whl")).extractall(site)
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import importlib.util, site\nsite.addsitedir({str(site)!r})\n"
+        "print(*[importlib.util.find_spec(name).origin for name in ('megatron_ext', 'megatron_on_cpu')])\n"
+    )
+    done = subprocess.run([sys.executable, "-S", "-E", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(clone / name) for name in _INITS]
+
+
+_INITS = ("megatron_ext/__init__.py", "megatron_on_cpu/__init__.py")
 
 
 # Packages that examples need through the package, which imports them when they are used.

@@ -89,7 +89,8 @@ def attention(
             f"attention {NAME!r} was called with attention_mask={type(attention_mask).__name__} and without a sequence "
             f"layout: it takes these from a hook on the model; call megatron_ext.dtensor.use_attention(model)"
         )
-    if not getattr(module, "is_causal", True):
+    by_config = getattr(getattr(module, "config", None), "is_causal", True)
+    if not (getattr(module, "is_causal", True) and by_config) or others.get("is_causal") is False:
         raise ValueError(f"{type(module).__name__} is not causal, and {NAME!r} knows causal attention only; use 'sdpa'")
     packing, hidden = sequence_layout.packing, sequence_layout.hidden_BK
     batch, heads, tokens = query.shape[:3]

@@ -75,6 +75,8 @@ def check_attention(model: nn.Module) -> None:
         raise Unknown(f"layers of type {', '.join(sorted(odd))}")
     if getattr(config, "attention_chunk_size", None):
         raise Unknown("attention in chunks")
+    if not getattr(config, "is_causal", True):
+        raise Unknown("attention in both directions, as config.is_causal=False says,")
     if not takes_attention_functions(model):
         raise Unknown("attention outside of transformers' attention interface")
     for layer in text.layers:

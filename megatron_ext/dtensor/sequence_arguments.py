@@ -20,7 +20,6 @@ from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.numerics.tensors import fault_within, has_values
 from megatron_ext.sequence.attention import Packing
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
-from megatron_ext.sequence.host_values import HostMemo
 
 _REFUSAL = "_megatron_ext_refusal"
 _TELLS = "_megatron_ext_tells_of_token_ids"
@@ -171,7 +170,7 @@ class SequenceArguments:
                     f"cu_seqlens with a batch of {batch} and attention_mask={type(mask).__name__}: packed documents "
                     f"lie in one row, and padding is a document of its own; pass input_ids [1, tokens] alone"
                 )
-            packing = Packing.of(cu_seqlens)
+            packing = Packing.of(cu_seqlens.detach())  # another tensor: a collective may have filled it anew
         expected = self._positions(length, cu_seqlens, tokens.device)
         if positions is None:
             positions = expected
@@ -205,7 +204,7 @@ class SequenceArguments:
             )
         kept = mask.bool()
         # Padding behind the tokens: "causal" hides it from all of them already.
-        return None if _never_rises(kept) else ~kept
+        return None if bool((kept[:, 1:] <= kept[:, :-1]).all()) else ~kept
 
     def _positions(self, length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
         """`[1, S]`: the positions of this rank's tokens in their documents."""
@@ -230,14 +229,8 @@ class SequenceArguments:
         return None
 
 
-_never_rises = HostMemo(lambda kept: bool((kept[:, 1:] <= kept[:, :-1]).all()))
-
-
-def _read_documents(positions: Tensor) -> tuple[int, ...]:
+def _document_lengths(positions: Tensor) -> tuple[int, ...]:
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions.diff() != 1
     starts = begins.flatten().nonzero().flatten().tolist()
     return tuple(b - a for a, b in zip(starts, [*starts[1:], positions.numel()], strict=True))
-
-
-_document_lengths = HostMemo(_read_documents)

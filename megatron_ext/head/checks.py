@@ -368,9 +368,12 @@ def shard_fault(vocab: VocabShard, columns: int, argument: str, ranks: int) -> V
         )
     if vocab.columns == columns:
         return None
+    fix = f"pass the VocabShard of this rank's own columns, or this rank's shard of {argument}"
+    if ranks == 1 and argument.startswith("teacher"):
+        n = min(columns, vocab.columns)
+        fix = f"if the larger vocabulary is padded, pass its first {n} ids alone: weight[:{n}], or logits[..., :{n}]"
     return ValueError(
-        f"vocab is {vocab} with {vocab.columns} columns, {argument} has {columns}: they must be equal; "
-        f"pass the VocabShard of this rank's own columns, or this rank's shard of {argument}"
+        f"vocab is {vocab} with {vocab.columns} columns, {argument} has {columns}: they must be equal; {fix}"
     )
 
 

@@ -19,6 +19,9 @@ from megatron_ext.distributed.groups import UNSHARDED, VocabShard
 from megatron_ext.head.checks import Bits, Cache, rounds
 from megatron_ext.head.lora import LoRA
 
+# Where Megatron-Core's layer that is cut along the vocabulary, and ours, have their forward.
+_COLUMN_PARALLEL = ("megatron.core.tensor_parallel.layers", "megatron_ext.tensor_parallel._layers.column_parallel")
+
 
 class FactsBesideTemperature(TypedDict, total=False):
     """Keywords of `LmHead`, which says more of each, without the temperature."""
@@ -77,15 +80,19 @@ def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_forward(layer: nn.Module) -> None:
-    """Raise ValueError for a layer, other than Megatron's, that is not known to give the product with its weight, and
-    its bias, alone."""
+    """Raise ValueError for a layer that is not known to give the product with its weight, and its bias, alone; or under
+    Megatron's protocol with the attribute `softcap`, by which it says so."""
     inside = unwrapped(layer)[0]
-    if hasattr(inside, "sequence_parallel") or not hasattr(inside, "weight"):
+    if not hasattr(inside, "weight") or (hasattr(inside, "sequence_parallel") and hasattr(inside, "softcap")):
         return
-    if "forward" in vars(inside) or type(inside).forward not in (nn.Linear.forward, nn.Embedding.forward):
+    forward = type(inside).forward
+    home = getattr(forward, "__globals__", {}).get("__name__")  # which no decorator copies
+    known = forward in (nn.Linear.forward, nn.Embedding.forward) or home in _COLUMN_PARALLEL
+    if "forward" in vars(inside) or not known:
         raise ValueError(
             f"layer is {type(inside).__name__} with a forward of its own, of which the head would leave out what is no "
-            f"product with the weight: pass layer.weight, and by their names bias, logit_scale and softcap"
+            f"product with the weight: pass layer.weight, and by their names what else the head has of bias, "
+            f"logit_scale, softcap, tp_group and hidden_layout"
         )
 
 

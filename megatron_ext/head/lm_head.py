@@ -78,7 +78,8 @@ class LmHead:
             and none on CUDA or with `chunk_tokens`. Others keep none.
         chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result; with
             `weights` of `read` it must be the same on all ranks.
-        gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol.
+        gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol;
+            of a weight of Megatron-FSDP it returns it, as that takes it too.
         bits: which bits are the same. "fast": in each run with the same shapes. "batch": a token's results and its row
             of dx also for any other tokens beside it, any chunk, cache, layout and packing; dW for any chunk, cache and
             layout. "tensor_parallel": all of these also for 1, 2, 4 and 8 ranks, each of which holds eighths of the
@@ -156,9 +157,9 @@ class LmHead:
 
         Raises:
             ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary; or it
-                has adapters that are more than a low-rank product, or, if not Megatron's, a forward of its own.
+                has adapters that are more than a low-rank product, or a forward of its own and no attribute `softcap`.
         """
-        if isinstance(layer, nn.Module) and not hasattr(layer, "sequence_parallel"):
+        if isinstance(layer, nn.Module):
             check_forward(layer)
         return cls(
             **head_facts(layer, {"weight": weight, "tp_group": tp_group, "hidden_layout": hidden_layout, **facts})
@@ -306,7 +307,8 @@ class LmHead:
             self.temperature,
             self.chunk_tokens,
             self.cache,
-            self.gradient_accumulation_fusion,
+            # Megatron-FSDP lends a buffer for one use, unset, and copies a gradient of autograd's into it by itself.
+            self.gradient_accumulation_fusion and not hasattr(self.weight, "get_main_grad"),
             bits=bits_or_mode(self.bits),
             logit_scale=self.logit_scale,
             rounds=self.logit_dtype is not None and self.logit_dtype.itemsize == 2,
@@ -491,7 +493,7 @@ def _fused_epilogue_fault(
 
 
 def _main_grad_fault(weight: Tensor) -> ValueError | None:
-    if not weight.requires_grad or hasattr(weight, "get_main_grad"):
+    if not weight.requires_grad:
         return None
     try:
         main_grad.buffer_of(weight)

@@ -14,7 +14,7 @@ from megatron_ext.head.engine.stored_logits import Flat, StoredLogitsHead
 from megatron_ext.head.lm_head import as_asked, checked
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.teacher import teacher_logits_fault
-from megatron_ext.numerics.tensors import accumulation_dtype
+from megatron_ext.numerics.tensors import OutsideVocabulary, accumulation_dtype
 
 _NUMBERS = {"softcap": None, "temperature": 1.0}
 
@@ -58,6 +58,9 @@ class Logits:
         head, logits, callers = self.resolved(), self.logits, fault
         ranks = head.ranks
         asked, teachers, fault = checked(readouts, head)
+        if isinstance(fault, OutsideVocabulary):
+            fix = "pass them with the weight to linear_log_probs or linear_cross_entropy"
+            fault = ValueError(f"{fault}; if {self.name} {tuple(logits.shape)} are hidden states, {fix}")
         for r in asked:
             each = r.per_token()
             if each is not None:

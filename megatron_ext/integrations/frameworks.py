@@ -14,7 +14,8 @@ _OURS = {
 }
 # Ways that need packages alone, as they are imported.
 _NEED = {
-    "dtensor (use_fused_loss, parallelize), policy.DTensorPolicyWorker": ("transformers",),
+    "dtensor (use_fused_loss, parallelize)": ("transformers",),
+    "policy.DTensorPolicyWorker": ("transformers", "accelerate"),
     "policy.RayPolicy": ("ray", "psutil", "transformers"),
 }
 

@@ -43,10 +43,13 @@ def check_tensor(name: str, x: Any, rule: str) -> None:
         raise ValueError(f"{name} is {type(x).__name__}: it must be {rule}")
 
 
-def check_scalar(name: str, x: Any) -> None:
-    """Raises ValueError unless `x` is a number, of any value, or a tensor."""
+def scalar_fault(name: str, x: Any) -> ValueError | None:
+    """Return the fault of a tensor that has not one number; raises ValueError for what is neither number nor tensor."""
     if not isinstance(x, Tensor):
         check_number(name, x, "a number or a tensor", lambda _: True)
+    elif x.numel() != 1:
+        return ValueError(f"{name} has shape {tuple(x.shape)}: it must be one number for all rows; sum or average it")
+    return None
 
 
 def shape_fault(name: str, x: Any, shapes: Sequence[tuple[int, ...]], rule: str) -> ValueError | None:
@@ -67,11 +70,10 @@ def check_per_token(shape: torch.Size, **tensors: Tensor | None) -> None:
 
 
 def count_fault(name: str, count: Tensor | float | None) -> ValueError | None:
-    """Return the fault of a number below 0; a tensor's value is not looked at."""
+    """Return the fault of a number below 0, or of several numbers; a tensor's value is not looked at."""
     if count is None:
         return None
-    check_scalar(name, count)
-    return below_0(count, name)
+    return scalar_fault(name, count) or below_0(count, name)
 
 
 def check_number(

@@ -30,6 +30,8 @@ DivergenceKind = Literal["forward", "reverse", "jsd"]
 TopKDivergenceKind = Literal["forward", "reverse", "mixed", "jsd"]
 # The log-probability that a teacher who knows its top-k only gives to all else, as NeMo-RL has it.
 LOG_OUTSIDE = -100.0
+# Log-probabilities of 16 bits are each wrong by up to 3 % of a probability, and their sum by less than 10 %.
+_LOG_ROUNDED_SUM = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +152,7 @@ class TopKDistillationLoss(FromHidden):
         """
         head = self._head(weight)
         fault = _top_k_fault(teacher_topk_logits, teacher_topk_indices, mask, count)
-        fault = fault or self.ids_fault(teacher_topk_indices, mask)
+        fault = fault or self.ids_fault(teacher_topk_indices, mask) or self._rest_fault(teacher_topk_logits, mask)
         whole = self.zero_outside_topk or self.bucket
         readouts = [Gather(teacher_topk_indices, normalised=whole), *([Entropy()] if self.needs_entropy else [])]
         only = self._only(_that_count(mask, teacher_topk_indices.shape[:-1]))
@@ -200,17 +202,26 @@ class TopKDistillationLoss(FromHidden):
         one more outcome, which would lack its probability twice. On CUDA a device-side assertion."""
         if not (self.zero_outside_topk or self.bucket) or not ids.dim() or not has_values(ids):
             return None
-        repeated = (ids.sort(-1).values.diff(dim=-1) == 0).any(-1)
         option = "bucket" if self.bucket else "zero_outside_topk"
-        try:
-            raise_if(
-                (repeated if mask is None else repeated & (mask > 0)).any(),
-                f"teacher_topk_indices has an id twice for a token that counts: with {option}=True each must be there "
-                f"once, since what is outside of the K is reckoned from them; pass ids without repetition",
-            )
-        except ValueError as fault:
-            return fault
-        return None
+        return _fault_of_tokens(
+            (ids.sort(-1).values.diff(dim=-1) == 0).any(-1),
+            mask,
+            f"teacher_topk_indices has an id twice for a token that counts: with {option}=True each must be there "
+            f"once, since what is outside of the K is reckoned from them; pass ids without repetition",
+        )
+
+    def _rest_fault(self, log_probs: Tensor, mask: Tensor | None) -> ValueError | None:
+        """Return the fault of a token that counts and whose `log_probs` `[..., K]` leave no rest for the bucket, as a
+        teacher's logits do not. On CUDA a device-side assertion."""
+        if not self.bucket or not has_values(log_probs):
+            return None
+        return _fault_of_tokens(
+            log_probs.logsumexp(-1) > _LOG_ROUNDED_SUM,
+            mask,
+            "teacher_topk_logits has a token that counts whose exponentials add up to more than 1: with bucket=True "
+            "they must be log-probabilities of the teacher's whole vocabulary; pass log_softmax of the teacher's "
+            "logits, divided by the temperature, at the K ids, or bucket=False",
+        )
 
     @property
     def needs_entropy(self) -> bool:
@@ -259,6 +270,15 @@ class TopKDistillationLoss(FromHidden):
         if self.divergence == "reverse":
             return reverse
         return self.mixed_kl_weight * forward + (1 - self.mixed_kl_weight) * reverse
+
+
+def _fault_of_tokens(wrong: Tensor, mask: Tensor | None, message: str) -> ValueError | None:
+    """Return the fault that `message` tells, of tokens that count and are `wrong`, a bool `[...]`."""
+    try:
+        raise_if((wrong if mask is None else wrong & (mask > 0)).any(), message)
+    except ValueError as fault:
+        return fault
+    return None
 
 
 def _log_rest(log_probs: Tensor) -> Tensor:

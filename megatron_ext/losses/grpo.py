@@ -73,6 +73,11 @@ class GRPOLoss(LogProbLoss):
     sampling_ratio_max: float | None = 3.0
 
     def __post_init__(self) -> None:
+        if self.loss_type == "gspo":
+            raise ValueError(
+                "loss_type is 'gspo': GSPO is a level of the ratio; pass importance_sampling_level='sequence' with "
+                "loss_type='grpo'"
+            )
         one_of("loss_type", self.loss_type, get_args(LossType))
         one_of("importance_sampling_level", self.importance_sampling_level, get_args(pg.Level))
         one_of("kl_estimator", self.kl_estimator, get_args(pg.KLEstimator))
@@ -123,7 +128,8 @@ class GRPOLoss(LogProbLoss):
             log_probs: of the labels, `[B, S]` (all per token `[S, B]` with `sequence_first`).
             advantages: `[B]`, or one for each token.
             mask: which tokens count, or weights of them; None: all.
-            old_log_probs: of the policy that the samples are from; None: this one, with ratio 1.
+            old_log_probs: of the policy that the samples are from; None: this one, with ratio 1. No gradient goes to
+                these, nor to the next two.
             reference_log_probs: needed where `beta` is not 0.
             sampling_log_probs: those of the generator, where they differ from `old_log_probs`.
             count: what the sum is divided by instead of this call's tokens, or rows: of all micro-batches and ranks.
@@ -137,8 +143,8 @@ class GRPOLoss(LogProbLoss):
             sampling_log_probs=sampling_log_probs,
             count=count,
         )
-        old = log_probs.detach() if old_log_probs is None else old_log_probs
-        (log_probs_BS, mask_BS), old_BS = self._inputs(log_probs, mask), self._rows(old)
+        old = log_probs if old_log_probs is None else old_log_probs
+        (log_probs_BS, mask_BS), old_BS = self._inputs(log_probs, mask), self._rows(old.detach())
         advantages_BS = advantages.unsqueeze(1) if advantages.dim() == 1 else counted(self._rows(advantages), mask_BS)
         ratio = pg.probability_ratio(log_probs_BS, old_BS, mask_BS, self.importance_sampling_level)
         loss_BS = self._token_loss(counted(log_probs_BS, mask_BS), ratio, advantages_BS)
@@ -147,13 +153,13 @@ class GRPOLoss(LogProbLoss):
             level, truncation = _CORRECTIONS[self.sampling_correction]
             bounds = (self.sampling_ratio_min, self.sampling_ratio_max)
             weights, outside = pg.sampling_weights(
-                old_BS.detach(), self._rows(sampling_log_probs), mask_BS, level, truncation, *bounds
+                old_BS, self._rows(sampling_log_probs), mask_BS, level, truncation, *bounds
             )
             loss_BS = loss_BS * weights
             metrics["sampling_ratio"] = token_mean(weights.expand_as(mask_BS), mask_BS)
             metrics["sampling_outside"] = token_mean(outside.expand_as(mask_BS).to(mask_BS.dtype), mask_BS)
         if reference_log_probs is not None and self.beta:
-            apart_BS = counted(self._rows(reference_log_probs) - log_probs_BS, mask_BS)
+            apart_BS = counted(self._rows(reference_log_probs.detach()) - log_probs_BS, mask_BS)
             kl_BS = pg.kl_estimate(apart_BS, self.kl_estimator, self.kl_input_clamp, self.kl_output_clamp)
             kl_BS = kl_BS * ratio if self.use_bias_correction_kl else kl_BS
             loss_BS = loss_BS + self.beta * kl_BS

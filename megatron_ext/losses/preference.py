@@ -18,9 +18,9 @@ from megatron_ext.losses.checks import (
     above_0,
     at_least_0,
     check_number,
-    check_scalar,
     check_tensor,
     first_fault,
+    scalar_fault,
     shape_fault,
 )
 from megatron_ext.losses.from_hidden import LogProbLoss, Metrics
@@ -168,8 +168,8 @@ class DPOLoss(_PairLoss):
         Args:
             log_probs: of the labels, `[B, S]` (all per token `[S, B]` with `sequence_first`).
             mask: which tokens count, or weights of them; None: all.
-            reference_log_probs: of the reference policy, for each token as `log_probs`; None with `reference_free`
-                alone.
+            reference_log_probs: of the reference policy, for each token as `log_probs`, without a gradient; None with
+                `reference_free` alone.
             count: pairs that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
             sft_count: tokens that the sum of `sft_weight` is divided by, those of the chosen rows of all micro-batches
                 and ranks; None: those of this call. It goes together with `count`.
@@ -177,7 +177,9 @@ class DPOLoss(_PairLoss):
         given = {"mask": mask, "reference_log_probs": reference_log_probs, "count": count, "sft_count": sft_count}
         self._check(log_probs.shape, **given)
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
-        apart_BS = log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs)
+        apart_BS = (
+            log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs.detach())
+        )
         apart_B, losses_P = self.of_each_pair(apart_BS, mask_BS)
         return self._of_pairs(apart_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
 
@@ -303,7 +305,9 @@ class KTOLoss(LogProbLoss):
         given = {"mask": mask, "reference_log_probs": reference_log_probs, "kl": kl, "count": count}
         self._check(log_probs.shape, desirable=desirable, **given)
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
-        apart_BS = log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs)
+        apart_BS = (
+            log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs.detach())
+        )
         apart_B = row_means(apart_BS, mask_BS) if self.average_log_prob else row_sums(apart_BS, mask_BS)
         sign_B = torch.where(desirable, 1.0, -1.0)
         weights_B = torch.where(desirable, self.desirable_weight, self.undesirable_weight)
@@ -327,6 +331,6 @@ class KTOLoss(LogProbLoss):
             raise ValueError(
                 f"desirable has dtype {desirable.dtype}: it must be torch.bool; compare numbers, as in desirable > 0"
             )
-        check_scalar("kl", given.get("kl", 0.0))
         _check_reference(self.reference_free, given.get("reference_log_probs"))
-        return first_fault(shape_fault("desirable", desirable, [(self._row_count(shape),)], rule), fault)
+        of_rows = shape_fault("desirable", desirable, [(self._row_count(shape),)], rule)
+        return first_fault(of_rows, scalar_fault("kl", given.get("kl", 0.0)), fault)

@@ -4,18 +4,14 @@ Counters on the host; reading them communicates nothing and waits for no GPU.
 """
 
 import logging
-import os
-import sys
 import warnings
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from types import FrameType, ModuleType
 from typing import Any
 
 from torch import Tensor
 
-import megatron_ext
 from megatron_ext.verify.side_by_side import TwoRuns
 
 _LOG = logging.getLogger(__name__)
@@ -92,7 +88,7 @@ class ModelFusion:
         if self.sizes:
             if self.kept is not None:
                 lines.append(f"  cache: up to {self.kept:.0f} % of the exponentials are kept for backward")
-            lines.append(f"  the head's peak memory, stock and ours: megatron-ext memory {self.sizes}")
+            lines.append(f"  to count the head's peak memory, stock and ours, run: megatron-ext memory {self.sizes}")
         return "\n".join(lines)
 
 
@@ -169,16 +165,6 @@ def tell_once(text: str) -> None:
     if text not in _said:
         _said.add(text)
         _LOG.info(text)
-
-
-def caller_outside(*packages: ModuleType) -> tuple[FrameType, int]:
-    """The first frame up the stack in no file of `megatron_ext` or `packages`, and its `stacklevel` for the caller."""
-    inside = tuple(os.path.dirname(os.path.abspath(str(p.__file__))) + os.sep for p in (megatron_ext, *packages))
-    frame: Any = sys._getframe(1)
-    level = 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        frame, level = frame.f_back, level + 1
-    return frame, level
 
 
 def name_of(model: Any) -> str:

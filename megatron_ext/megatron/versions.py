@@ -18,7 +18,7 @@ import megatron.core
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron_ext.megatron.fusion_report import caller_outside
+from megatron_ext.call_stack import caller_outside
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 # `make test-versions` runs the first three, from PyPI; `make test-source` the others, from their sources. The last one

@@ -5,11 +5,13 @@ Give the sizes, or a model of transformers (`--model NAME`), or a Megatron scrip
 
 import argparse
 import importlib.util
+import sys
 import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from megatron_ext.broken_pipe import until_the_reader_leaves
 from megatron_ext.head.call.gpu_properties import Device
 from megatron_ext.memory.heads import ours, peak_bytes, stock
 from megatron_ext.memory.sizes import DTYPES, Sizes, of_config, of_megatron_arguments
@@ -21,6 +23,7 @@ CACHES = ("bounded", 1.0, 0.5, 0.0)
 _GIVEN = {"tokens": "--tokens", "width": "--hidden", "vocab": "--vocab"}
 
 
+@until_the_reader_leaves()
 def main(argv: list[str] | None = None) -> None:
     """Print the table for the sizes that `argv` gives; None: the process's arguments."""
     parser = _parser()
@@ -36,15 +39,18 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--device cuda counts Triton's kernels, and Triton is not installed: pip install triton")
     on_cuda = options.device != "cpu" and not without_kernels
     if options.gpu and not on_cuda:
-        parser.error(f"--gpu is {options.gpu}, and a CPU's run is counted: leave out --device cpu, and install triton")
+        fix = [*["leave out --device cpu"] * (options.device == "cpu"), *["pip install triton"] * without_kernels]
+        parser.error(f"--gpu is {options.gpu}, and a CPU's run is counted: {', and '.join(fix)}")
     gpu, name = (GPUS[options.gpu], "") if options.gpu else gpu_here()
     caches = CACHES if options.cache is None else [options.cache]
+    if not on_cuda:
+        print("Counting as on a CPU, which takes up to a minute", file=sys.stderr, flush=True)
     for row in rows(sizes, caches, on_cuda=on_cuda, gpu=gpu if on_cuda else None):
         print(row, flush=True)
     if on_cuda and gpu is None:
         print(f"Times on {name or 'a GPU'} are not known here; --gpu h100 or --gpu h200 gives those of these cards.")
     if options.device is None and without_kernels:
-        print("A GPU takes less: to count what it takes, pip install triton, which has the kernels.")
+        print("A GPU takes somewhat more or less: to count what it takes, pip install triton, which has the kernels.")
     if importlib.util.find_spec("megatron") is None:
         print("For a row of Megatron-Core's head: pip install megatron-core")
 
@@ -133,11 +139,11 @@ def _about_times(sizes: Sizes, gpu: Device, unknown: bool) -> Iterator[str]:
     if sizes.dtype.itemsize != 2:
         yield "Times are not known in fp32: the rates are of 16-bit products."
         return
-    rows_of = f"rows measured on one, of Megatron-Core's head and ours at two sizes in bf16, are within {PERCENT} %"
+    rows_of = f"within {PERCENT} % of those measured on one (Megatron-Core's head and ours, at two sizes in bf16)"
     if gpu.name != "H200":
-        rows_of = "no head has been measured on one; rates are from its data sheet, and the energy is an H200's"
+        rows_of = "no head has been measured on one; rates are from its data sheet, energies are those of an H200"
     alone = "; what ranks send each other is not in it" if sizes.ranks > 1 else ""
-    yield f"Times are estimated for an {gpu.name}: {rows_of}{alone}."
+    yield f"Times are estimates for an {gpu.name}: {rows_of}{alone}."
     if unknown:
         yield "A time is unknown where products are less than half of it, or the host may take longer."
 

@@ -3,9 +3,10 @@
 Legend: T tokens of the sample, D hidden size, V vocabulary.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ Way = Callable[[Tensor], Tensor]
 _PROJECTED = 16  # columns that a gradient of more is projected to, so that no two of vocabulary size exist at a time
 _ROWS = 4096  # of a gradient that are in fp32 at a time
 _STATE = (bool, int, float, type(None), Tensor)
+_CONTAINERS = (list, dict, set, deque, defaultdict)
+_OF_MODULES = frozenset(vars(nn.Module()))  # names of what torch keeps
 _LARGEST_STATE = 2**20  # numbers of a buffer that calls change; a larger one holds weights, or tables
 
 
@@ -177,9 +180,12 @@ def rng_put_back(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def state_put_back(module: nn.Module) -> Iterator[None]:
-    """Counters, running statistics and what else `module` and modules inside keep of their calls are as before."""
+    """Counters, running statistics, lists and what else `module` and those inside keep of their calls are as before."""
     held = [(own, dict(own)) for each in module.modules() for own in (vars(each), vars(each)["_buffers"])]
     small = [x for own, _ in held for x in own.values() if isinstance(x, Tensor) and x.numel() <= _LARGEST_STATE]
+    kept = [x for each in module.modules() for name, x in vars(each).items() if name not in _OF_MODULES]
+    kept += [inner for x in kept if isinstance(x, dict) for inner in x.values()]
+    entries = [(x, x.copy()) for x in kept if type(x) in _CONTAINERS]
     values = [(x, x._version, x.detach().clone()) for x in small if not x.is_inference() and not x.requires_grad]
     try:
         yield
@@ -189,3 +195,11 @@ def state_put_back(module: nn.Module) -> Iterator[None]:
         for x, version, value in values:
             if x._version != version:
                 x.copy_(value)
+        for x, before in entries:
+            if [*map(id, _entries(x))] != [*map(id, _entries(before))]:
+                x.clear()
+                (x.extend if isinstance(x, list | deque) else x.update)(before)
+
+
+def _entries(x: Any) -> list[Any]:
+    return [*x, *x.values()] if isinstance(x, dict) else [*x]

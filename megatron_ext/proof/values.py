@@ -2,7 +2,8 @@
 arguments, as a loss's weight that a schedule changes."""
 
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from itertools import chain
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,8 +51,9 @@ def config_values(config: Any) -> tuple[Any, ...]:
 
 
 def code_values(function: Any) -> list[Any]:
-    """Plain values, and tensors with their versions, that `function` reaches: by its closure and defaults, by globals
-    and attributes that its code names, and through functions that it reaches so. Code of libraries is not read."""
+    """Plain values, tensors with their versions, code of functions and classes of other objects that `function`
+    reaches: by its closure and defaults, by globals and attributes that its code names, and through functions that it
+    reaches so. Code of libraries is not read."""
     reader = _Reader(getattr(function, "__self__", None))
     reader.add(function, (), _DEPTH)
     return reader.found
@@ -63,7 +65,7 @@ class _Reader:
     def __init__(self, owner: Any) -> None:
         self.owner = owner
         self.found: list[Any] = []
-        self.seen: set[tuple[int, tuple[str, ...]]] = set()
+        self.seen: dict[tuple[int, tuple[str, ...]], int] = {}  # how deep what is inside was looked at
 
     def add(self, value: Any, names: tuple[str, ...], depth: int) -> None:
         """Add what is reached from `value`, of objects by attributes of these names."""
@@ -72,8 +74,10 @@ class _Reader:
         elif isinstance(value, Tensor):
             if not value.requires_grad:
                 self.found += (value, 0 if value.is_inference() else value._version)
-        elif depth and (id(value), names) not in self.seen:
-            self.seen.add((id(value), names))
+        elif depth > self.seen.get((id(value), names), 0):
+            self.seen[id(value), names] = depth
+            if not isinstance(value, FunctionType):
+                self.found.append(type(value))
             if isinstance(value, MethodType):
                 self.add_function(value.__func__, depth, value.__self__)
             elif isinstance(value, FunctionType):
@@ -87,6 +91,8 @@ class _Reader:
 
     def add_function(self, function: Any, depth: int, owner: Any = None) -> None:
         """Add what the code of `function`, a method of `owner`, reaches."""
+        if isinstance(function, FunctionType):
+            self.found.append(function.__code__)
         if not isinstance(function, FunctionType) or _is_of_library(str(function.__globals__.get("__name__"))):
             return
         names = _names(function.__code__)
@@ -101,14 +107,18 @@ def _inside(value: Any, names: tuple[str, ...]) -> list[Any]:
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, (tuple, list, dict)):
-        entries = list(value.items()) if isinstance(value, dict) else list(value)
-        return entries if len(entries) <= _ENTRIES else []
+        entries = list(chain.from_iterable(value.items())) if isinstance(value, dict) else list(value)
+        return entries if len(value) <= _ENTRIES else []
     of_library = isinstance(value, ModuleType) and _is_of_library(value.__name__)
     places = [] if of_library else [getattr(value, "__dict__", {})]
     if isinstance(value, nn.Module):
         places += (vars(value).get(kind, {}) for kind in ("_buffers", "_parameters", "_modules"))
     places += (vars(kind) for kind in type(value).__mro__ if not _is_of_library(kind.__module__))
-    return [next((place[name] for place in places if name in place), None) for name in names]
+    found = []
+    for name in names:
+        each = next((place[name] for place in places if name in place), None)
+        found.append(getattr(value, name, None) if isinstance(each, MemberDescriptorType) else each)  # of a slot
+    return found
 
 
 def _cells(function: FunctionType) -> list[Any]:

@@ -14,7 +14,8 @@ class HostMemo(Generic[T]):
     """`memo(tensor, *more)` is `read(tensor, *more)`, remembered while the tensor lives unchanged.
 
     All layers of a model get the same mask and the same document boundaries. Reading them costs a host synchronisation
-    on a GPU, which is thus paid once per micro-batch.
+    on a GPU, which is thus paid once per micro-batch. On the CPU nothing is remembered: there numpy may have changed
+    what a tensor holds, without a new version. So may a collective, on a GPU too: what it gives must be a new tensor.
     """
 
     def __init__(self, read: Callable[..., T]):
@@ -22,7 +23,7 @@ class HostMemo(Generic[T]):
         self._seen = WeakTensorKeyDictionary()
 
     def __call__(self, tensor: Tensor, *more: object) -> T:
-        if tensor.is_inference():  # has no version to tell whether it changed
+        if tensor.device.type == "cpu" or tensor.is_inference():  # which has no version
             return self._read(tensor, *more)
         state = (tensor._version, more)
         seen = self._seen.get(tensor)

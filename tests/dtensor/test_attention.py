@@ -1,6 +1,7 @@
 import copy
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,6 +54,15 @@ def test_padding_mask_before_and_behind_the_tokens(name):
     assert error(before[1, 3:], reference(name, False, tokens[1:, 3:])[0][0]) < 3e-6
     assert error(before[0], reference(name, False, tokens[:1])[0][0]) < 3e-6
     assert before.isfinite().all()
+
+
+def test_arguments_that_numpy_has_changed_are_read_anew():
+    tokens, positions = drawn(1, 32), np.arange(32)[None]
+    model, given = use_attention(make("llama")), torch.from_numpy(positions)
+    model(input_ids=tokens, position_ids=given)
+    positions[:] = _positions(CU_SEQLENS).numpy()
+    true = reference("llama", False, tokens, CU_SEQLENS)[0]
+    assert error(model(input_ids=tokens, position_ids=given).logits, true) < 3e-6
 
 
 @ranks(2)
@@ -232,3 +242,16 @@ def test_attention_that_is_not_known_is_refused():
     attention.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, "slopes": 1}), with_kwargs=True)
     with pytest.raises(ValueError, match="passes slopes to its attention"):
         model(input_ids=drawn(1, 4))
+
+
+def test_attention_in_both_directions_is_refused():
+    tokens, model = drawn(1, 4), use_attention(make("llama"))
+    with pytest.raises(ValueError, match="LlamaAttention is not causal"):
+        model(input_ids=tokens, is_causal=False)
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="LlamaAttention is not causal"):
+        model(input_ids=tokens)
+    model = make("llama")
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="attention in both directions, as config.is_causal=False says"):
+        use_attention(model)

@@ -4,6 +4,7 @@ the same model without the fused loss does, with the same gradients."""
 import contextlib
 import copy
 import functools
+from collections import defaultdict
 from types import MethodType
 
 import pytest
@@ -154,16 +155,18 @@ def test_attributes_set_by_others_during_a_forward_stay():
 
 
 class Counting(nn.Module):
-    """A norm that counts its calls in a buffer and an attribute, as batch norms and observers do."""
+    """A norm that counts its calls in a buffer and attributes, as batch norms and observers do, and keeps a loss."""
 
     def __init__(self, inner):
         super().__init__()
-        self.inner, self.calls = inner, 0
+        self.inner, self.calls, self.losses, self.log = inner, 0, [], defaultdict(list)
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("largest", None)
 
     def forward(self, x):
         self.calls += 1
+        self.losses.append(x.square().mean())
+        self.log["largest"].append(x.detach().max())
         self.seen.add_(x[..., 0].numel())
         largest = x.detach().abs().max()
         self.largest = largest if self.largest is None else torch.maximum(0.9 * self.largest, largest)
@@ -186,6 +189,7 @@ def test_a_proof_leaves_the_state_of_modules_as_it_was():
     counted = model.model.norm
     assert (counted.calls, counted.seen.item()) == (2, 2 * batch()["labels"].numel())
     assert torch.equal(counted.largest, true.model.norm.largest)
+    torch.testing.assert_close((counted.losses, counted.log), (true.model.norm.losses, true.model.norm.log))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -8,14 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, Trainer
 
 from megatron_ext import fused_loss_report, linear_cross_entropy
-from megatron_ext.dtensor import use_fused_loss
+from megatron_ext.dtensor import use_attention, use_fused_loss
 from megatron_ext.dtensor.output import fused_loss, loss_proof
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.proof import compare
+from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import SIZES, batch, check_gradients, drawn, loss_and_gradients, make, meshes, parallelize
 from tests.dtensor.test_fused_loss import check_fused
 from tests.dtensor.test_trainer import rows, settings
@@ -148,7 +151,7 @@ def test_a_compiled_forward_keeps_its_own_loss(options):
 
 
 @pytest.mark.parametrize("options", [{"z_loss": 0.1}, {"label_smoothing": 0.1}], ids=str)
-def test_options_that_a_models_own_loss_lacks_are_refused(options):
+def test_options_that_a_models_own_loss_lacks_are_refused(options, monkeypatch):
     (name,) = options
     model, given = use_fused_loss(make("llama"), **options), batch()
     fused = model(**given).loss
@@ -156,6 +159,10 @@ def test_options_that_a_models_own_loss_lacks_are_refused(options):
         torch.compile(model, backend="eager")(**given)
     torch._dynamo.reset()
     assert torch.equal(model(**given).loss, fused)
+    with monkeypatch.context() as off:
+        off.setenv("MEGATRON_EXT_FUSION", "off")
+        with pytest.raises(ValueError, match=rf"use_fused_loss was given {name}=0.1, and .*MEGATRON_EXT_FUSION=off"):
+            model(**given)
     model.loss_function = lambda logits, labels, **_: logits.square().mean()
     with pytest.raises(ValueError, match=rf"use_fused_loss was given {name}=0.1, and Llama.* by square"):
         model(**given)
@@ -171,6 +178,26 @@ def test_labels_are_smoothed_by_model_or_option_alone():
     torch.testing.assert_close(use_fused_loss(model)(**given).loss, expected)
     with pytest.raises(ValueError, match="given label_smoothing=0.1, and the model's own loss has label_smoothing=0.2"):
         use_fused_loss(model, label_smoothing=0.1)(**given)
+
+
+def _checkpointed(logits, labels, vocab_size, **_):
+    targets = next_tokens(labels).flatten()
+    return checkpoint(lambda z: F.cross_entropy(z.flatten(0, -2), targets), logits, use_reentrant=False)
+
+
+def _plain(logits, labels, vocab_size, **_):
+    return F.cross_entropy(logits.flatten(0, -2), next_tokens(labels).flatten())
+
+
+@pytest.mark.parametrize("loss", [_checkpointed, *slow(_plain)], ids=["checkpointed", "compiled"])
+def test_losses_that_cannot_take_promises_stay_the_models_own(loss):
+    model, given = make("llama"), batch()
+    model.loss_function = loss if loss is _checkpointed else torch.compile(loss, backend="eager")
+    expected, true = loss_and_gradients(model, **given)
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="keeps its own loss .*without its logits it raised"):
+        found, gradients = loss_and_gradients(use_fused_loss(model), **given)
+    torch.testing.assert_close((found, gradients), (expected, true))
 
 
 def test_arguments_without_names_keep_the_models_own_loss():
@@ -236,6 +263,57 @@ def test_arguments_that_do_not_fit_are_refused_in_a_sentence():
             use_fused_loss(make("llama"), **options)
 
 
+def test_packed_rows_of_our_attention_are_fused():
+    model, tokens, cu_seqlens = use_attention(make("llama")), drawn(1, 80), torch.tensor([0, 30, 80])
+    expected, true = loss_and_gradients(model, input_ids=tokens, cu_seqlens=cu_seqlens, labels=tokens)
+    found = loss_and_gradients(use_fused_loss(model), input_ids=tokens, cu_seqlens=cu_seqlens, labels=tokens)
+    torch.testing.assert_close(found, (expected, true))
+    assert "fused (proved on 64 tokens" in str(fused_loss_report(model))
+
+
+class KeepsLogits(LlamaForCausalLM):
+    def forward(self, input_ids, **others):
+        out = super().forward(input_ids, **others)
+        self.kept = out.logits
+        return out
+
+
+def test_kept_logits_are_those_of_the_step_or_refused():
+    model, given = use_fused_loss(KeepsLogits(make("llama").config)), batch()
+    model(**given).loss.backward()
+    kept = model.kept
+    with torch.no_grad():
+        expected = model(given["input_ids"]).logits
+        assert kept.argmax(-1).equal(expected.argmax(-1))
+    model(**given).loss.backward()
+    kept = model.kept
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    with pytest.raises(ValueError, match="logits of an earlier call, .* the lm head has changed since"):
+        kept.argmax(-1)
+
+
+class OfLastTokens(LlamaForCausalLM):
+    def forward(self, input_ids, labels=None, **others):
+        out = super().forward(input_ids, **others)
+        out.loss = F.cross_entropy(out.logits[:, -1], labels)
+        return out
+
+
+def test_labels_of_a_decoder_have_a_length_of_their_own():
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 97}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0)
+    model, given = transformers.T5ForConditionalGeneration(config), {"input_ids": drawn(2, 9), "labels": drawn(2, 5)}
+    expected, true = loss_and_gradients(model, **given)
+    torch.testing.assert_close(loss_and_gradients(use_fused_loss(model), **given), (expected, true))
+    assert "fused (proved" in str(fused_loss_report(model))
+
+
+def test_labels_of_another_forward_are_its_own_affair():
+    model, labels = OfLastTokens(make("llama").config), torch.tensor([3, 5])
+    expected = model(drawn(2, 9), labels=labels).loss
+    assert use_fused_loss(model)(drawn(2, 9), labels=labels).loss == expected
+
+
 @pytest.mark.parametrize("way", ["label_smoothing_factor", "compute_loss_func"])
 def test_a_trainer_that_takes_the_labels_out_is_told(way, tmp_path):
     def compute(outputs, labels, num_items_in_batch=None):
@@ -247,6 +325,16 @@ def test_a_trainer_that_takes_the_labels_out_is_told(way, tmp_path):
     fused_loss._say_that_labels_are_missing.cache_clear()
     with pytest.warns(UserWarning, match="LlamaForCausalLM was called in training without labels, so its logits"):
         trainer.train()
+
+
+def test_each_line_that_calls_without_labels_is_told_once():
+    model, tokens = use_fused_loss(make("llama")), drawn(2, 8)
+    with warnings.catch_warnings(record=True, action="always", category=UserWarning) as told:
+        for _ in range(2):
+            model(tokens)
+            model(input_ids=tokens)
+    first = test_each_line_that_calls_without_labels_is_told_once.__code__.co_firstlineno
+    assert [(each.filename, each.lineno - first) for each in told] == [(__file__, 4), (__file__, 5)]
 
 
 def test_batches_of_16_bits_are_proved():

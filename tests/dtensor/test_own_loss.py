@@ -4,6 +4,7 @@ import os
 import warnings
 from unittest import mock
 
+import peft
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -91,6 +92,35 @@ def test_models_of_fsdp_and_of_parallelize_are_restored():
         own = causal_lm_loss(restore_own_loss(model), tokens)
     assert largest.size >= tokens.numel() * VOCAB // 2
     torch.testing.assert_close(own, fused, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", ["the model", "the head too", "PEFT's model"])
+@ranks(1, 2)
+def test_report_under_fsdp2_says_what_calls_did(wrap):
+    """Between calls the lm head is sharded, from forward to backward it is whole."""
+    inside = model = make("llama")
+    if wrap == "PEFT's model":
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    for layer in inside.model.layers:
+        fully_shard(layer)
+    if wrap == "the head too":
+        fully_shard(inside.lm_head)
+    use_fused_loss(fully_shard(model))
+    assert str(fused_loss_report(model)) == "LlamaForCausalLM: use_fused_loss was called, and no loss was fused yet"
+    found = model(**batch())
+    assert found.logits is None
+    assert "LlamaForCausalLM: fused (proved on " in str(fused_loss_report(model))
+    found.loss.backward()
+    assert "LlamaForCausalLM: fused (proved on " in str(fused_loss_report(model))
+
+
+@ranks(1, 2)
+def test_losses_of_a_model_that_fsdp2_wraps_come_through_logits():
+    model, tokens = fully_shard(make("llama")), drawn(2, 8)
+    with pytest.warns(UserWarning, match="FSDP2 gathers its weights in its own forward alone: call use_fused_loss"):
+        found = causal_lm_loss(model, tokens)
+    torch.testing.assert_close(found, causal_lm_loss(make("llama"), tokens))
+    assert "its logits are made, FSDP2 gathers its weights" in str(fused_loss_report(model))
 
 
 def test_report_says_what_a_model_does():

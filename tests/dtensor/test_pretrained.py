@@ -108,6 +108,19 @@ def test_a_folder_that_cannot_be_written():
 
 
 @ranks(2)
+def test_files_of_another_kind_are_refused_on_all_ranks():
+    folder, model = shared_folder(), parallelize(make("llama"), mesh_of(tp=2), torch.float32)
+    for name, value in (("push_to_hub", True), ("variant", "fp16"), ("safe_serialization", False)):
+        first = dist.get_rank() == 0
+        said = f"save_pretrained was given {name}={value!r}: " if first else "save_pretrained: another rank refused"
+        with pytest.raises(ValueError, match=said):
+            model.save_pretrained(folder, **{name: value} if first else {})
+    model.save_pretrained(folder, dist.get_rank() == 0, None, max_shard_size=20_000, safe_serialization=True)
+    assert len([*folder.glob("*.safetensors")]) > 2
+    same_weights(folder, "llama", False)
+
+
+@ranks(2)
 def test_a_folder_without_a_model():
     with pytest.raises((OSError, ValueError)):
         from_pretrained(shared_folder(), mesh_of(tp=2))

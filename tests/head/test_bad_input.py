@@ -179,7 +179,7 @@ def test_ids_outside_the_vocabulary_that_one_rank_alone_is_given(given, layout):
 @ranks(2)
 def test_shards_that_do_not_make_up_the_vocabulary():
     group, rank = dist.group.WORLD, dist.get_rank()
-    one_vocabulary = "the shards of the ranks of tp_group must cover one vocabulary once"
+    one_vocabulary = "the shards of the ranks of tp_group must cover one vocabulary once.*Over gloo .* fewer tokens"
     for shards in (
         [VocabShard(0, 10, 20), VocabShard(10, 20, 21)],  # two sizes
         [VocabShard(0, 10, 21), VocabShard(10, 20, 21)],  # a gap
@@ -191,6 +191,14 @@ def test_shards_that_do_not_make_up_the_vocabulary():
             linear_cross_entropy(**arguments(tp_group=group, vocab=shards[rank]))
     with pytest.raises(ValueError, match=one_vocabulary):  # unequal, and not said so
         linear_cross_entropy(**arguments(tp_group=group, weight=torch.zeros(V - rank, D)))
+
+
+def test_hidden_states_in_the_place_of_logits_are_suspected():
+    for call in (token_log_probs, vocab_parallel_cross_entropy):
+        with pytest.raises(
+            ValueError, match=r"outside \[0, 6\): .*; if logits \(4, 6\) are hidden states, pass them wi"
+        ):
+            call(torch.zeros(T, D), torch.full((T,), V - 1))
 
 
 def test_labels_of_a_narrow_integer_type():

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from megatron_ext import (
     VocabShard,
+    head,
     linear_cross_entropy,
     linear_log_probs,
     reference,
@@ -79,8 +80,11 @@ def test_double_backward_is_refused(on_logits):
     else:
         loss = linear_cross_entropy(hidden, weight, problem.labels)
     (grad,) = torch.autograd.grad(loss.sum(), hidden, create_graph=True)
+    with_penalty = loss.sum() + grad.square().sum()
     with pytest.raises(RuntimeError, match="differentiated twice"):
-        (loss.sum() + grad.square().sum()).backward()  # a gradient penalty
+        torch.autograd.grad(with_penalty, hidden, retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        with_penalty.backward()
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -95,6 +99,31 @@ def test_arguments_are_not_written(cache):
     loss.backward(problem.grad)
     for x, y in zip((*leaves, problem.labels, mask, problem.grad), before, strict=True):
         assert torch.equal(x.detach(), y)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda labels, mask: head.Entropy(mask),
+        lambda labels, mask: head.SumOfSquares(mask),
+        lambda labels, mask: head.LogProbs(labels),
+        lambda labels, mask: head.Sampled(labels, top_k=40),
+        lambda labels, mask: head.Sampled(labels, top_p=0.999),
+    ],
+    ids=["entropy", "squares", "log-probs", "top-k", "top-p"],
+)
+def test_labels_and_masks_may_be_written_before_backward(asked):
+    """As into a buffer that the next batch is copied to."""
+    hidden, weight, found = torch.randn(12, 8), 0.1 * torch.randn(41, 8), []
+    for writes in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        labels, mask = torch.arange(12) * 3, torch.arange(12) % 3 > 0
+        result = head.LmHead(leaves[1]).read(leaves[0], asked(labels, mask))
+        if writes:
+            labels.zero_()
+            mask.logical_not_()
+        found.append(torch.autograd.grad(result.clamp(min=-99).square().sum(), leaves))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("shape", [(1,), (), (0,), (3, 0), (2, 1, 3, 2)])

@@ -167,14 +167,15 @@ def test_bytes():
 
 def test_bad_input():
     z, x, w = torch.zeros(4, 10), torch.zeros(4, 3), torch.zeros(10, 3)
-    wrong = "teacher_weight has 9: they must be equal; pass .*, or this rank's shard of teacher_weight"
+    padded = "they must be equal; if the larger vocabulary is padded, pass its first"
     for call, said in (
         (lambda: kl_divergence(z, z, "both"), "direction is 'both'"),
         (lambda: soft_cross_entropy(z, z[:3]), r"teacher_logits have shape \(3, 10\)"),
-        (lambda: soft_cross_entropy(z, z[:, :9]), "teacher_logits has 9"),
+        (lambda: soft_cross_entropy(z, z[:, :9]), f"teacher_logits has 9: {padded} 9 ids"),
         (lambda: linear_kl_divergence(x, w, x.long(), w), "teacher_hidden is torch.int64"),
         (lambda: linear_kl_divergence(x, w, x[:3], w), r"teacher_hidden has shape \(3, 3\)"),
-        (lambda: linear_kl_divergence(x, w, x, w[:9], vocab=VocabShard(0, 10, 10)), wrong),
+        (lambda: linear_kl_divergence(x, w, x, w[:9]), f"teacher_weight has 9: {padded} 9 ids"),
+        (lambda: linear_kl_divergence(x, w[:9], x, w), f"teacher_weight has 10: {padded} 9 ids"),
         (lambda: linear_kl_divergence(x, w, x, w, temperature=0), "temperature is 0"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -103,6 +103,12 @@ def test_a_head_of_megatrons_output_layer():
         hidden, labels = torch.randn(5, 2, layer.weight.shape[1]), torch.randint(layer.weight.shape[0], (5, 2))
         found = LmHead.of(layer).read(hidden, LogProbs(labels))
         torch.testing.assert_close(found, reference.log_probs(layer(hidden)[0], labels), rtol=1e-5, atol=1e-5)
+        kind = type(layer)
+        layer.__class__ = type("Scaled", (kind,), {"forward": lambda self, x: (3 * kind.forward(self, x)[0], None)})
+        with pytest.raises(ValueError, match="layer is Scaled with a forward of its own, .* hidden_layout"):
+            LmHead.of(layer)
+        layer.softcap = None
+        assert LmHead.of(layer).weight is layer.weight
 
 
 @ranks(1)

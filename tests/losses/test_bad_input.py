@@ -80,7 +80,7 @@ def good(loss, layout):
         return found | {"teacher_hidden": hidden, "teacher_weight": weight + 1}
     ids = torch.rand(B, S, V, generator=generator).topk(K).indices
     if isinstance(loss, TopKDistillationLoss):
-        return found | {"teacher_topk_logits": ids.float(), "teacher_topk_indices": ids}
+        return found | {"teacher_topk_logits": -1 - ids.float(), "teacher_topk_indices": ids}
     found["labels"] = ids[..., 0]
     per_token = {"reference_log_probs": torch.zeros(B, S)}
     if isinstance(loss, GRPOLoss):
@@ -131,6 +131,7 @@ def test_what_one_rank_sees_travels_in_the_exchange_of_the_call(layout, by_head)
         ({"old_log_probs": torch.ones(S, B)}, r"old_log_probs is \(3, 4\)"),
     ]
     twice = {"teacher_topk_indices": torch.ones(B, S, K).long()}, "has an id twice"
+    no_rest = {"teacher_topk_logits": torch.ones(B, S, K)}, "whose exponentials add up to more than 1"
     more = {
         GRPOLoss(beta=0.1): of_grpo,
         GRPOLoss(skip_ignored=True): of_grpo,
@@ -141,6 +142,7 @@ def test_what_one_rank_sees_travels_in_the_exchange_of_the_call(layout, by_head)
         TopKDistillationLoss(): [({"teacher_topk_logits": torch.ones(B, S, K + 1)}, "teacher_topk_logits has shape")],
         TopKDistillationLoss(divergence="jsd", zero_outside_topk=True): [],
         TopKDistillationLoss(divergence="mixed", zero_outside_topk=True): [twice],
+        TopKDistillationLoss(bucket=True): [twice, no_rest],
     }
     for loss in OF_EACH | more:
         for changed, message in [*of_all, *more.get(loss, [])]:

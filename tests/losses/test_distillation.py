@@ -230,6 +230,20 @@ def test_repeated_ids_are_refused_beside_what_is_outside_of_them(option):
     TopKDistillationLoss()(x, w, log_probs, ids)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_are_no_log_probabilities_for_the_bucket(dtype):
+    """Of tokens that count; rounded log-probabilities, whose sum may be above 1, are some."""
+    x, w, logits = torch.randn(4, 3), torch.randn(4096, 3), torch.randn(4, 4096) * 3
+    loss, (values, ids) = TopKDistillationLoss(bucket=True), logits.topk(64)
+    with pytest.raises(ValueError, match="teacher_topk_logits has a token that counts whose exponentials add up to m"):
+        loss(x, w, values.to(dtype), ids)
+    log_probs, mask = logits.log_softmax(-1).to(dtype), torch.tensor([1.0, 0.0, 1.0, 0.5])
+    every = torch.arange(4096).expand(4, 4096)
+    assert loss(x, w, log_probs, every)[0].isfinite()
+    mixed = log_probs.where(mask.unsqueeze(-1) > 0, logits.to(dtype))
+    assert torch.equal(loss(x, w, mixed, every, mask)[0], loss(x, w, log_probs, every, mask)[0])
+
+
 def test_a_loss_is_compiled_whole():
     student, teacher, _ = heads()
     loss = DistillationLoss(divergence="forward")

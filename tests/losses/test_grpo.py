@@ -31,6 +31,17 @@ def test_without_old_log_probs_the_ratio_is_1():
     assert metrics["clip_ratio"] == 0
 
 
+def test_other_policies_get_no_gradient():
+    log_probs, others = drawn(B, S, seed=3).requires_grad_(), drawn(B, S, seed=4).requires_grad_()
+    given = dict.fromkeys(("old_log_probs", "reference_log_probs", "sampling_log_probs"), log_probs)
+    found = GRPOLoss(beta=0.1).from_log_probs(log_probs, drawn(B, seed=8), **given)[0]
+    expected = GRPOLoss().from_log_probs(log_probs, drawn(B, seed=8))[0]
+    gradients = [torch.autograd.grad(loss, log_probs)[0] for loss in (found, expected)]
+    torch.testing.assert_close(*gradients)
+    loss = GRPOLoss(beta=0.1).from_log_probs(log_probs, drawn(B, seed=8), **dict.fromkeys(given, others))[0]
+    assert torch.autograd.grad(loss, others, allow_unused=True) == (None,)
+
+
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
 def test_parts_add_up_with_a_count(loss_type):
     """Micro-batches, with what the whole is divided by."""
@@ -119,6 +130,7 @@ def test_wrong_arguments_are_told_with_the_right_ones(wrong, message):
 @pytest.mark.parametrize(
     "options, message",
     [
+        ({"loss_type": "gspo"}, "pass importance_sampling_level='sequence' with loss_type='grpo'"),
         ({"loss_type": "vespo"}, "loss_type is 'vespo': it must be one of"),
         ({"epsilon": -1}, "epsilon is -1: it must be at least 0"),
         ({"sapo_temperature_pos": 0}, "sapo_temperature_pos is 0"),

@@ -154,6 +154,17 @@ def test_a_count_below_0_is_refused():
     assert DPOLoss(reference_free=True).from_log_probs(log_probs, torch.zeros(4, S), count=0)[0] == 0
 
 
+def test_counts_and_kl_of_several_numbers_are_refused():
+    log_probs, desirable = drawn(4, S) - 3, torch.ones(4, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"count has shape \(4,\): it must be one number for all rows"):
+        DPOLoss(reference_free=True).from_log_probs(log_probs, count=torch.ones(4))
+    loss = KTOLoss(reference_free=True)
+    with pytest.raises(ValueError, match=r"kl has shape \(4, 1\): it must be one number for all rows"):
+        loss.from_log_probs(log_probs, desirable, kl=torch.ones(4, 1))
+    found = loss.from_log_probs(log_probs, desirable, kl=torch.ones(1))
+    torch.testing.assert_close(found, loss.from_log_probs(log_probs, desirable, kl=1.0))
+
+
 @pytest.mark.parametrize("logit", [2.0, 10.0, 20.0, 30.0])
 def test_odds_near_certainty_lose_digits_as_derived(logit):
     """Of two tokens with logits x and 0 the first has log odds x: off by a rounding of log p over 1 - p, no more."""

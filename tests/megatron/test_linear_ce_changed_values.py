@@ -25,6 +25,10 @@ class Schedule:
         return self.weight
 
 
+class Slots:
+    __slots__ = ("weight",)
+
+
 class Cell:
     """Ways to a number that `weigh(model)` makes a factor of the loss, and `set_to(model, x)` changes."""
 
@@ -59,6 +63,19 @@ class Cell:
     def object(self):
         schedule = Schedule()
         return lambda model: schedule.now(), lambda model, x: setattr(schedule, "weight", x)
+
+    def slot(self):
+        held = Slots()
+        return lambda model: held.weight, lambda model, x: setattr(held, "weight", x)
+
+    def function(self):
+        constants = {1.0: lambda: 1.0, 3.0: lambda: 3.0}
+        return lambda model: model.my_weight(), lambda model, x: setattr(model, "my_weight", constants[x])
+
+    def module(self):
+        kinds = {1.0: type("One", (torch.nn.Module,), {"forward": lambda self: 1.0})}
+        kinds[3.0] = type("Three", (torch.nn.Module,), {"forward": lambda self: 3.0})
+        return lambda model: model.my_weight(), lambda model, x: setattr(model, "my_weight", kinds[x]())
 
     def tensor(self):
         held = torch.ones(())

@@ -170,6 +170,45 @@ def parametrized_weight(model):
     parametrize.register_parametrization(model.output_layer, "weight", Doubled())
 
 
+def loss_of_more(model, *given, **named):
+    """Of a model that calls its loss with more than labels and logits."""
+
+    class Weighted(type(model)):
+        def compute_language_model_loss(self, labels, logits, weight=1.0):
+            return weight * super().compute_language_model_loss(labels, logits)
+
+        def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
+            return self.compute_language_model_loss(labels, self.output_layer(hidden_states)[0], *given, **named)
+
+    model.__class__ = Weighted
+
+
+def loss_of_a_third_argument(model):
+    loss_of_more(model, 3.0)
+
+
+def loss_of_a_keyword(model):
+    loss_of_more(model, weight=3.0)
+
+
+def layer_of_more(model):
+    """Of an output layer that is called with a factor, first in the patch with one that changes nothing."""
+    factors = iter([2.0, 1.0, 3.0])
+
+    class Scaled(type(model.output_layer)):
+        def forward(self, input_, weight=None, runtime_gather_output=None, factor=1.0):
+            logits, bias = super().forward(input_, weight, runtime_gather_output)
+            return logits / factor, bias
+
+    class Scaling(type(model)):
+        def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
+            factor = next(factors)
+            logits, _ = self.output_layer(hidden_states, factor=factor)
+            return self.compute_language_model_loss(labels, logits * factor)
+
+    model.output_layer.__class__, model.__class__ = Scaled, Scaling
+
+
 # By the number of losses of two calls that are fused.
 CHANGES = {
     hook_that_scales: 2,
@@ -192,6 +231,9 @@ CHANGES = {
     quantizer_inside: 0,
     forward_as_a_partial: 0,
     foreign_layer: 0,
+    loss_of_a_third_argument: 0,
+    loss_of_a_keyword: 0,
+    layer_of_more: 0,
 }
 
 
@@ -210,6 +252,51 @@ def test_changed_code_gives_its_own_loss(change):
                     torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
                     assert_same(grads_of(model, loss), wanted)
         assert fusion_report().losses_fused == CHANGES[change]
+
+
+@ranks(1)
+def test_a_loss_with_metrics_beside_it_is_kept():
+    with model_parallel():
+        model, labels = one_gpt(), batch()[1]
+
+        class WithMetrics(type(model)):
+            def compute_language_model_loss(self, labels, logits):
+                losses = super().compute_language_model_loss(labels, logits)
+                return losses, {"mean": losses.detach().mean(), "tokens": labels.numel()}
+
+        model.__class__ = WithMetrics
+        stock = run(model, labels)
+        with patched():
+            for _ in range(2):
+                torch.testing.assert_close(run(model, labels), stock)
+
+
+@ranks(1)
+def test_a_checkpointed_loss_is_kept_and_no_other_one_is_taken():
+    """Its function runs again in backward, where the model is not patched."""
+    with model_parallel():
+        model, labels = one_gpt(), batch()[1]
+
+        class Checkpointed(type(model)):
+            def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
+                def loss(hidden):
+                    weight = self.shared_embedding_or_output_weight()
+                    return self.compute_language_model_loss(labels, self.output_layer(hidden, weight=weight)[0])
+
+                return tensor_parallel.checkpoint(loss, False, hidden_states)
+
+        def step():
+            loss, weight = run(model, labels), model.shared_embedding_or_output_weight()
+            weight.grad = None
+            loss.sum().backward()
+            return loss, weight.grad
+
+        model.__class__ = Checkpointed
+        stock = step()
+        with patched():
+            assert all(map(torch.equal, step(), stock))
+        with patched(temperature=0.5), pytest.raises(ValueError, match="temperature=0.5, .* is called under no_grad"):
+            step()
 
 
 @ranks(1)

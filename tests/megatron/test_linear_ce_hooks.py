@@ -1,6 +1,7 @@
 """Output layers and models that somebody else has changed: hooks that read logits, adapters, forwards of their own."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -174,13 +175,39 @@ def test_logits_that_are_changed_in_place(change):
         assert_as_stock(one_gpt(), change)
 
 
+@torch.no_grad()
+def scaled_without_gradients(logits):
+    return logits * 0.5
+
+
+def with_layer_under_no_grad(model):
+    """The losses of a model that calls its output layer under `no_grad`, and its loss outside."""
+
+    class Quiet(type(model)):
+        def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
+            with torch.no_grad():
+                logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
+            return self.compute_language_model_loss(labels, logits)
+
+    model.__class__ = Quiet
+    return run(model, batch()[1])
+
+
 @ranks(1)
-def test_the_loss_of_detached_logits_has_no_gradient():
+@pytest.mark.parametrize(
+    "losses_of",
+    [
+        partial(losses, change=torch.Tensor.detach),
+        partial(losses, change=scaled_without_gradients),
+        with_layer_under_no_grad,
+    ],
+    ids=["detached", "scaled", "layer"],
+)
+def test_the_loss_of_detached_logits_has_no_gradient(losses_of):
     with model_parallel():
-        model = one_gpt()
-        expected = losses(model, torch.Tensor.detach)
+        expected = losses_of(one_gpt())
         with patched():
-            loss = losses(model, torch.Tensor.detach)
+            loss = losses_of(one_gpt())
     assert not expected.requires_grad
     assert not loss.requires_grad
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)

@@ -169,6 +169,15 @@ def test_a_remembered_z_loss_keeps_no_graph():
     assert (counters.z_loss.item(), counters.z_loss.requires_grad) == (2.0, False)
 
 
+def test_the_log_is_of_the_model_that_trains():
+    """Also where a reference model of the same shape runs behind it."""
+    counted = torch.tensor([[True], [True]])
+    for model, trains in (("policy", True), ("reference", False)):
+        loss = torch.tensor([[1.0, 3.0]], requires_grad=trains)
+        megatron_log.remember(ModelFusion(model), TrainingLoss(loss, entropy=loss + trains), counted)
+    assert megatron_log._last.pop("entropy").tolist() == [[2.0], [4.0]]
+
+
 def test_chunks_of_made_logits_are_of_sequences():
     made = HeadSettings(nemo_rl_chunk_size=3).of_made(torch.zeros(5, 2, 7), None)  # [S, B, V]
     assert made.chunk_tokens == 3 * 2

@@ -84,7 +84,7 @@ def test_times_are_those_measured_on_an_h200(case):
 @pytest.mark.parametrize(
     "options, said, times",
     [
-        ("--tokens 8192 --gpu h200", f"two sizes in bf16, are within {PERCENT} %", "ms"),
+        ("--tokens 8192 --gpu h200", f"within {PERCENT} % of those measured on one", "ms"),
         ("--tokens 8192 --gpu h100 --tp 2", "no head has been measured on one; rates are from its data sheet", "ms"),
         ("--tokens 8192 --tp 2 --gpu h200", "what ranks send each other is not in it", "ms"),
         ("--tokens 64 --gpu h200", "A time is unknown where products are less than half of it", "unknown"),
@@ -110,7 +110,7 @@ def test_times_of_the_gpu_here_need_its_exact_name(name, known, monkeypatch):
 def test_gpu_is_refused_where_a_cpu_is_counted(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--tokens", "8", "--hidden", "8", "--vocab", "64", "--gpu", "h100", "--device", "cpu"])
-    assert "--gpu is h100, and a CPU's run is counted" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("--gpu is h100, and a CPU's run is counted: leave out --device cpu\n")
 
 
 def test_what_is_not_installed_is_told_with_its_remedy(monkeypatch, capsys):
@@ -119,14 +119,18 @@ def test_what_is_not_installed_is_told_with_its_remedy(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in lacking else found(name, *a))
     given = ["--tokens", "8", "--hidden", "8", "--vocab", "64", "--cache", "0"]
     main(given)
-    said = capsys.readouterr().out
+    said, before = capsys.readouterr()
     assert "Counted as on a CPU" in said
-    assert "pip install triton" in said
+    assert "A GPU takes somewhat more or less: to count what it takes, pip install triton" in said
+    assert before == "Counting as on a CPU, which takes up to a minute\n"
     assert "pip install megatron-core" in said
     assert "%" not in said  # of what another package takes
     with pytest.raises(SystemExit, match="2"):
         main([*given, "--device", "cuda"])
     assert "--device cuda counts Triton's kernels, and Triton is not installed" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*given, "--gpu", "h200"])
+    assert capsys.readouterr().err.endswith("--gpu is h200, and a CPU's run is counted: pip install triton\n")
 
 
 def test_megatron_arguments_give_the_sizes(capsys):

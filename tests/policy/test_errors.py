@@ -79,12 +79,19 @@ def test_sizes_that_do_not_divide(gbs, mbs, message):
         worker.train(shard(tiny_batch(), worker), NLLLoss(), gbs=gbs, mbs=mbs)
 
 
+@pytest.mark.parametrize("kind", ["tp", "cp"])
 @ranks(2)
-def test_tensor_parallel_ranks_must_get_the_same_rows():
-    worker = DTensorPolicyWorker(tiny_config(tp=2), init_reference_model=False)
-    rows = 8 if dist.get_rank() == 0 else 16
+def test_ranks_of_one_model_must_get_the_same_rows(kind):
+    worker = DTensorPolicyWorker(tiny_config(**{kind: 2}), init_reference_model=False)
+    data, own = tiny_batch(positions=16), dist.get_rank() == 1
     with pytest.raises(ValueError, match="must get the same rows"):
-        worker.train(tiny_batch(rows), NLLLoss())
+        worker.train(tiny_batch(16) if own else tiny_batch(8), NLLLoss())
+    for name, other in (("input_ids", data["input_ids"].flip(0)), ("advantages", 2 * data["advantages"])):
+        with pytest.raises(ValueError, match="must get the same rows"):
+            worker.train(BatchedDataDict(data, **{name: other} if own else {}), ClippedPGLoss())
+    with pytest.raises(ValueError, match="must get the same rows"):
+        worker.get_logprobs(BatchedDataDict(data, input_ids=data["input_ids"].flip(0) if own else data["input_ids"]))
+    worker.train(data, ClippedPGLoss())
 
 
 def spoilt(how, *given):

@@ -268,6 +268,8 @@ def test_models_that_gpt_model_does_not_compute():
         llama.check(family_config("llama"), 2)
     with pytest.raises(ValueError, match="rope_type is not the plain Llama's"):
         llama.check(model_config(rope_scaling={"rope_type": "linear", "factor": 2.0}), 1)
+    with pytest.raises(ValueError, match="is_causal is not the plain Llama's"):
+        llama.check(model_config(is_causal=False), 1)
     for kind in ("qwen3_moe", "qwen2", "qwen3"):
         llama.check(model_config(kind, use_sliding_window=False), 1)
         windowed = model_config(kind, use_sliding_window=True, sliding_window=4, max_window_layers=0)

@@ -14,6 +14,7 @@ from megatron_ext.proof import (
     ProofBasis,
     Proofs,
     agreed,
+    code_values,
     compare,
     config_values,
     fusion_is_on,
@@ -214,6 +215,31 @@ def test_the_basis_holds_values_of_a_config():
     before = ProofBasis(config_values(OuterConfig(1.0)))
     assert before.same_as(ProofBasis(config_values(OuterConfig(1.0))))
     assert not before.same_as(ProofBasis(config_values(OuterConfig(2.0))))
+
+
+class Loss:
+    def of(self):
+        return 1.0
+
+
+def test_values_are_read_by_the_shortest_way_to_them():
+    """Here the class of `super()` leads to `weigh` first, by a way on which what that reads is too deep."""
+    one, other = {"weight": 1.0}, {"weight": 1.0}
+
+    def weigh(loss):
+        return one["weight"] * other["weight"]
+
+    class Weighted(Loss):
+        def of(self):
+            return super().of() * weigh(self)
+
+    loss = Weighted()
+    before = ProofBasis(code_values(loss.of))
+    assert before.same_as(ProofBasis(code_values(loss.of)))
+    for held in (one, other):
+        held["weight"] = 2.0
+        assert not before.same_as(ProofBasis(code_values(loss.of)))
+        held["weight"] = 1.0
 
 
 class Owner:

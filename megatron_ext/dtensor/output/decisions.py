@@ -124,8 +124,11 @@ def told(model: Any, fault: ValueError) -> ValueError:
     return ValueError(_CHANGED.format(type(model).__name__.removeprefix("FSDP"), fault))
 
 
-def not_fusable(model: Any, path: str, head: Any) -> str | None:
-    """Return why the head at `path` cannot be computed from hidden states, if that is known without a comparison."""
+def not_fusable(model: Any, path: str, head: Any, gathered_later: bool = False) -> str | None:
+    """Return why the head at `path` cannot be computed from hidden states, if that is known without a comparison.
+
+    `gathered_later`: the model's forward does not run now, and FSDP2 may gather a sharded head when it runs.
+    """
     try:
         layer, _ = unwrapped(head)
     except ValueError as fault:
@@ -138,11 +141,12 @@ def not_fusable(model: Any, path: str, head: Any) -> str | None:
     for module in head.modules():
         if "_hf_hook" in vars(module):
             return "accelerate has hooks on its lm head, as for a device_map, which move its input or its weight"
-    if is_hooked(model, path, head=is_registered(model) or is_sharded(head)):
+    if is_hooked(model, path, head=is_registered(model) or (is_sharded(head) and not gathered_later)):
         return "it or its head has hooks, which may read its logits"
     if not layer.weight.is_floating_point():
         return f"its lm head holds {layer.weight.dtype}"
-    if isinstance(layer.weight, DTensor) and not is_registered(model) and not isinstance(head, FSDPModule):
+    gathered = gathered_later or is_registered(model) or isinstance(head, FSDPModule)
+    if isinstance(layer.weight, DTensor) and not gathered:
         return "its lm head is sharded by itself, and not by FSDP2"
     return None
 

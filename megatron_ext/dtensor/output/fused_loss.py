@@ -6,6 +6,7 @@ is compared with the model's own loss before it is used.
 """
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_ext.call_stack import caller_outside
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, import_transformers, output_head_path
@@ -39,10 +41,11 @@ from megatron_ext.dtensor.output.stand_ins import (
 from megatron_ext.dtensor.sequence_arguments import tells_of_token_ids, token_id_fault
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.checks import Bits, Cache, rounds
-from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, fusion_is_on, proof_mode
+from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, proof_mode, why_fusion_is_off
 from megatron_ext.sequence.next_token import next_tokens
 
 _PROOFS = Proofs()
+_WRAPPERS = ("torch", "accelerate", "peft")  # which call the model's forward for the line that calls a model
 
 
 class FusedLoss:
@@ -120,7 +123,8 @@ def use_fused_loss(
             `label_smoothing`, `z_loss`, `bits` or `logit_dtype` are given, and the loss stays the model's own.
 
     Warns:
-        UserWarning: once a class of models, from forward: its loss stays the model's own, and why.
+        UserWarning: once a class of models, from forward: its loss stays the model's own, and why; or once a line that
+            calls the model in training without labels.
     """
     import_transformers()
     if hasattr(model, "_orig_mod"):
@@ -178,26 +182,33 @@ def _check_options(losses: Callable[..., Tensor], bits: Bits | None, logit_dtype
 def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """`own`, the forward of a model, with our loss where that is proved."""
     fused: FusedLoss | None = self.__dict__.get(FUSED)  # None after `restore_own_loss`
-    given = _named(type(self).forward, args, kwargs)
-    if fused is None or not fusion_is_on():
+    given, off = _named(type(self).forward, args, kwargs), why_fusion_is_off()
+    if fused is None:
         return own(self, *args, **kwargs)
     if given is None:
         _say_that_logits_are_made(self, "its forward does not name its positional arguments", fused.read)
         return own(self, *args, **kwargs)
     wanted = any(isinstance(given.get(name), Tensor) for name in ("labels", "shift_labels"))
     if not wanted or not (self.training or fused.in_eval):
-        if not wanted and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        may_learn = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not wanted and may_learn and off is None:
             fused.calls_without_labels += 1
-            _say_that_labels_are_missing(type(self).__name__.removeprefix("FSDP"))
+            frame, level = caller_outside(*[sys.modules[name] for name in _WRAPPERS if name in sys.modules])
+            name = type(self).__name__.removeprefix("FSDP")
+            _say_that_labels_are_missing(name, frame.f_code.co_filename, frame.f_lineno, level + 1)
         return own(self, *args, **kwargs)
     if torch.compiler.is_compiling():
         fused.compiled = True
         _say_that_it_is_compiled(type(self).__name__, self.base_model_prefix or "model", fused.read)
         return own(self, *args, **kwargs)
+    if off is not None:
+        _say_that_logits_are_made(self, off, fused.read)
+        return own(self, *args, **kwargs)
     if torch._C._are_functorch_transforms_active():
         _say_that_logits_are_made(self, "a transform of torch.func runs it, where nothing can be compared", fused.read)
         return own(self, *args, **kwargs)
-    _check_labels(self, given)
+    if str(getattr(own, "__module__", "")).startswith("transformers."):  # another forward may have other labels
+        _check_labels(self, given)
     if given.get("labels") is None:  # which a forward asks for before it looks for a loss
         given["labels"] = given["shift_labels"] = given["shift_labels"].contiguous()
     decision = _decision(self, own, fused, given)
@@ -233,12 +244,13 @@ def _places(forward: Any) -> list[str]:
 
 
 @functools.cache
-def _say_that_labels_are_missing(name: str) -> None:
+def _say_that_labels_are_missing(name: str, file: str, line: int, stacklevel: int) -> None:
+    """Warn, once for each line that calls a model so: a trainer's, or the user's."""
     warnings.warn(
         f"{name} was called in training without labels, so its logits were made: use_fused_loss computes the loss "
         "only of calls with labels; with label_smoothing_factor or compute_loss_func a trainer removes the labels, "
         "and computes its loss from logits (use_fused_loss(model, label_smoothing=...) replaces the first)",
-        stacklevel=2,
+        stacklevel=stacklevel,
     )
 
 
@@ -306,8 +318,8 @@ def _explaining(own: Callable[..., Any], given: dict[str, Any]) -> Callable[...,
 
 
 def _is_text_alone(model: Any) -> bool:
-    """Return whether each token id has a row: those of others may stand for images."""
-    return model.config.get_text_config() is model.config
+    """Return whether the model has one sequence, of token ids that have a row each: others may stand for images."""
+    return model.config.get_text_config() is model.config and not getattr(model.config, "is_encoder_decoder", False)
 
 
 def _check_token_ids(model: Any, given: dict[str, Any]) -> None:

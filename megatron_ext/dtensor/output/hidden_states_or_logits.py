@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from megatron_ext.distributed.groups import UNSHARDED, Group, group_size
 from megatron_ext.dtensor.attention import lay_out, sequence_hook
@@ -117,8 +117,6 @@ def logits_proof(model: nn.Module, inputs: dict[str, Any]) -> Proof:
 def _decision(model: nn.Module, path: str, inputs: dict[str, Any]) -> HeadDecision:
     head, mode, group = model.get_submodule(path), proof_mode(), vars(model).get(VOCABULARY)
     reason = why_logits_are_made(model) or not_fusable(model, path, head)
-    if isinstance(model, FSDPModule) and not is_registered(model):
-        reason = reason or "FSDP2 gathers its weights in its own forward; use what parallelize makes"
     if reason is not None and group is None:
         return HeadDecision(Proof.not_comparable(reason))
     hook = sequence_hook(model)

@@ -18,6 +18,7 @@ from megatron_ext.dtensor.decoder import embedding
 from megatron_ext.dtensor.output.promised_logits import HeadCall
 from megatron_ext.dtensor.output.reads import PLAIN, head_call
 from megatron_ext.dtensor.output.stand_ins import HeadLike, is_registered, is_sharded, promising, stub_of, with_head
+from megatron_ext.dtensor.sequence_arguments import SequenceLayout
 from megatron_ext.proof import SAMPLE_TOKENS, Proof, compare
 from megatron_ext.proof.comparison import state_put_back
 from megatron_ext.proof.values import HOOKS
@@ -89,8 +90,7 @@ def prove(
         except _NoLoss:
             return Proof.not_comparable("its forward gives no loss with labels")
         except Exception as error:  # a model's own code may raise anything
-            said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-            return Proof.not_comparable(f"on a sample it raised {said}")
+            return Proof.not_comparable(f"on a sample it raised {_words(error)}")
         if first.seen is None:
             return Proof.not_comparable("its forward with labels does not call its lm head")
         calls: list[HeadCall] = []
@@ -100,7 +100,10 @@ def prove(
 
         hidden = first.seen.to(next(iter(head.parameters())).dtype)
         parameters = _by_rows(head)
-        proof = compare(lambda hidden: loss(SampleHead(head, hidden)), fused, hidden, parameters)
+        try:
+            proof = compare(lambda hidden: loss(SampleHead(head, hidden)), fused, hidden, parameters)
+        except Exception as error:  # its code cannot take promises, as what torch.compile or checkpoint made of it
+            return Proof.refused(f"without its logits it raised {_words(error)}")
     if proof.verdict == "not comparable":
         return proof
     if readers := [call.read_by for call in calls if call.read_by]:
@@ -108,6 +111,10 @@ def prove(
     if not any(call.redeemed for call in calls):
         return Proof.refused("it is no cross entropy of the logits of its lm head", proof.tokens)
     return proof
+
+
+def _words(error: Exception) -> str:
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def _communicates(model: nn.Module) -> bool:
@@ -139,6 +146,8 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
         count = 2 * _LEAST
     sample: dict[str, Any] = {}
     for name, x in given.items():
+        if isinstance(x, SequenceLayout):
+            continue  # that of the whole batch: the decoder lays out the sample by itself
         if not isinstance(x, Tensor) or x.dim() == 0:
             sample[name] = x
         elif x.shape[:2] == (rows, length) and x.dim() <= 3 and not short:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_ext.dtensor.decoder import output_head_path
 from megatron_ext.dtensor.output.decisions import not_fusable
@@ -72,7 +73,8 @@ def fused_loss_report(model: nn.Module) -> FusedLossReport:
     inside, path = _inside_and_head(model)
     uses = FUSED in inside.__dict__
     if uses:
-        reason = why_fusion_is_off() or not_fusable(inside, path, inside.get_submodule(path))
+        gathers = any(isinstance(module, FSDPModule) for module in model.modules())
+        reason = why_fusion_is_off() or not_fusable(inside, path, inside.get_submodule(path), gathers)
     else:
         reason = why_logits_are_made(inside)
     fused: FusedLoss | None = inside.__dict__.get(FUSED)

@@ -86,8 +86,15 @@ def is_registered(model: nn.Module) -> bool:
 
 
 def why_logits_are_made(model: nn.Module) -> str | None:
-    """The reason that is known without a call, by a user's choice or the environment; None if there is none."""
-    return why_fusion_is_off() or model.__dict__.get(KEEPS_LOGITS)
+    """The reason why `causal_lm_loss` reads logits, if that is known without a look at the head: a user's choice, the
+    environment, or the user's own FSDP2."""
+    reason = why_fusion_is_off() or model.__dict__.get(KEEPS_LOGITS)
+    if reason is None and isinstance(model, FSDPModule) and not is_registered(model):
+        return (
+            "FSDP2 gathers its weights in its own forward alone: call use_fused_loss(model), and the model with "
+            "labels, or use what parallelize makes"
+        )
+    return reason
 
 
 def is_sharded(head: nn.Module) -> bool:

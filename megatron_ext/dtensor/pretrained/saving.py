@@ -1,5 +1,6 @@
 """A sharded model as a folder of transformers: whole weights in safetensors, gathered one after the other."""
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from megatron_ext.dtensor.pretrained.hub_names import hub_rename
 _RANKS = "_megatron_ext_ranks"
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# Arguments of transformers' method that ask for other files than ours, if they are anything else.
+_USUAL = {"push_to_hub": False, "variant": None, "safe_serialization": True, "save_original_format": True}
 
 
 class Ranks(NamedTuple):
@@ -46,7 +49,6 @@ def _plain(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
-@torch.no_grad()
 def save_pretrained(model: nn.Module, save_directory: str | os.PathLike, *, max_shard_size: int | str = "5GB") -> None:
     """Write `model` as transformers' `from_pretrained` reads it: config, generation config, whole weights.
 
@@ -69,14 +71,19 @@ def save_pretrained(model: nn.Module, save_directory: str | os.PathLike, *, max_
     if _RANKS not in model.__dict__:
         Path(save_directory).mkdir(parents=True, exist_ok=True)  # transformers only logs it if there is a file
         model.save_pretrained(save_directory, max_shard_size=max_shard_size)  # type: ignore[operator]
-        return
+    else:
+        _save(model, save_directory, max_shard_size)
+
+
+@torch.no_grad()
+def _save(model: Any, folder: str | os.PathLike, max_shard_size: int | str, fault: Exception | None = None) -> None:
+    """Write a model that ranks hold together; a `fault` of this rank's arguments is raised on all of them."""
     ranks: Ranks = model.__dict__[_RANKS]
     weights = own_weights(model)
     sizes = [(name, tuple(x.shape), x.dtype) for name, x in weights.items()]
-    require_same("save_pretrained", {"the model's weights": sizes}, ranks.groups, ranks.device)
+    require_same("save_pretrained", {"the model's weights": sizes}, ranks.groups, ranks.device, fault)
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     weights = {name: x for name, x in weights.items() if name not in ignored}
-    fault: Exception | None = None
 
     def write(step: Callable[..., Any], *given: Any) -> Any:
         nonlocal fault
@@ -87,7 +94,7 @@ def save_pretrained(model: nn.Module, save_directory: str | os.PathLike, *, max_
                 fault = error
         return None
 
-    files = write(_Files, model, Path(save_directory), weights, max_shard_size)
+    files = write(_Files, model, Path(folder), weights, max_shard_size)
     for name, x in weights.items():
         if isinstance(x, DTensor):
             x = cast(DTensor, x.to(ranks.device)).full_tensor()
@@ -155,10 +162,18 @@ def save_as_transformers(model: nn.Module, ranks: Ranks) -> None:
     """Let `model.save_pretrained` be ours, but where it is given whole weights (`state_dict`). `ranks` hold `model`."""
 
     def method(self: Any, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("state_dict") is not None:
-            type(self).save_pretrained(self, save_directory, *args, **kwargs)
-        else:
-            save_pretrained(self, save_directory, max_shard_size=kwargs.get("max_shard_size", "5GB"))
+        theirs = type(self).save_pretrained
+        given = inspect.signature(theirs).bind(self, save_directory, *args, **kwargs).arguments
+        if given.get("state_dict") is not None:
+            theirs(self, save_directory, *args, **kwargs)
+            return
+        asked = given | given.get("kwargs", {})
+        others = [f"{name}={asked[name]!r}" for name, usual in _USUAL.items() if asked.get(name, usual) != usual]
+        fault = ValueError(
+            f"save_pretrained was given {', '.join(others)}: the weights of a sharded model are written to safetensors "
+            f"in a folder, under the Hub's names, and nothing else is done; leave these arguments out"
+        )
+        _save(self, save_directory, given.get("max_shard_size", "5GB"), fault if others else None)
 
     model.__dict__[_RANKS] = ranks
     model.__dict__["save_pretrained"] = MethodType(method, model)

@@ -339,7 +339,8 @@ def _finite(peak_T: Tensor) -> Tensor:
 REFUSAL = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
 SHARDS = (
     "vocab: the shards of the ranks of tp_group must cover one vocabulary once, and agree on its size; pass "
-    "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it"
+    "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it. Over gloo a rank also sees "
+    "this of others that passed fewer tokens: pass the same tokens on each"
 )
 SATURATED = 0.99  # of the softcap: a shard's largest logit that is above tells nothing about the shard
 

@@ -120,9 +120,11 @@ class ReadOut:
         """Makes the read-out's per-token tensors `[T, ...]`, of a copy that has its `call`: labels, and which count."""
         if self.labels is not None:
             self.labels_T = flat(self.labels).long()
+            if not self.reads_labels:  # else the plan has a copy
+                self.labels_T = self.labels_T.clone()  # the caller may write them before backward
             self.counts_T = None if self.all_count and self.softmax else self.labels_T != self.ignore_index
         elif self.counts is not None:
-            self.counts_T = flat(self.counts)
+            self.counts_T = flat(self.counts).clone()
 
     def options(self) -> dict[str, Any]:
         """The read-out's numbers and names, which must be the same on all ranks."""
@@ -144,7 +146,7 @@ class ReadOut:
             try:
                 self.all_count = checks.check_labels(self.labels, self.ignore_index, size, _ids_exist)
             except OutsideVocabulary as fault:
-                return ValueError(f"{fault}{checks.forgotten_group(group, vocab)}")
+                return OutsideVocabulary(f"{fault}{checks.forgotten_group(group, vocab)}")
         elif self.counts is not None:
             checks.check_counts(self.counts, self.counts.shape)
         return None

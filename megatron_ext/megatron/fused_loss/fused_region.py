@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from megatron_ext.call_stack import caller_outside
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.head import LmHead
 from megatron_ext.head.call.chunk_sizes import cached_columns
@@ -33,7 +35,7 @@ from megatron_ext.megatron.fused_loss.promised_logits import (
     promise_logits,
     tp_group,
 )
-from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, counters_of, say_once, tell_once
+from megatron_ext.megatron.fusion_report import ModelFusion, counters_of, say_once, tell_once
 from megatron_ext.megatron.substitute import megatrons_own_layer
 from megatron_ext.proof import Proof, cannot_prove_now
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -41,6 +43,8 @@ from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParalle
 # Ours and Megatron's own, also where ours stand in their place.
 _OURS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 _LAYERS = {"megatron_ext": _OURS, "megatron": tuple(map(megatrons_own_layer, _OURS))}
+
+_MORE = f"its {LOSS} is called with more than labels and logits, of which the head knows nothing"
 
 
 def region_of(model: Any, settings: HeadSettings) -> "Region | None":
@@ -52,6 +56,7 @@ def region_of(model: Any, settings: HeadSettings) -> "Region | None":
     decision = fusion_decision.decision_of(model, settings)
     if decision.left is not None:
         leave(model, settings, decision.left)
+        counters_of(model).stock_losses += 1
         return None
     region = Region(model, settings, layer, decision)
     region.counters.left_to_megatron = None
@@ -59,7 +64,7 @@ def region_of(model: Any, settings: HeadSettings) -> "Region | None":
 
 
 def leave(model: Any, settings: HeadSettings, reason: str) -> None:
-    """Say once that a model is left to its own loss, and count it; refused where `settings` ask for more than that."""
+    """Say once that a model is left to its own loss, and count its logits; refused where `settings` ask for more."""
     counters = counters_of(model)
     counters.left_to_megatron = reason
     if (asked := settings.beyond_megatron()) is not None:
@@ -67,7 +72,6 @@ def leave(model: Any, settings: HeadSettings, reason: str) -> None:
             f"the fused head was asked for {asked}, and cannot go into {type(model).__name__}: "
             f"{reason}; leave these options at their defaults for Megatron's own loss"
         )
-    counters.stock_losses += 1
     counters.logits_made["Megatron's own loss"] += 1
     say_once(f"{type(model).__name__} keeps Megatron's own loss, the fused head stays out: {reason}")
 
@@ -87,6 +91,7 @@ class Region:
         self.faults: list[ValueError] = []
         self.parameter_hooks, self.other_hooks = split_hooks(layer)
         self.quiet = self.proving = self.looked = False
+        self.records = torch.is_grad_enabled()
         self.to_verify = 0
 
     def run(self, call: Callable[[], Any]) -> Any:
@@ -108,14 +113,29 @@ class Region:
     def promise(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **others: Any
     ):
-        """The output layer's forward."""
+        """The output layer's forward, which runs where it is given what the head does not know."""
         layer = self.layer
+        given, reason = [name for name, value in others.items() if value is not None], None
+        if given:
+            reason = f"its output layer is called with {', '.join(given)}"
+        elif self.records and not torch.is_grad_enabled():
+            reason = (
+                "its output layer is called under no_grad, maybe inside of a checkpoint, which would run it again "
+                "without the fused head; for the fused head call output layer and loss outside of checkpoints"
+            )
+        if reason is not None:
+            try:
+                leave(self.model, self.settings, reason)
+            except ValueError as fault:
+                self.faults.append(fault)
+            options = {"weight": weight, "runtime_gather_output": runtime_gather_output, **others}
+            return call_with_hooks(layer, layer.forward, self.parameter_hooks, input_, **options)
 
         def make(terms: Terms, hidden: Tensor) -> Tensor:
             self.asked(terms)
             # Promised logits are not gathered over several ranks; over one Megatron's loss cannot change them in place.
             gathered = False if self.proving else runtime_gather_output
-            return layer.forward(hidden, weight=terms.weight, runtime_gather_output=gathered, **others)[0]
+            return layer.forward(hidden, weight=terms.weight, runtime_gather_output=gathered)[0]
 
         logits = promise_logits(layer, input_, weight, runtime_gather_output, make, self.parameter_hooks)
         return logits, layer.bias if layer.skip_bias_add else None
@@ -134,9 +154,13 @@ class Region:
             self.counters.stock_losses += 1
             if self.settings.changed_loss() is None:
                 return self.stock_loss(labels, made, *args, **kwargs)
+
+        def own_loss(logits: Tensor) -> Tensor:
+            return self.stock_loss(labels, logits, *args, **kwargs)
+
+        more = None if all(value is None for value in (*args, *kwargs.values())) else _MORE
         try:
-            own_loss = partial(self.stock_loss, labels, *args, **kwargs)
-            found = self.redeemed(labels, logits, own_loss) if made is None else self.of_made(labels, made)
+            found = self.redeemed(labels, logits, own_loss, more) if made is None else self.of_made(labels, made)
         except ValueError as fault:
             return self.refused(fault, labels)
         if found.hits is not None and isinstance(logits, PromisedLogits):
@@ -150,18 +174,19 @@ class Region:
         self.faults.append(fault)
         return torch.zeros(labels.shape, device=labels.device)
 
-    def redeemed(self, labels: Tensor, logits: Any, own_loss: Any) -> TrainingLoss:
-        """The losses `[B, S]` of labels `[B, S]`, and what is beside them `[S, B]`; `own_loss` of logits if need be."""
+    def redeemed(self, labels: Tensor, logits: Any, own_loss: Any, reason: str | None) -> TrainingLoss:
+        """The losses `[B, S]` of labels `[B, S]`, and what is beside them `[S, B]`; `own_loss` of logits if need be,
+        and where there is a `reason`."""
         _check_labels(labels, logits)
-        reason: str | None = None
 
         def compute(hidden: Tensor, weight: Tensor) -> Any:
             nonlocal reason
             self.settings.check_layer(self.layer)
-            reason = self.why_not(logits.terms, hidden, weight, labels)
+            reason = reason or self.why_not(logits.terms, hidden, weight, labels)
             if reason is not None:  # by one call of the layer too: sharded data parallelism counts them
                 self.quiet = True
-                return TrainingLoss(own_loss(logits.made_of(hidden)).clone())
+                own = own_loss(logits.made_of(hidden))
+                return TrainingLoss(tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, own))
             if self.to_verify:
                 self.verify(logits.terms, weight, labels)
             if not self.counters.sizes:
@@ -173,8 +198,8 @@ class Region:
             found = logits.terms.read(compute)
         if reason is not None:
             leave(self.model, self.settings, reason)
-        else:
-            self.counters.losses_fused += 1
+        self.counters.stock_losses += reason is not None
+        self.counters.losses_fused += reason is None
         return found
 
     def fused(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> TrainingLoss:

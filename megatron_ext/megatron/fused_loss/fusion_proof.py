@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_ext.autograd import leaves_of
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.head.training_loss import LossSettings, linear_training_loss
 from megatron_ext.megatron.fused_loss.fusion_decision import LOSS
@@ -87,7 +88,7 @@ def _proof(terms: Terms, ways: BothWays) -> Proof:
     def own(hidden: Tensor) -> Tensor:
         known.add(id(hidden))
         losses = ways.own(hidden)
-        strangers.extend(leaf for leaf in _leaves(losses) if id(leaf) not in known)
+        strangers.extend(leaf for leaf in leaves_of(losses.grad_fn) if id(leaf) not in known)
         return losses
 
     with _state_put_back(terms.layer):
@@ -179,19 +180,6 @@ def _alias(terms: Terms, weight: Tensor) -> Tensor:
         alias.main_grad = torch.zeros_like(alias, dtype=torch.float32) if given is None else given  # type: ignore
         alias.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     return alias
-
-
-def _leaves(losses: Tensor) -> Iterator[Tensor]:
-    """The tensors that gradients of `losses` would go to."""
-    nodes = [losses.grad_fn]
-    seen = {None, *nodes}
-    for node in nodes:  # which grows meanwhile
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
-        for source, _ in getattr(node, "next_functions", ()):
-            if source not in seen:
-                seen.add(source)
-                nodes.append(source)
 
 
 @contextmanager

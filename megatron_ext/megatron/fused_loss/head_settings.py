@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_ext.head import checks
 from megatron_ext.head.checks import Bits, Cache, bits_or_mode, repeatable
+from megatron_ext.head.layer_facts import head_facts
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.logits import Logits
 from megatron_ext.head.training_loss import LossSettings
@@ -132,23 +133,24 @@ class HeadSettings:
 
     def lm_head(self, terms: Terms, weight: Tensor, config: Any = None, batch_size: int = 1) -> LmHead:
         """The head whose logits are those of `terms` under these settings, with the layer's weight, gathered or cast.
+        That the layer is linear has been proved, or is known.
 
         Settings with a softcap must have passed `check_layer`.
         """
         own = getattr(terms.layer, "softcap", None)
-        return LmHead.of(
-            terms.layer,
-            weight=weight,
-            logit_scale=terms.scale,
+        facts = {
+            "weight": weight,
+            "logit_scale": terms.scale,
             # The model's scale stands behind the layer's softcap: s c tanh(z / c) = (s c) tanh(s z / (s c)).
-            softcap=self.softcap if own is None else own * terms.scale,
-            temperature=self.temperature,
-            logit_dtype=self.logit_dtype,
-            cache=repeatable(self.cache, config),
-            chunk_tokens=self._chunk(batch_size),
-            gradient_accumulation_fusion=terms.adds_to_main_grad(weight),
-            bits=bits_or_mode(self.bits, config),
-        )
+            "softcap": self.softcap if own is None else own * terms.scale,
+            "temperature": self.temperature,
+            "logit_dtype": self.logit_dtype,
+            "cache": repeatable(self.cache, config),
+            "chunk_tokens": self._chunk(batch_size),
+            "gradient_accumulation_fusion": terms.adds_to_main_grad(weight),
+            "bits": bits_or_mode(self.bits, config),
+        }
+        return LmHead(**head_facts(terms.layer, facts))
 
     def check_layer(self, layer: Any) -> None:
         """Raise ValueError if both the layer and the settings have a softcap."""

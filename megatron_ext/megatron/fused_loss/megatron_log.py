@@ -31,12 +31,17 @@ _last: dict[str, Tensor] = {}  # [B, S] by name in the log, of the last main los
 
 
 def remember(counters: ModelFusion, found: TrainingLoss, counted_BS: Tensor) -> None:
-    """Keep what is logged of a loss; multi-token prediction's come before the main one, which stays."""
-    _last.clear()
+    """Keep what is logged of a loss; multi-token prediction's come before the main one, which stays, and a reference
+    model's, which has no gradient, beside it."""
+    trains = found.loss.requires_grad
+    if trains:
+        _last.clear()
     for name, value_SB in (("z_loss", found.z_loss), ("entropy", found.entropy)):
         if value_SB is not None:
-            value_BS = _last[name.replace("_", " ")] = value_SB.detach().transpose(0, 1)
+            value_BS = value_SB.detach().transpose(0, 1)
             setattr(counters, name, value_BS.sum() / counted_BS.sum().clamp(min=1))
+            if trains:
+                _last[name.replace("_", " ")] = value_BS
 
 
 def with_head_logged(original: Any) -> Any:

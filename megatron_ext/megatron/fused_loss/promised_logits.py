@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from megatron_ext.autograd import leaves_of
 from megatron_ext.distributed.groups import group_size, tensor_parallel_group
 from megatron_ext.megatron.fused_loss.module_calls import Hooks, call_with_hooks
 
@@ -219,7 +220,7 @@ def promise_logits(
             f"tensor-parallel ranks; pass runtime_gather_output=False with labels, or leave the labels out to get "
             f"gathered logits"
         )
-    return PromisedLogits.of(Terms(layer, hidden, weight, make, hooks))
+    return PromisedLogits.of(Terms(layer, hidden, weight, make, hooks), detached=not torch.is_grad_enabled())
 
 
 def tp_group(layer: Any):
@@ -248,14 +249,8 @@ def _gathered(weight: DTensor) -> Tensor:
 
 def check_graph(logits: Tensor) -> None:
     """Refuse real logits that an `autograd.Function` took from a promise: gradients would end there."""
-    nodes = [logits.grad_fn]
-    seen = {None, *nodes}
-    for node in nodes:  # which grows meanwhile
-        if isinstance(getattr(node, "variable", None), PromisedLogits):
-            _refuse_function()
-        before = {source for source, _ in getattr(node, "next_functions", ())} - seen
-        nodes += before
-        seen |= before
+    if any(isinstance(leaf, PromisedLogits) for leaf in leaves_of(logits.grad_fn)):
+        _refuse_function()
 
 
 def _refuse_function(gradient: Tensor | None = None) -> None:
@@ -267,7 +262,7 @@ def _refuse_function(gradient: Tensor | None = None) -> None:
 
 
 def _requires_grad(promise: PromisedLogits) -> bool:
-    if promise.detached or not torch.is_grad_enabled():
+    if promise.detached:
         return False
     terms, layer = promise.terms, promise.terms.layer
     for part in (terms.hidden, terms.weight, layer.weight, layer.bias):
@@ -278,13 +273,15 @@ def _requires_grad(promise: PromisedLogits) -> bool:
 
 def _kept(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> PromisedLogits | None:
     """Return what the call makes of a promise of logits that are not made yet, if that is a promise again."""
-    terms, batch_first, detached = promise.terms, promise.batch_first, promise.detached
+    terms, batch_first, detached = promise.terms, promise.batch_first, promise.detached or not torch.is_grad_enabled()
     factor, alone = _factor(promise, func, args, kwargs), promise is args[0] and not kwargs
     if factor is not None:
         terms = replace(terms, scale=terms.scale * factor, hits=None)
     elif alone and func in _SAME and all(x.shape == promise.shape for x in args[1:]):
         detached |= func in (Tensor.detach, torch.detach)
-        if func is Tensor.contiguous and batch_first != terms.batch_outermost and 1 not in promise.shape[:2]:
+        if func is Tensor.contiguous:
+            if batch_first == terms.batch_outermost or 1 in promise.shape[:2]:
+                return promise  # also without a gradient being recorded
             terms = replace(terms, batch_outermost=batch_first, hits=None)  # a copy
     elif alone and func in _TRANSPOSES and {x % promise.dim() for x in args[1:]} == {0, 1}:
         batch_first = not batch_first

@@ -3,10 +3,12 @@
 Legend: B rows of this data-parallel rank, S positions.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_ext.policy.data.agreement_of_ranks import agree
@@ -49,7 +51,8 @@ class Counts(NamedTuple):
     global_valid_toks: float
 
 
-_Share = tuple[list[list[int]], float, float]  # a rank's: rows of micro-batches, rows and tokens that count
+# A rank's: rows of micro-batches, rows and tokens that count, and a checksum of what is read of the data.
+_Share = tuple[list[list[int]], float, float, int]
 
 
 @dataclass(frozen=True)
@@ -121,15 +124,15 @@ def training_steps(
     """
 
     def prepare() -> list[_Share]:
-        batch = checked(data, _needs(loss_fn, bounds), bounds.vocabulary)
-        own = rows = batch.size
+        batch = checked(data, needs := _needs(loss_fn, bounds), bounds.vocabulary)
+        own, checksum = (rows := batch.size), _checksum(batch, (*needs, "token_mask", "input_lengths"))
         if global_batch_size is not None:
             own = _own_rows(rows, global_batch_size, bounds, coordinates)
         shares = []
         for first in range(0, rows, own):
             part = batch.slice(first, first + own)
             cut = [[first + row for row in rows] for rows in bounds.cut(part, rows_together(loss_fn))]
-            shares.append((cut, *valid_counts(part, getattr(loss_fn, "unit", 1))))
+            shares.append((cut, *valid_counts(part, getattr(loss_fn, "unit", 1)), checksum))
         return shares
 
     return _agreed(prepare, coordinates)
@@ -154,8 +157,21 @@ def _own_rows(rows: int, global_batch_size: int, bounds: MicroBatchBounds, coord
 
 def scoring_step(data: Mapping[str, Any], bounds: MicroBatchBounds, coordinates: RankCoordinates) -> Step:
     """All rows of `data` once; communication and errors as for `training_steps`."""
-    needs = ("input_ids", "input_lengths")
-    return _agreed(lambda: [(bounds.cut(checked(data, needs, bounds.vocabulary)), 0.0, 0.0)], coordinates)[0]
+
+    def prepare() -> list[_Share]:
+        batch = checked(data, needs := ("input_ids", "input_lengths"), bounds.vocabulary)
+        return [(bounds.cut(batch), 0.0, 0.0, _checksum(batch, needs))]
+
+    return _agreed(prepare, coordinates)[0]
+
+
+def _checksum(batch: Mapping[str, Any], needs: Iterable[str]) -> int:
+    """A number by which ranks find that they were given other tensors of these names."""
+    found = 0
+    for name in dict.fromkeys((*needs, KEPT_IDS)):
+        if isinstance(x := batch.get(name), Tensor):
+            found = zlib.crc32(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, found)
+    return found
 
 
 def _agreed(prepare: Callable[[], list[_Share]], coordinates: RankCoordinates) -> list[Step]:
@@ -163,7 +179,7 @@ def _agreed(prepare: Callable[[], list[_Share]], coordinates: RankCoordinates) -
     found = agree(prepare)
     for replica, first in enumerate(coordinates.first_ranks()):
         ranks = [rank for rank in range(len(found)) if coordinates.replica(rank) == replica]
-        if any(found[rank] != found[first] for rank in ranks):
+        if [found[rank] for rank in ranks] != [found[first]] * len(ranks):
             raise ValueError(
                 f"ranks {', '.join(map(str, ranks))} hold shards of one model and got different data: tensor-, "
                 f"context- and pipeline-parallel ranks must get the same rows; shard data by dp_rank"
@@ -173,8 +189,8 @@ def _agreed(prepare: Callable[[], list[_Share]], coordinates: RankCoordinates) -
         sizes = [sum(len(rows) for cut, *_ in of_a_rank for rows in cut) for of_a_rank in shares]
         raise ValueError(f"data has {sizes} rows on the data-parallel ranks: all must have as many; shard it evenly")
     steps = []
-    for number, (own, _, _) in enumerate(shares[coordinates.dp_rank]):
-        cuts, valid_seqs, valid_toks = zip(*(of_a_rank[number] for of_a_rank in shares), strict=True)
+    for number, (own, *_) in enumerate(shares[coordinates.dp_rank]):
+        cuts, valid_seqs, valid_toks, _ = zip(*(of_a_rank[number] for of_a_rank in shares), strict=True)
         steps.append(Step(own, max(map(len, cuts)), Counts(sum(valid_seqs), sum(valid_toks))))
     return steps
 

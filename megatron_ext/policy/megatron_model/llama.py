@@ -54,6 +54,7 @@ def check(config: Any, tp: int, stages: int = 1, ep: int = 1) -> None:
         and not (kind == "mixtral" and config.sliding_window)
         and not getattr(config, "use_sliding_window", False),
         "router_jitter_noise": not getattr(config, "router_jitter_noise", 0.0),
+        "is_causal": getattr(config, "is_causal", True),
         "attention_bias": kind == "qwen2" or not getattr(config, "attention_bias", False),
         "mlp_bias": not getattr(config, "mlp_bias", False),
     }
