@@ -183,7 +183,7 @@ def forward_with_output_processor(original: Any, fused: Any, settings: HeadSetti
 
 def _processed(model, original, settings, processor, context, args, kwargs) -> Any:
     """The processor's result, for a forward that does not know of processors."""
-    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    given = inspect.signature(original).bind(model, *args, **kwargs).arguments | kwargs
     if given.get("labels") is not None:
         raise ValueError(
             f"labels are given together with output_processor, and {type(model).__name__} of this Megatron-Core takes "

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_ext import reference
 from megatron_ext.megatron.layer_specs import gpt_block_spec
+from megatron_ext.megatron.output_processors import NextTokenLogProbs
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.gpt import VOCAB, causal_mask, model_parallel, tiny_batches, tiny_gpt
 from tests.marks import slow
@@ -82,6 +83,25 @@ def test_packed_documents_do_not_see_each_other():
         # Two documents of 3 and 5 tokens, in 4 and 8 places.
         ours, wanted = packed_log_probs(model, tokens, packing(0, 3, 8, padded=(0, 4, 12)), [2, 3, 8, 9, 10])
         torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=2e-6)
+
+
+@ranks(1)
+def test_a_forward_that_takes_labels_and_borders_in_kwargs():
+    tokens, positions = tiny_batches(batch=1, seq=11)[0], torch.arange(12)[None]
+    with model_parallel():
+        from megatron.core.models.gpt import GPTModel
+
+        class Passing(GPTModel):
+            def forward(self, input_ids, position_ids, attention_mask, **kwargs):
+                return super().forward(input_ids, position_ids, attention_mask, **kwargs)
+
+        model, params = our_gpt(), packing(0, 3, 4, 12)
+        model.__class__ = Passing
+        ours, wanted = packed_log_probs(model, tokens, params, [2, 3])
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=2e-6)
+        with patched():
+            given = {"packed_seq_params": params, "output_processor": NextTokenLogProbs()}
+            torch.testing.assert_close(model(tokens, positions, None, **given), wanted, rtol=1e-6, atol=2e-6)
 
 
 @ranks(2)

@@ -17,6 +17,7 @@ from megatron_ext.sequence.next_token import next_tokens
 
 IGNORE_INDEX = -100
 OPTION = "return_logprobs_for_linear_ce_fusion"
+_READ = ("labels", "input_ids", "position_ids", "packed_seq_params", "loss_mask")  # of a call's arguments
 
 
 class HeadRefusal(ValueError):
@@ -94,6 +95,15 @@ def masked(labels: Tensor, loss_mask: Tensor) -> Tensor:
             f"have the same; pass a number for each label"
         )
     return labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
+
+
+def with_arguments_read(signature: inspect.Signature) -> inspect.Signature:
+    """`signature` by which a call's arguments that are read here have their names, also if `**kwargs` takes them."""
+    catches = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for name in _READ if catches else ():
+        if name not in signature.parameters:
+            signature = with_argument(signature, name, None)
+    return signature
 
 
 def with_argument(signature: inspect.Signature, name: str, default: Any) -> inspect.Signature:

@@ -164,7 +164,7 @@ def _forward(original: Any, settings_for: SettingsFor) -> Any:
         return fused
     processed = functools.cache(functools.partial(forward_with_output_processor, original, fused))
     signature = inspect.signature(processed(HeadSettings()))
-    options = (log_probs.OPTION, *OPTIONS)
+    named, options = log_probs.with_arguments_read(signature), (log_probs.OPTION, *OPTIONS)
 
     def forward(self, *args, **kwargs):
         if kwargs.keys().isdisjoint(options):
@@ -174,7 +174,7 @@ def _forward(original: Any, settings_for: SettingsFor) -> Any:
         call = functools.partial(processed(settings), self)
         if not kwargs.pop(log_probs.OPTION, False) or not self.post_process:
             return call(*args, **kwargs)
-        return log_probs.of_next_tokens(self, settings, call, signature.bind(self, *args, **kwargs))
+        return log_probs.of_next_tokens(self, settings, call, named.bind(self, *args, **kwargs))
 
     forward.__signature__ = log_probs.with_argument(signature, log_probs.OPTION, False)  # type: ignore[attr-defined]
     return forward
