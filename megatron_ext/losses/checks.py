@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_ext.head.checks import as_number
 from megatron_ext.losses.reductions import below_0
+from megatron_ext.numerics.tensors import has_values, raise_unless
 
 
 def first_fault(*faults: ValueError | None) -> ValueError | None:
@@ -59,9 +60,25 @@ def shape_fault(name: str, x: Any, shapes: Sequence[tuple[int, ...]], rule: str)
 
 
 def per_token_fault(shape: torch.Size, **tensors: Tensor | None) -> ValueError | None:
-    """Return the fault of a given tensor that has another shape than the labels."""
+    """Return the fault of a given tensor that has another shape than the labels, or of a `mask` below 0."""
     rule = f"a tensor {tuple(shape)}, a number for each label"
-    return first_fault(*(shape_fault(name, x, [shape], rule) for name, x in tensors.items() if x is not None))
+    faults = [shape_fault(name, x, [shape], rule) for name, x in tensors.items() if x is not None]
+    return first_fault(*faults, _weight_fault(tensors.get("mask")))
+
+
+def _weight_fault(mask: Tensor | None) -> ValueError | None:
+    """Return the fault of a mask with a weight below 0, or NaN; on CUDA a device-side assertion."""
+    if mask is None or mask.dtype == torch.bool or not has_values(mask):
+        return None
+    try:
+        raise_unless(
+            (mask >= 0).all(),
+            "mask has a weight below 0, or NaN: it must be 0 where a token does not count, and else above 0; put a "
+            "sign into what is weighed, as the advantages",
+        )
+    except ValueError as fault:
+        return fault
+    return None
 
 
 def check_per_token(shape: torch.Size, **tensors: Tensor | None) -> None:

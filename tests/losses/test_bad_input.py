@@ -123,6 +123,7 @@ def test_faults_that_all_ranks_see_are_raised_before_messages(layout):
 def test_what_one_rank_sees_travels_in_the_exchange_of_the_call(layout, by_head):
     of_all = [
         ({"mask": torch.ones(B, S + 1)}, r"mask is \(4, 4\): it must be a tensor \(4, 3\)"),
+        ({"mask": torch.eye(B, S) - 0.5}, "mask has a weight below 0"),
         ({"count": -1.0}, "count is -1.0"),
     ]
     advantages = r"advantages is \(5,\): it must be a tensor with a number for each of 4 rows"
