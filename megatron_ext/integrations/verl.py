@@ -27,9 +27,10 @@ def linear_cross_entropy(
     """Log-probabilities of labels and entropies `[T]`, of tokens in the order in which hidden states lie.
 
     Args:
-        hidden: `[..., D]`, the same on all ranks of the group, T tokens in all. Where they come straight from
-            Megatron's `gather_from_sequence_parallel_region`, whose backward adds up the ranks' gradients, each rank
-            gives it a share of the gradient; else the whole, where verl's own leaves each rank with its own part.
+        hidden: `[..., D]`, the same on all ranks of the group, T tokens in all. Where they come from Megatron's
+            `gather_from_sequence_parallel_region`, straight or through views and casts, and its backward adds up the
+            ranks' gradients, each rank gives it a share of the gradient; else the whole, where verl's own leaves each
+            rank with its own part.
         weight: `[V/R, D]`, this rank's rows.
         labels: T token ids, in any shape.
         temperature: the logits are divided by it.
@@ -73,7 +74,13 @@ class _Share(torch.autograd.Function):
 
 
 def _adds_up_gradients(hidden: Tensor) -> bool:
-    return "GatherFromSequenceParallelRegion" in type(hidden.grad_fn).__name__
+    """Tell whether the backward of a gather, behind what torch makes of one tensor alone, adds up the gradients."""
+    node: Any = hidden.grad_fn
+    while node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
+        before = [one for one, _ in node.next_functions if one is not None]
+        node = before[0] if len(before) == 1 else None
+    is_gather = "GatherFromSequenceParallelRegion" in type(node).__name__
+    return is_gather and getattr(node, "tensor_parallel_output_grad", True)
 
 
 class FusedLinearForPPO(nn.Module):

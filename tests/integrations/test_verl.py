@@ -64,9 +64,9 @@ def same(found, wanted):
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [None, "gathered", "viewed", "split in backward"])
 def test_linear_cross_entropy(sequence_parallel):
-    """In Megatron's path hidden states may come out of a gather that adds up the gradients of the ranks."""
+    """In Megatron's path hidden states may come out of a gather that adds up the gradients of the ranks, or not."""
     world, rank = dist.get_world_size(), dist.get_rank()
     hidden, weight, labels = drawn()
     leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
@@ -81,7 +81,12 @@ def test_linear_cross_entropy(sequence_parallel):
         w = weight.chunk(world)[rank].clone().requires_grad_()
         part = slice(rank * 8 // world, (rank + 1) * 8 // world) if sequence_parallel else slice(None)
         x = hidden[part].clone().requires_grad_()
-        given = gather_from_sequence_parallel_region(x) if sequence_parallel else x
+        given = x
+        if sequence_parallel:
+            adds_up = sequence_parallel != "split in backward"
+            given = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=adds_up)
+        if sequence_parallel == "viewed":
+            given = given.transpose(0, 1).contiguous()[..., :]
         with count_collectives() as forward:
             found = verl.linear_cross_entropy(given, w, labels, 0.7, "none", group)
         same([y.detach() for y in found], [y.detach() for y in wanted])
