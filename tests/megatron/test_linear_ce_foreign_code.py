@@ -333,3 +333,24 @@ def test_hooks_of_all_modules_see_one_call_of_the_output_layer():
     torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
     assert_same(found, wanted)
     assert len(seen) == 2
+
+
+@ranks(1)
+def test_logits_returned_beside_a_loss_are_of_that_call():
+    with model_parallel():
+        from megatron.core.models.gpt import GPTModel
+
+        class Both(GPTModel):
+            def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
+                logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
+                return {"loss": self.compute_language_model_loss(labels, logits), "logits": logits}
+
+        model, labels = one_gpt(), batch()[1]
+        loss, logits_BSV = run(model, labels), run(model)
+        model.__class__ = Both
+        with patched():
+            found = run(model, labels)
+        torch.testing.assert_close(found["loss"], loss, rtol=1e-6, atol=1e-6)
+        with torch.no_grad():
+            model.shared_embedding_or_output_weight().zero_()
+        assert torch.equal(found["logits"].transpose(0, 1), logits_BSV)

@@ -17,6 +17,8 @@ import megatron.core
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer import multi_token_prediction
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from megatron_ext.megatron.fused_loss import log_probs
 from megatron_ext.megatron.fused_loss.fused_region import region_of
@@ -152,9 +154,14 @@ def _fused(original: Any, settings_for: SettingsFor, name: str) -> Any:
         if isinstance(results, PromisedLogits):  # without labels the caller wants logits, or an output processor
             region.quiet = True
             return results.logits().contiguous()
-        return results
+        # Beside a loss: who reads them after the optimizer's step would get those of other weights.
+        return results if isinstance(results, Tensor) else tree_map(_logits_of, results)
 
     return method
+
+
+def _logits_of(result: Any) -> Any:
+    return result.logits() if isinstance(result, PromisedLogits) else result
 
 
 def _forward(original: Any, settings_for: SettingsFor) -> Any:
