@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from megatron_ext.autograd import leaves_of
+from megatron_ext.autograd import leaves_of, versions_of
 from megatron_ext.distributed.groups import group_size, tensor_parallel_group
 from megatron_ext.megatron.fused_loss.module_calls import Hooks, call_with_hooks
 
@@ -43,8 +43,6 @@ _SAME = (Tensor.contiguous, Tensor.view_as, Tensor.reshape_as, Tensor.detach, to
 _VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 _GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 _TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.swapaxes)
-
-
 @dataclass
 class Terms:
     """The logits are `scale * f(hidden @ weight.T + bias)` of an output layer, f its cap or nothing.
@@ -60,6 +58,7 @@ class Terms:
             also where who asks for them does so under `no_grad`.
         hits: of the last loss: its labels, and whether they have the largest logit `[S, B]`.
         batch_outermost: the logits lie in memory as `[B, S, V/R]`.
+        versions: of the hidden states and of the layer's parameters, when the layer was called.
     """
 
     layer: Any
@@ -72,6 +71,27 @@ class Terms:
     hits: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     with_grad: bool = field(default_factory=torch.is_grad_enabled)
     batch_outermost: bool = False
+    versions: list[int] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.versions = self.versions or self.current_versions()
+
+    def current_versions(self) -> list[int]:
+        return versions_of([self.hidden, self.own_weight, *self.layer.parameters()])
+
+    def check_versions(self) -> None:
+        """Raises ValueError where torch has seen the operands change since the layer was called."""
+        found = self.current_versions()
+        if found[0] != self.versions[0]:
+            raise ValueError(
+                f"hidden states of shape {tuple(self.hidden.shape)} were changed in place after the output layer was "
+                f"called with them, whose logits were not made: change a copy, or call the output layer afterwards"
+            )
+        if found != self.versions:
+            raise ValueError(
+                "logits of an earlier call, which were not made, are asked for, and the output layer has changed "
+                "since: read them in the model's forward, or before the optimizer's step"
+            )
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -99,6 +119,7 @@ class Terms:
 
         The layer returns a plain tuple: hooks of Megatron-FSDP look for tensors in nothing deeper.
         """
+        self.check_versions()
         structure = None
 
         def forward(hidden: Tensor) -> tuple:
@@ -112,6 +133,7 @@ class Terms:
     def logits(self) -> Tensor:
         """The real ones, made by the output layer the first time that someone wants them."""
         if self.made is None:
+            self.check_versions()
 
             def forward(hidden: Tensor) -> Any:
                 return self.make(self, hidden), None
