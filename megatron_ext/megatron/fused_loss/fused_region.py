@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.call_stack import caller_outside
 from megatron_ext.distributed.groups import group_size
@@ -91,7 +92,7 @@ class Region:
         self.faults: list[ValueError] = []
         self.parameter_hooks, self.other_hooks = split_hooks(layer)
         self.quiet = self.proving = self.looked = False
-        self.records = torch.is_grad_enabled()
+        self.records, self.checkpoint = torch.is_grad_enabled(), _checkpoint()
         self.to_verify = 0
 
     def run(self, call: Callable[[], Any]) -> Any:
@@ -118,9 +119,9 @@ class Region:
         given, reason = [name for name, value in others.items() if value is not None], None
         if given:
             reason = f"its output layer is called with {', '.join(given)}"
-        elif self.records and not torch.is_grad_enabled():
+        elif (self.records and not torch.is_grad_enabled()) or _checkpoint() not in (None, self.checkpoint):
             reason = (
-                "its output layer is called under no_grad, maybe inside of a checkpoint, which would run it again "
+                "its output layer is called under no_grad or inside of a checkpoint, which would run it again "
                 "without the fused head; for the fused head call output layer and loss outside of checkpoints"
             )
         if reason is not None:
@@ -288,6 +289,12 @@ class Region:
             f"by {whose}",
             place,
         )
+
+
+def _checkpoint() -> Any:
+    """Return what torch's checkpoint that is not reentrant records saved tensors with; None outside of one."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__ else None
 
 
 def _made(logits: Tensor) -> Tensor | None:

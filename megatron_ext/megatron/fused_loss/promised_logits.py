@@ -43,6 +43,8 @@ _SAME = (Tensor.contiguous, Tensor.view_as, Tensor.reshape_as, Tensor.detach, to
 _VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 _GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 _TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.swapaxes)
+
+
 @dataclass
 class Terms:
     """The logits are `scale * f(hidden @ weight.T + bias)` of an output layer, f its cap or nothing.
