@@ -1,7 +1,7 @@
 """Helpers of our autograd functions: what they save, a backward that can be differentiated once, no autocast within."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -51,11 +51,6 @@ def leaves_of(node: Any) -> Iterator[Tensor]:
             if source not in seen:
                 seen.add(source)
                 nodes.append(source)
-
-
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Count the changes in place that each tensor has seen; 0 for one of inference mode, which counts none."""
-    return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def _requires_grad(x: Tensor | None) -> bool:

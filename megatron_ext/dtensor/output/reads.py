@@ -8,6 +8,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +16,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.autograd import versions_of
 from megatron_ext.distributed.groups import UNSHARDED, group_size
 from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, HeadCall, LogitArithmetic
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.call import statistics
 from megatron_ext.head.checks import Bits, bits_or_mode, or_refuse, rounds
 from megatron_ext.head.layer_facts import head_facts, local_shard, unwrapped
+
+_version = attrgetter("_version")
 
 
 class Read(NamedTuple):
@@ -170,10 +172,10 @@ def head_call(head: Any, read: Read, hidden: Tensor, given: dict[str, Any], whol
     if torch.is_autocast_enabled(hidden.device.type) and not whole:
         dtype = torch.get_autocast_dtype(hidden.device.type)
 
-    versions = versions_of(head.parameters())
+    versions = None if weight.is_inference() else [*map(_version, head.parameters())]
 
     def make(hidden: Tensor) -> Tensor:
-        if versions != versions_of(head.parameters()):
+        if versions is not None and versions != [*map(_version, head.parameters())]:
             raise ValueError(
                 "logits of an earlier call, which were not made, are asked for, and the lm head has changed since: "
                 "read them in the model's forward, or before the optimizer's step"

@@ -20,6 +20,8 @@ Shapes: S positions of the sequence, B batch, H hidden size, V vocabulary, R ten
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import filterfalse
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from megatron_ext.autograd import leaves_of, versions_of
+from megatron_ext.autograd import leaves_of
 from megatron_ext.distributed.groups import group_size, tensor_parallel_group
 from megatron_ext.megatron.fused_loss.module_calls import Hooks, call_with_hooks
 
@@ -42,6 +44,7 @@ _QUOTIENTS = (Tensor.div, torch.div, Tensor.true_divide, torch.true_divide)
 _SAME = (Tensor.contiguous, Tensor.view_as, Tensor.reshape_as, Tensor.detach, torch.detach)
 _VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 _GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
+_VERSION = attrgetter("_version")
 _TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.swapaxes)
 
 
@@ -60,7 +63,7 @@ class Terms:
             also where who asks for them does so under `no_grad`.
         hits: of the last loss: its labels, and whether they have the largest logit `[S, B]`.
         batch_outermost: the logits lie in memory as `[B, S, V/R]`.
-        versions: of the hidden states and of the layer's parameters, when the layer was called.
+        versions: of the hidden states and of the layer's parameters when the layer was called; inference mode has none.
     """
 
     layer: Any
@@ -75,16 +78,12 @@ class Terms:
     batch_outermost: bool = False
     versions: list[int] = field(default_factory=list, repr=False)
 
-    def __post_init__(self) -> None:
-        self.versions = self.versions or self.current_versions()
-
-    def current_versions(self) -> list[int]:
-        return versions_of([self.hidden, self.own_weight, *self.layer.parameters()])
-
     def check_versions(self) -> None:
-        """Raises ValueError where torch has seen the operands change since the layer was called."""
-        found = self.current_versions()
-        if found[0] != self.versions[0]:
+        """Take down the operands' versions at the first call; raises ValueError where one has changed since."""
+        operands = (self.hidden, *self.layer.parameters(), *filter(torch.is_tensor, [self.weight]))
+        found = [*map(_VERSION, filterfalse(torch.is_inference, operands))]
+        self.versions = self.versions or found
+        if found[:1] != self.versions[:1] and not self.hidden.is_inference():
             raise ValueError(
                 f"hidden states of shape {tuple(self.hidden.shape)} were changed in place after the output layer was "
                 f"called with them, whose logits were not made: change a copy, or call the output layer afterwards"
@@ -244,7 +243,9 @@ def promise_logits(
             f"tensor-parallel ranks; pass runtime_gather_output=False with labels, or leave the labels out to get "
             f"gathered logits"
         )
-    return PromisedLogits.of(Terms(layer, hidden, weight, make, hooks), detached=not torch.is_grad_enabled())
+    terms = Terms(layer, hidden, weight, make, hooks)
+    terms.check_versions()
+    return PromisedLogits.of(terms, detached=not torch.is_grad_enabled())
 
 
 def tp_group(layer: Any):
