@@ -147,7 +147,7 @@ def kernels() -> list[dict[str, Any]]:
     no_triton = "Triton is not installed: plain PyTorch, several passes"
     dtypes = (torch.bfloat16, torch.float16)
     ours = " and ".join(str(x).removeprefix("torch.") for x in dtypes if not cpu_products.has_sixteen_bit_products(x))
-    in_tiles = f"oneDNN lacks {ours} on this CPU: made of fp32 tiles, about as fast"
+    in_tiles = f"oneDNN lacks {ours}: computed in fp32 tiles, about as fast as fp32"
 
     def of_gpu(name: str, why: str, active: bool = True) -> dict[str, Any]:
         why = why if gpu else f"{no_gpu}; the CPU path computes the same"

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PhiConfig, PhiForCausalLM
 
-from megatron_ext import reference
+from megatron_ext import LmHead, LogProbs, reference
 from megatron_ext.megatron.fusion_report import fusion_report
+from tests.dtensor.models import SIZES, make
 from tests.gpt import VOCAB, causal_mask, model_parallel
 from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run, unpatch
 from tests.pages import DOCS, ROOT, blocks, python_blocks, section
@@ -21,7 +23,7 @@ from tests.programs import python
 from tests.ranks import ranks
 
 sys.path.insert(0, str(DOCS / "hooks"))
-from error_messages import messages
+from error_messages import MARK, messages
 
 README = ROOT / "README.md"
 
@@ -29,7 +31,7 @@ README = ROOT / "README.md"
 def test_quoted_messages_are_those_of_the_package():
     texts = {message.text for message in messages()}
     assert len(texts) > 400
-    page, mark, _ = (DOCS / "troubleshooting.md").read_text().partition("<!-- every message -->")
+    page, mark, _ = (DOCS / "troubleshooting.md").read_text().partition(MARK)
     assert mark
     quoted = re.findall(r"^\| `([^`]*)` \|", page, re.M)
     assert len(quoted) > 60
@@ -60,7 +62,7 @@ RUN = {
     "README.md": 9,
     "docs/api/read_outs.md": 6,
     "docs/exactness.md": 3,
-    "docs/fsdp2.md": 2,
+    "docs/fsdp2.md": 3,
     "docs/getting_started.md": 5,
     "docs/hugging_face.md": 1,
     "docs/index.md": 2,
@@ -70,7 +72,7 @@ RUN = {
     "docs/one_gpu.md": 2,
     "docs/pipeline.md": 1,
     "docs/plug_in.md": 10,
-    "docs/rl.md": 4,
+    "docs/rl.md": 5,
     "docs/trainer.md": 2,
 }
 
@@ -108,17 +110,43 @@ def test_what_a_program_prints_is_held_by_a_test():
 
 
 def test_the_loop_of_the_page_about_rl_runs():
-    """With log-probabilities as from whole logits, and a loss of both kinds with gradients."""
+    """With log-probabilities as from whole logits, and a loss of each kind with gradients."""
     given = {}
-    (code,) = [text for name, text in blocks(section(DOCS / "rl.md", "Your own loop")) if name == "python"]
-    (scored,) = [t for name, t in blocks(section(DOCS / "rl.md", "Scoring what was sampled")) if name == "python"]
-    exec(code + scored, given)
+    of_the_model, of_hidden_states = python_blocks(section(DOCS / "rl.md", "Your own loop"))
+    (scored,) = python_blocks(section(DOCS / "rl.md", "Scoring what was sampled"))
+    for code in (of_the_model, of_hidden_states, scored):
+        exec(code, given)
+        assert given["loss"].requires_grad
     logits = given["policy"](given["tokens"]).logits[:, :-1] / 0.7
     whole = logits.log_softmax(-1).gather(-1, given["labels"].unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(given["old"][:, :-1], whole)
+    torch.testing.assert_close(given["old"], whole)
     inside = given["sampled"][given["kept"] > 0]
     assert (inside > whole[given["kept"] > 0]).all()  # the filter leaves the others' probability to them
     assert given["policy"].lm_head.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "phi", "gemma2", "granite", "cohere"])
+def test_heads_of_models_that_change_their_logits(family):
+    """Those of the page about RL give the model's log-probabilities; the weight alone gives those of Llama only."""
+    rows = re.findall(r"\((\w+ ?\d?)\) \| `(.*)` \|$", section(DOCS / "rl.md", "Your own loop"), re.M)
+    torch.manual_seed(0)
+    if family == "phi":
+        policy = PhiForCausalLM(PhiConfig(**SIZES | {"num_key_value_heads": 4}))
+        torch.nn.init.normal_(policy.lm_head.bias)
+    else:
+        policy = make(family)
+    tokens = torch.randint(policy.config.vocab_size, (2, 8))
+    with torch.no_grad():
+        expected = reference.log_probs(policy(tokens).logits[:, :-1], tokens[:, 1:])
+        hidden = policy.base_model(tokens).last_hidden_state[:, :-1]
+        lines = {name.lower().replace(" ", ""): code for name, code in rows}
+        head = eval(lines[family], {"LmHead": LmHead, "policy": policy})
+        found, of_weight = (
+            (one if isinstance(one, LmHead) else LmHead(one)).read(hidden, LogProbs(tokens[:, 1:]))
+            for one in (head, policy.lm_head.weight)
+        )
+    torch.testing.assert_close(found, expected)
+    assert (family == "llama") == torch.allclose(of_weight, expected, atol=1e-4)
 
 
 def test_the_lines_for_a_laptop():
@@ -206,14 +234,14 @@ def test_the_heads_and_losses_lines():
     run_blocks(section(README, "The head"), names)
     torch.testing.assert_close(names["loss"], names["expected"].float())
     expected = names["expected"].float().detach()
-    rl = section(README, "RL"), section(DOCS / "rl.md", "Losses")
-    names |= {"weight": names["weight_shard"], "old": -expected, "reference": -expected}
-    policies, distillation = python_blocks(rl[1])
-    for block in (*python_blocks(rl[0])[1:], policies):
-        exec(block, names)
-        # At the policy that the advantages are of, each ratio is 1, and nothing diverges from the reference.
-        torch.testing.assert_close(names["loss"].detach(), -names["advantages"].mean())
+    policies, distillation = python_blocks(section(DOCS / "rl.md", "Losses"))
+    exec(python_blocks(section(README, "RL"))[1], names)
     torch.testing.assert_close(names["log_probs"].detach(), -expected)
+    of_policies = {}
+    exec(policies, of_policies)
+    for found in (names, of_policies):
+        # At the policy that the advantages are of, each ratio is 1, and nothing diverges from the reference.
+        torch.testing.assert_close(found["loss"].detach(), -found["advantages"].mean())
     exec(distillation, {})
 
 

@@ -26,7 +26,7 @@ LINES = {
     "megatron_ext/experimental": 2546,
     "megatron_ext/head": 11183,
     "megatron_ext/integrations": 724,
-    "megatron_ext/losses": 1363,
+    "megatron_ext/losses": 1364,
     "megatron_ext/megatron": 4503,
     "megatron_ext/memory": 717,
     "megatron_ext/model_utils": 1499,

@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 TEXT = README.partition("<!-- first screen -->")[2].partition("<!-- end of the first screen -->")[0]
 ROWS = {
-    "Megatron-Core 0.16.1": "megatron unfused",
-    "Liger-Kernel 0.8.5 (Triton kernels, mean loss)": "liger",
-    "megatron_ext": "ours, default",
-    "megatron_ext, `cache=0`": "ours, cache 0",
+    "Megatron-Core 0.16.1, a loss per token": "megatron unfused",
+    "Liger-Kernel 0.8.5 (Triton kernels), one mean loss": "liger",
+    "megatron_ext, a loss per token": "ours, default",
+    "megatron_ext, a loss per token, `cache=0`": "ours, cache 0",
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = [ROOT / "megatron_ext", ROOT / "megatron_on_cpu"]
-MARK = "<!-- every message -->"
+MARK = "The site that `make docs` builds lists every message here."
 # Folders of the package in the order of the page, with the title of their messages and the page that explains them.
 AREAS = {
     "head": ("Losses and log-probabilities", "api/head.md"),

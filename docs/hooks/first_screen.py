@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 README = Path(__file__).parents[2] / "README.md"
-MARK = "<!-- README's first screen -->"
+MARK = "The site that `make docs` builds has README's first screen here."
 START, END = "<!-- first screen -->", "<!-- end of the first screen -->"
 
 

@@ -56,7 +56,8 @@ class FromHidden:
         tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group, or no sharding.
         hidden_layout: "sequence": each rank has its slice of dim 0 of the hidden states; None: the head's, or whole.
         vocab: this rank's columns; None: equal shards.
-        temperature: logits are divided by it; None: the head's, or 1.
+        temperature: logits are divided by it; None: the head's, or 1. Log-probabilities that are given to
+            `from_log_probs` are taken to have it already.
         chunk_tokens: tokens whose logits exist at a time; None: chosen from the sizes.
         gradient_accumulation_fusion: weight gradients go straight into `weight.main_grad`.
         bits: which bits are the same; None: as Megatron's `batch_invariant_mode` says.

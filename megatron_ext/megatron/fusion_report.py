@@ -88,7 +88,7 @@ class ModelFusion:
         if self.sizes:
             if self.kept is not None:
                 lines.append(f"  cache: up to {self.kept:.0f} % of the exponentials are kept for backward")
-            lines.append(f"  the head's peak memory, stock and ours: megatron-ext memory {self.sizes}")
+            lines.append(f"  to count the head's peak memory, stock and ours, run: megatron-ext memory {self.sizes}")
         return "\n".join(lines)
 
 

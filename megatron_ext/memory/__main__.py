@@ -139,11 +139,11 @@ def _about_times(sizes: Sizes, gpu: Device, unknown: bool) -> Iterator[str]:
     if sizes.dtype.itemsize != 2:
         yield "Times are not known in fp32: the rates are of 16-bit products."
         return
-    rows_of = f"rows measured on one, of Megatron-Core's head and ours at two sizes in bf16, are within {PERCENT} %"
+    rows_of = f"within {PERCENT} % of those measured on one (Megatron-Core's head and ours, at two sizes in bf16)"
     if gpu.name != "H200":
-        rows_of = "no head has been measured on one; rates are from its data sheet, and the energy is an H200's"
+        rows_of = "no head has been measured on one; rates are from its data sheet, energies are those of an H200"
     alone = "; what ranks send each other is not in it" if sizes.ranks > 1 else ""
-    yield f"Times are estimated for an {gpu.name}: {rows_of}{alone}."
+    yield f"Times are estimates for an {gpu.name}: {rows_of}{alone}."
     if unknown:
         yield "A time is unknown where products are less than half of it, or the host may take longer."
 

@@ -1,14 +1,15 @@
 """The lines of the pages for users of transformers run as they stand, and give what transformers gives."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import TrainingArguments
 
 from megatron_ext import reference
 from tests.dtensor.models import VOCAB, drawn, error, make
-from tests.dtensor.test_trainer import rows
+from tests.dtensor.test_trainer import FSDP2
 from tests.pages import DOCS, python_blocks
 from tests.ranks import ranks, shared_folder
 
@@ -18,26 +19,22 @@ def per_token(model, tokens):
     return -reference.log_probs(model(input_ids=tokens).logits[:, :-1], tokens[:, 1:])
 
 
-def test_trainer_and_lora(tmp_path):
-    arguments = TrainingArguments(
-        str(tmp_path),
-        use_cpu=True,
-        max_steps=2,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        learning_rate=1e-2,
-    )
-    names = {"model": make("llama"), "base": make("llama"), "arguments": arguments, "rows": rows()}
-    before = make("llama").state_dict()
-    plain, adapted = python_blocks((DOCS / "trainer.md").read_text())
+def test_trainer_and_lora(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    plain, fsdp2, adapted = python_blocks((DOCS / "trainer.md").read_text())
     exec(plain, names)
-    assert all(not torch.equal(p, before[name]) for name, p in names["model"].named_parameters())
+    assert names["trainer"].state.global_step == 4
+    assert str(names["fused_loss_report"](names["model"])).startswith("LlamaForCausalLM: fused (proved on 12 tokens")
+    one = {name: x[None] for name, x in names["rows"][0].items()}
+    assert names["model"].train()(**one).logits is None
+    assert names["model"].eval()(**one).logits is not None
+    assert re.search("fsdp_config=.*?}", fsdp2)[0] in FSDP2  # which a test there trains with
     exec(adapted, names)
-    assert torch.equal(names["base"].lm_head.weight, before["lm_head.weight"])
     trained = [p for p in names["adapted"].parameters() if p.requires_grad]
     assert trained
     assert all(p.grad is None or p.grad.isfinite().all() for p in trained)
+    assert not names["base"].lm_head.weight.requires_grad
 
 
 @pytest.mark.slow
@@ -48,7 +45,7 @@ def test_fsdp2():
     mine = tokens[dist.get_rank()][None]
     names = {"torch": torch, "device": "cpu", "ranks": 2, "model": make("llama"), "tokens": mine}
     names |= {"model_on_every_rank": make("llama"), "folder": shared_folder()}
-    by_hand, parallelized = python_blocks((DOCS / "fsdp2.md").read_text())
+    by_hand, parallelized, with_labels = python_blocks((DOCS / "fsdp2.md").read_text())
     exec(by_hand, names)
     assert error(names["loss"], expected[dist.get_rank()].mean()) < 3e-6
     expected.mean().backward()
@@ -61,6 +58,12 @@ def test_fsdp2():
     torch.testing.assert_close(names["loss"], own.mean(), rtol=0.01, atol=0)
     for name, p in names["again"].named_parameters():
         assert torch.equal(p.full_tensor(), plain.get_parameter(name))
+    names["labels"] = mine.masked_fill(torch.arange(8) < 3 * dist.get_rank(), -100)  # 7 targets, and 5
+    exec(with_labels, names)
+    masked = torch.cat([expected[0], expected[1, 2:]]).detach()
+    averaged = names["loss"].detach().clone()
+    dist.all_reduce(averaged)
+    torch.testing.assert_close(averaged / 2, masked.mean(), rtol=0.01, atol=0)
 
 
 def test_one_gpu():

@@ -208,7 +208,7 @@ def test_the_doctor_says_which(native):
     with cpu_products.sixteen_bit_products(native):
         (row,) = (row for row in doctor.kernels() if row["name"] == "16-bit products on the CPU")
     assert row["active"] is native
-    assert ("bfloat16 and float16 on this CPU: made of fp32 tiles" in row["why"]) is not native
+    assert ("lacks bfloat16 and float16: computed in fp32 tiles" in row["why"]) is not native
 
 
 @pytest.mark.slow
