@@ -303,7 +303,7 @@ def test_kept_logits_are_those_of_the_step_or_refused():
 
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
-def test_any_index_takes_of_kept_logits_what_it_takes_of_real_ones():
+def test_indices_of_kept_logits_are_those_of_real_ones():
     model, given = use_fused_loss(KeepsLogits(make("llama").config)), batch()
     with torch.no_grad():
         expected = model(given["input_ids"]).logits
