@@ -216,7 +216,7 @@ def _tell_of_cpu(options: argparse.Namespace) -> None:
     """Megatron's own error, where it asks for a GPU that is not there, says nothing of `--cpu`."""
     from torch import cuda
 
-    if not options.cpu and not cuda.is_available():
+    if not options.cpu and not cuda.device_count():  # which starts no driver that the script's own settings need
         where = ", but behind SCRIPT, where it is the script's own" if "--cpu" in options.args else ""
         _LOG.warning("no GPU is here, and --cpu is not given%s: put it before SCRIPT if the script needs a GPU", where)
 

@@ -39,7 +39,7 @@ def test_bits_and_tokens_that_count():
     ],
 )
 def test_missing_or_misplaced_cpu_option_is_told(given, told, caplog, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     run._tell_of_cpu(run.command_line().parse_args(given))
     assert told in caplog.text
     assert bool(caplog.text) == bool(told)

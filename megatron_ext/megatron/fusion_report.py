@@ -36,8 +36,8 @@ class ModelFusion:
         proof: what came of the comparison of the head with the model's own output layer and loss; None before it.
         verified: the losses that were taken both ways, side by side, where the patch was asked for it (`verify=`).
         layers: how many tensor-parallel layers the model has, by the package that they come from.
-        sizes: the head's sizes and `cache`, at its first loss since a model was patched or unpatched, as
-            `megatron-ext memory` takes them; "" before it.
+        sizes: the head's sizes and `cache`, as `megatron-ext memory` takes them: of its first loss since the last patch
+            of any model, "" before it; of an unpatched model, those of its last head.
         kept: the percentage of the exponentials that this `cache` keeps for backward at most; None where it is "auto".
         z_loss, entropy: of the last loss, means over tokens that have a label, 0-dim fp32; None where not asked for.
         unpatched: whether the patch of the model was taken back, after which its losses are not counted.

@@ -74,6 +74,7 @@ def patch_for_specs() -> None:
 
 def unpatch_language_models(model: Any = None) -> None:
     """`megatron_ext.model_utils.unpatch_gpt_model_forward_for_linear_ce_fusion`."""
+    patched = [counters for one, counters in counted_models() if _is_patched(one)]
     if model is None:
         for patch in _of_classes.values():
             patch.restore()
@@ -86,13 +87,16 @@ def unpatch_language_models(model: Any = None) -> None:
                 patch.restore()
             _of_models.pop(one, None)
     _guard_megatron()
+    for counters in patched:
+        counters.unpatched = True
     _update_report()
 
 
 def _update_report() -> None:
-    """Have the fusion report name models that are unpatched, and describe each head anew at its next loss."""
+    """Have the fusion report describe the head of each patched model anew, at its next loss."""
     for model, counters in counted_models():
-        counters.unpatched, counters.sizes, counters.kept = not _is_patched(model), "", None
+        if _is_patched(model):
+            counters.unpatched, counters.sizes, counters.kept = False, "", None
 
 
 def _is_patched(model: Any) -> bool:

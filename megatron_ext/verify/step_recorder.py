@@ -49,8 +49,8 @@ class StepRecorder:
     def start(self) -> None:
         """From now on in this process, whichever optimizers and backward passes there are."""
         torch.autograd.backward = self._seen(torch.autograd.backward)
-        clips = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_
-        for module, name, clip in [*in_modules(clips)]:
+        clips = "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"
+        for module, name, clip in [*in_modules(getattr(torch.nn.utils, name) for name in clips)]:
             setattr(module, name, self._clipping(clip))
         register_optimizer_step_pre_hook(self._norm_of)
         register_optimizer_step_post_hook(self._after_torch)

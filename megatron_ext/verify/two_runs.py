@@ -21,7 +21,8 @@ def run_twice(ways: Sequence[str], script: Sequence[str], steps: int, tolerance:
     """The first steps of `script`, with its arguments, stock and by the launcher's options `ways`, on this rank.
 
     Each rank of a job calls it, and starts a process of its own for each run. `--cpu` and its kin stand in both. The
-    stock run has fusion turned off, so that a script which calls the patch itself is stock there.
+    stock run has fusion turned off, so that a script which calls the patch itself is stock there; one that asks the
+    patch for what Megatron's loss does not have, such as `z_loss`, fails.
 
     Raises:
         ValueError: there are several ranks, and torchrun has not started them.
@@ -37,7 +38,8 @@ def run_twice(ways: Sequence[str], script: Sequence[str], steps: int, tolerance:
         code = _exit_code(command, _meeting_place(name) | switch, log)
         if code:
             last = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-            raise RuntimeError(f"the {name} run of {script[0]} failed with exit code {code}:\n{last}\n{log}")
+            which = " ".join([f"the {name} run", *(f"({variable}={value})" for variable, value in switch.items())])
+            raise RuntimeError(f"{which} of {script[0]} failed with exit code {code}:\n{last}\n{log}")
     stock, ours = (read_steps(file_of_rank(folder, name)) for name in ("stock", "ours"))
     shutil.rmtree(folder)
     return TwoRuns(stock, ours, tolerance)

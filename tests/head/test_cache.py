@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext import VocabShard, linear_cross_entropy, linear_log_probs
+from megatron_ext.head import Gather, LmHead, LogProbs
 from megatron_ext.head.call import chunk_sizes
 from megatron_ext.head.call.chunk_sizes import cached_columns, keeps_all
 from megatron_ext.head.call.resolved_head import ResolvedHead
@@ -42,6 +43,21 @@ def kept_bytes(call):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.nbytes) or x, lambda x: x):
         call()
     return sizes
+
+
+def test_rows_of_other_read_outs_are_not_kept():
+    """Of log-probabilities three fp64 numbers a token, also where columns are gathered beside them."""
+    hidden, weight, labels = torch.randn(30, 8, requires_grad=True), torch.randn(64, 8), torch.randint(0, 64, (30,))
+    storages = {}
+
+    def pack(x):
+        if x.dtype == torch.float64:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        LmHead(weight).read(hidden, LogProbs(labels), Gather(torch.zeros(30, 9, dtype=torch.int64)))
+    assert sum(storages.values()) == 30 * 3 * 8
 
 
 @pytest.mark.parametrize("cache, kept", [(0.25, 20 * 10 * 8), (20 * 10 * 8 + 7, 20 * 10 * 8), (10**9, 20 * 41 * 8)])

@@ -14,7 +14,7 @@ from megatron_ext.head.training_loss import TrainingLoss
 from megatron_ext.megatron.fused_loss import megatron_log
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fusion_report import ModelFusion, fusion_report, reset_fusion_report
-from megatron_ext.megatron.language_model_patch import patch_language_models
+from megatron_ext.megatron.language_model_patch import forward_with_fused_head, patch_language_models
 from megatron_ext.megatron.layer_specs import gpt_layer_spec
 from megatron_ext.megatron.spec_head import with_fused_head
 from megatron_ext.memory import __main__ as memory
@@ -382,10 +382,12 @@ def test_the_report_follows_patches_and_their_end():
                 assert said.endswith(f"--cache {cache}")
             patch(model=other)
             run(other, labels)
+            run(model, labels)
             assert "unpatched" not in str(fusion_report())
             unpatch()
             first, second = str(fusion_report()).split("\nfused head: ")
-            assert first.startswith("fused head: GPTModel: 3 losses fused, logits made 0 times, unpatched since then\n")
+            assert first.startswith("fused head: GPTModel: 4 losses fused, logits made 0 times, unpatched since then\n")
+            assert first.endswith("--cache 1")  # of its last head
             assert "unpatched" not in second
             patch()
             assert "unpatched" not in str(fusion_report())
@@ -396,3 +398,17 @@ def test_the_report_follows_patches_and_their_end():
         with mock.patch.object(model.output_layer, "promises", True, create=True):  # a vocabulary shared over stages
             unpatch()
             assert str(fusion_report()).count("unpatched") == 1
+
+
+@ranks(1)
+def test_a_model_that_had_no_patch_is_not_called_unpatched():
+    with model_parallel():
+        model, other = one_gpt(), one_gpt()
+        reset_fusion_report()
+        ids, labels, positions = batch()
+        forward_with_fused_head(model, ids, positions, causal_mask(SEQ), labels=labels)
+        said = str(fusion_report())
+        patch(model=other)
+        assert str(fusion_report()) == said
+        unpatch(model=other)
+        assert str(fusion_report()) == said

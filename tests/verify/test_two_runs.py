@@ -142,11 +142,14 @@ CLIPS = """
             clip_grad_norm_(layer.parameters(), 0.5)
         elif sys.argv[1] == "value":
             torch.nn.utils.clip_grad_value_(layer.weight, 0.01)
+        elif sys.argv[1] == "with_norm":
+            norm = torch.nn.utils.get_total_norm([x.grad for x in layer.parameters()])
+            torch.nn.utils.clip_grads_with_norm_(layer.parameters(), 0.5, norm)
         optimizer.step()
 """
 
 
-@pytest.mark.parametrize("clips", ["norm", "value"])
+@pytest.mark.parametrize("clips", ["norm", "value", "with_norm"])
 def test_recorded_norms_are_those_before_clipping(clips, tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(CLIPS))
     file = tmp_path / "steps.jsonl"
@@ -173,7 +176,7 @@ def test_agreement_names_what_both_runs_have():
 def test_compare_shows_why_a_run_failed(standin):
     with pytest.raises(SystemExit) as ended:
         compare.main(["--cpu", *standin[:1], "--tensor-model-parallel-size", "many"])
-    assert "verify: the stock run of" in ended.value.code
+    assert "verify: the stock run (MEGATRON_EXT_FUSION=off) of" in ended.value.code
     assert "invalid int value: 'many'" in ended.value.code
 
 

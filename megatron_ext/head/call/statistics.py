@@ -248,7 +248,8 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHe
     """
     whole: Sequence[Tensor]
     if stats_RKT.shape[0] == 1:
-        whole = stats_RKT[0, : SENT + 1, :-1].to(torch.float64, copy=True).unbind()
+        rows = 3 + 2 * call.mean + call.expected + call.hits  # more would be kept for backward
+        whole = stats_RKT[0, :rows, :-1].to(torch.float64, copy=True).unbind()
     elif call.bits == "tensor_parallel":
         whole = joined(stats_RKT, call)[:, :-1].double().unbind()
     else:

@@ -39,7 +39,7 @@ def product(x, w, row, column, width, M: tl.constexpr, N: tl.constexpr, K: tl.co
     total = tl.zeros([M, N], tl.float32)
     for k in range(0, width, K):
         a, b = x.load([row, k]), w.load([column, k])
-        if INTERPRETED:  # it interpreter would multiply the bits of bf16
+        if INTERPRETED:  # the interpreter would multiply the bits of bf16
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, b.T, total)
     return total
@@ -76,8 +76,8 @@ def launch(
 ) -> None:
     """Start as many programs as the device has multiprocessors, but for `sm_margin`, for the tiles of `x @ W.T`.
 
-    `by_rows`: a program's tiles are of the same rows, and programs so many that few rows are soon done. `arguments`:
-    the kernel's own, beside those that every kernel of tiles has.
+    `by_rows`: a program's tiles are of the same rows, and programs so many that few rows are soon done, whatever
+    `sm_margin` is. `arguments`: the kernel's own, beside those that every kernel of tiles has.
     """
     (tokens, width), columns = x_TD.shape, w_VD.shape[0]
     down, across = triton.cdiv(tokens, TILE_M), triton.cdiv(columns, TILE_N)
