@@ -24,7 +24,7 @@ LINES = {
     "megatron_ext/distributed": 859,
     "megatron_ext/dtensor": 5037,
     "megatron_ext/experimental": 2546,
-    "megatron_ext/head": 11186,
+    "megatron_ext/head": 11185,
     "megatron_ext/integrations": 724,
     "megatron_ext/losses": 1364,
     "megatron_ext/megatron": 4540,
