@@ -27,7 +27,7 @@ LINES = {
     "megatron_ext/head": 11185,
     "megatron_ext/integrations": 731,
     "megatron_ext/losses": 1381,
-    "megatron_ext/megatron": 4575,
+    "megatron_ext/megatron": 4557,
     "megatron_ext/memory": 717,
     "megatron_ext/model_utils": 1499,
     "megatron_ext/numerics": 1093,

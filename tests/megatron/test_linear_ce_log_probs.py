@@ -57,21 +57,6 @@ def test_false_takes_shifted_labels():
         assert option.default is False
 
 
-@ranks(1)
-def test_a_loss_of_the_models_own_is_no_log_probability():
-    with model_parallel(), patched():
-        model, ids = one_gpt(), batch()[0]
-        wanted, own = run(model, ids, **ASKED), model.compute_language_model_loss
-        model.compute_language_model_loss = lambda *given: own(*given)
-        torch.testing.assert_close(run(model, ids, **ASKED), wanted)
-        model.compute_language_model_loss = lambda *given: 2 * own(*given)
-        with pytest.raises(ValueError, match="keeps its own loss, which need not be a log-probability: it has a"):
-            run(model, ids, **ASKED)
-        model.compute_language_model_loss = own
-        with patched(model=model, proof="off"):
-            torch.testing.assert_close(run(model, ids, **ASKED), wanted)
-
-
 def our_gpt(**overrides):
     return tiny_gpt(gpt_block_spec, **overrides)[0]
 

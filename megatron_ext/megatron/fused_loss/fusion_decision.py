@@ -357,11 +357,6 @@ def what_is_not_known(model: Any) -> str | None:
         return reason
     if hasattr(layer, "softcap") and not isinstance(layer, OutputLayer):
         return f"its output layer is a {type(layer).__name__} with an attribute `softcap`, which may be for other code"
-    return what_of_the_loss_is_not_known(model)
-
-
-def what_of_the_loss_is_not_known(model: Any) -> str | None:
-    """Say what of a model's loss of logits is not Megatron's own or ours; None if all is."""
     loss = function_of(standing(model, LOSS))
     if loss is not _LOSS:
         return f"it has a {LOSS} of its own{_where(loss)}"

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import context_parallel_group, group_size
 from megatron_ext.head.checks import or_refuse
-from megatron_ext.megatron.fused_loss.fusion_decision import what_of_the_loss_is_not_known
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.fusion_report import counters_of
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
 
@@ -46,18 +44,7 @@ def of_next_tokens(model: Any, settings: HeadSettings, call: Any, given: inspect
             mask_BS = _shifted(whole, given.arguments, parts, 0)
         given.arguments["loss_mask"] = mask_BS
     like = next(model.parameters())
-
-    def losses() -> Tensor:
-        found = call(*given.args[1:], **given.kwargs)
-        left = counters_of(model).left_to_megatron is not None
-        if left and (own := what_of_the_loss_is_not_known(model)) is not None:
-            raise HeadRefusal(
-                f"{OPTION} is True and {type(model).__name__} keeps its own loss, which need not be a log-probability: "
-                f"{own}; take that out, or call the model without labels and use its logits"
-            )
-        return found
-
-    loss_BS, fault = or_refuse(losses, labels_BS.shape, like, HeadRefusal)
+    loss_BS, fault = or_refuse(lambda: call(*given.args[1:], **given.kwargs), labels_BS.shape, like, HeadRefusal)
     log_probs_BS = (0.0 - loss_BS).where(labels_BS != IGNORE_INDEX, 0.0)
     return parts.gather_or_refuse(log_probs_BS, 1, fault)[:, :-1]
 
