@@ -427,6 +427,33 @@ def test_without_a_tracker_none_is_made():
         assert random._CUDA_RNG_STATE_TRACKER is None
 
 
+@pytest.mark.parametrize("graph_safe", [False, True], ids=["bytes", "generators"])
+def test_streams_of_megatrons_own_tracker_are_drawn_again(graph_safe, monkeypatch):
+    """Its layers draw from them, and may run inside our checkpoint without the substitution."""
+    with megatron_on_cpu(), no_tracker():
+        from megatron.core.tensor_parallel import random as stock
+
+        for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
+            monkeypatch.setattr(stock, name, None)
+        stock.initialize_rng_tracker(use_cudagraphable_rng=graph_safe)
+        tracker = stock.get_cuda_rng_tracker()
+        tracker.add("model-parallel-rng", 5)
+
+        def dropped(x):
+            with tracker.fork():
+                return F.dropout(x, 0.5)
+
+        x = torch.ones(64, requires_grad=True)
+        y = checkpoint(dropped, False, x)
+        between = dropped(x)
+        y.sum().backward()
+        assert torch.equal(y, x.grad)
+        draws = [y, between, dropped(x)]
+        tracker.reset()
+        tracker.add("model-parallel-rng", 5)
+        assert torch.equal(torch.cat(draws), torch.cat([dropped(x) for _ in draws]))
+
+
 def test_host_numbers_are_drawn_again_beside_an_emulated_device():
     """Hidden states of the emulated device say that they are on the CPU, and what is drawn for them is the host's."""
     seen = []

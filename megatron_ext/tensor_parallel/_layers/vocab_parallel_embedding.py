@@ -108,8 +108,8 @@ class VocabParallelEmbedding(ShardedLayer):
         fault = token_id_fault(input_, self.num_embeddings)
         if self.reduce_scatter_embeddings and input_.dim() < 2:
             raise ValueError(
-                f"input_ is {tuple(input_.shape)}: with reduce_scatter_embeddings it must be [batch, sequence], of which "
-                f"each rank gets a slice of the sequence; pass input_[None] for one sequence"
+                f"input_ is {tuple(input_.shape)}: with reduce_scatter_embeddings it must be [batch, sequence], of "
+                f"which each rank gets a slice of the sequence; pass input_[None] for one sequence"
             )
         assert self.weight is not None
         weight = table_of_lookup(self.weight)

@@ -29,11 +29,11 @@ def checkpoint(
 ) -> Any:
     """`function(*args, **kwargs)`; of its forward only the inputs are kept, and its backward runs it again first.
 
-    The second run draws the same random numbers (of the CPU, of the tensors' devices and of the RNG tracker's streams)
-    under the same autocast settings, torch's and Transformer Engine's, and the same default device, so that losses and
-    gradients are those of the plain call, bit for bit, as long as the function itself does the same twice. Exceptions:
-    what is captured into a CUDA graph draws new numbers; and, as in Transformer Engine's own checkpoint, its delayed
-    scaling quantizes anew where checkpoints are nested, or one module is in two of them.
+    The second run draws the same random numbers (of the CPU, of the tensors' devices and of the streams of our RNG
+    tracker and Megatron's) under the same autocast settings, torch's and Transformer Engine's, and the same default
+    device, so that losses and gradients are those of the plain call, bit for bit, as long as the function itself does
+    the same twice. Exceptions: what is captured into a CUDA graph draws new numbers; and, as in Transformer Engine's
+    own checkpoint, its delayed scaling quantizes anew where checkpoints are nested, or one module is in two of them.
 
     Args:
         function: Anything that takes and returns tensors, also inside tuples, lists, dicts and named tuples, and any
