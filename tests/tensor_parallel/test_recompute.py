@@ -401,6 +401,12 @@ def test_what_recomputation_cannot_do_is_said():
     with pytest.raises(RuntimeError, match="create_graph=True"):
         checkpoint(torch.sin, False, x).sum().backward(create_graph=True)
 
+    for argument in (x.detach().clone(), x * 1):
+        out = checkpoint(lambda y: y.add_(1) * x, False, argument)
+        assert torch.equal(out, (x + 1) * x)
+        with pytest.raises(RuntimeError, match="has changed an argument in place"):
+            out.sum().backward()
+
     results = iter([(x * 1, x * 2), (x * 1,)])
     out = checkpoint(lambda x: next(results), False, x)
     with pytest.raises(RuntimeError, match="returned 2 values in the forward and 1 in its recomputation"):

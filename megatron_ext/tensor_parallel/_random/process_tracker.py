@@ -148,7 +148,7 @@ class RandomMoment:
             generators.append(generator_of())
         self._states = [(g, g.get_state()) for g in generators if not capturing(g)]
         megatrons = getattr(sys.modules.get(_MEGATRONS), "_CUDA_RNG_STATE_TRACKER", None)
-        self._megatrons = None if megatrons is self._tracker else megatrons
+        self._megatrons: Any = None if megatrons is self._tracker else megatrons
         named = {} if self._megatrons is None else self._megatrons.states_
         self._megatrons_streams = {name: copy_state(state) for name, state in named.items()}
 
@@ -158,12 +158,12 @@ class RandomMoment:
             generator.set_state(state)
         if self._tracker is not None:
             self._tracker.go_to(self._streams)
-        for name, state in self._megatrons_streams.items():
+        for name, megatrons in self._megatrons_streams.items():
             own = self._megatrons.states_.get(name)
             if not isinstance(own, Generator):
-                self._megatrons.states_[name] = state
-            elif own is not state:
-                own.set_state(value_of(state))
+                self._megatrons.states_[name] = megatrons
+            elif own is not megatrons:
+                own.set_state(value_of(megatrons))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -54,7 +54,8 @@ def checkpoint(
     Raises:
         ValueError: with `distribute_saved_activations` the first argument is no tensor, or the tensor-parallel group is
             unknown.
-        RuntimeError: in a backward by `torch.autograd.grad(...)`, or one that creates a graph.
+        RuntimeError: in a backward by `torch.autograd.grad(...)`, or one that creates a graph; in any backward if the
+            function has changed an argument in place.
     """
     if distribute_saved_activations and not (args and isinstance(args[0], Tensor)):
         raise ValueError(
