@@ -26,8 +26,6 @@ from megatron_ext.tensor_parallel._random.generator_state import (
 from megatron_ext.tensor_parallel._random.rng_tracker import CudaRNGStatesTracker, InferenceCudaRNGStatesTracker
 from megatron_ext.tensor_parallel._random.transformer_engine import is_te_tracker, make_te_tracker
 
-_MEGATRONS = "megatron.core.tensor_parallel.random"
-
 Tracker = Any  # a CudaRNGStatesTracker, or Transformer Engine's class of the same methods
 
 
@@ -147,7 +145,8 @@ class RandomMoment:
         elif torch.cuda.is_initialized():
             generators.append(generator_of())
         self._states = [(g, g.get_state()) for g in generators if not capturing(g)]
-        megatrons = getattr(sys.modules.get(_MEGATRONS), "_CUDA_RNG_STATE_TRACKER", None)
+        megatron = sys.modules.get("megatron.core.tensor_parallel.random")
+        megatrons = getattr(megatron, "_CUDA_RNG_STATE_TRACKER", None)
         self._megatrons: Any = None if megatrons is self._tracker else megatrons
         named = {} if self._megatrons is None else self._megatrons.states_
         self._megatrons_streams = {name: copy_state(state) for name, state in named.items()}
