@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -15,7 +16,8 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     torch's own `once_differentiable` objects only where the upstream gradient requires grad: a gradient penalty on a
     summed loss would lose its term without a word. Nor does an error that hangs on the gradients alone reach who asks
-    `torch.autograd.grad` for those of some leaves, which runs no node that does not lead to them.
+    `torch.autograd.grad` for those of some tensors, which runs no node that does not lead to them: leaves, or what the
+    function was given and has saved.
     """
 
     @functools.wraps(backward)
@@ -24,10 +26,18 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
-        ends = [*filter(_requires_grad, grads), *leaves_of(ctx)]
+        ends = [*filter(_requires_grad, grads), *_saved_ends(ctx), *leaves_of(ctx)]
         return tuple(_Once.apply(x.detach().requires_grad_(), *ends) if isinstance(x, Tensor) else x for x in found)
 
     return checked
+
+
+def _saved_ends(ctx: Any) -> list[Tensor]:
+    """The tensors of autograd's graph that were saved; none where a checkpoint has handed them out before."""
+    try:
+        return [*filter(_requires_grad, ctx.saved_tensors)]
+    except CheckpointError:
+        return []
 
 
 def leaves_of(node: Any) -> Iterator[Tensor]:

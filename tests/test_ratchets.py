@@ -20,14 +20,14 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1485,
+    "megatron_ext/*.py": 1495,
     "megatron_ext/distributed": 859,
-    "megatron_ext/dtensor": 5030,
+    "megatron_ext/dtensor": 5037,
     "megatron_ext/experimental": 2546,
-    "megatron_ext/head": 11184,
+    "megatron_ext/head": 11185,
     "megatron_ext/integrations": 724,
     "megatron_ext/losses": 1364,
-    "megatron_ext/megatron": 4507,
+    "megatron_ext/megatron": 4540,
     "megatron_ext/memory": 717,
     "megatron_ext/model_utils": 1499,
     "megatron_ext/numerics": 1093,

@@ -152,7 +152,8 @@ class LmHead:
             layer: a tensor or a `DTensor` `[V, D]` (sharded over a 1-D mesh: its group and shards are taken from it);
                 an `nn.Linear`; what PEFT puts in its place, with the LoRA adapters that are active, or the copy that
                 trains (`modules_to_save`); or Megatron-Core's output layer, of which bias, softcap, tensor-parallel
-                group, sequence parallelism, gradient accumulation fusion and a `logit_dtype` of 16 bits are taken.
+                group, sequence parallelism, gradient accumulation fusion and a `logit_dtype` of 16 bits are taken. The
+                layer is not called: its hooks do not run, and a hook that changes its input or its logits is left out.
             tp_group, hidden_layout, weight, facts: as for `LmHead`; they go before what the layer says.
 
         Raises:

@@ -19,7 +19,17 @@ from megatron_ext.dtensor.output import fused_loss, loss_proof
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.proof import compare
 from megatron_ext.sequence.next_token import next_tokens
-from tests.dtensor.models import SIZES, batch, check_gradients, drawn, loss_and_gradients, make, meshes, parallelize
+from tests.dtensor.models import (
+    SIZES,
+    VOCAB,
+    batch,
+    check_gradients,
+    drawn,
+    loss_and_gradients,
+    make,
+    meshes,
+    parallelize,
+)
 from tests.dtensor.test_fused_loss import check_fused
 from tests.dtensor.test_trainer import rows, settings
 from tests.marks import slow
@@ -290,6 +300,18 @@ def test_kept_logits_are_those_of_the_step_or_refused():
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     with pytest.raises(ValueError, match="logits of an earlier call, .* the lm head has changed since"):
         kept.argmax(-1)
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+def test_indices_of_kept_logits_are_those_of_real_ones():
+    model, given = use_fused_loss(KeepsLogits(make("llama").config)), batch()
+    with torch.no_grad():
+        expected = model(given["input_ids"]).logits
+    mask = given["labels"] > VOCAB // 2
+    for index in (mask.numpy(), mask.tolist(), mask.byte(), mask, (True, 0), (0, [1, 2]), (slice(1), torch.tensor(2))):
+        model(**given)
+        index = index if isinstance(index, tuple) else (index,)
+        torch.testing.assert_close(model.kept[(*index, slice(5))] + 0, expected[(*index, slice(5))])
 
 
 class OfLastTokens(LlamaForCausalLM):

@@ -76,13 +76,16 @@ def test_double_backward_is_refused(on_logits):
     hidden, weight, _ = problem.mine(None)
     if on_logits:
         hidden = (hidden @ weight.t()).detach().requires_grad_()
+    source, hidden = hidden, hidden * 2
+    if on_logits:
         loss = token_log_probs(hidden, problem.labels)
     else:
         loss = linear_cross_entropy(hidden, weight, problem.labels)
     (grad,) = torch.autograd.grad(loss.sum(), hidden, create_graph=True)
     with_penalty = loss.sum() + grad.square().sum()
-    with pytest.raises(RuntimeError, match="differentiated twice"):
-        torch.autograd.grad(with_penalty, hidden, retain_graph=True)
+    for asked in (hidden, source):
+        with pytest.raises(RuntimeError, match="differentiated twice"):
+            torch.autograd.grad(with_penalty, asked, retain_graph=True)
     with pytest.raises(RuntimeError, match="differentiated twice"):
         with_penalty.backward()
 

@@ -172,10 +172,12 @@ def test_without_a_backward_and_when_recomputed():
 
 def test_second_derivatives_are_refused():
     problem = Problem()
-    loss, leaves = summed(problem, None)
-    (found, *_) = torch.autograd.grad(loss, leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        torch.autograd.grad(loss + found.sum(), leaves[1])
+    hidden, *others = problem.mine(None)
+    loss, given = summed(problem, None, leaves=[hidden * 2, *others])
+    (found, *_) = torch.autograd.grad(loss, given, create_graph=True)
+    for asked in (given[0], hidden, given[1]):
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+            torch.autograd.grad(loss + found.sum(), asked, retain_graph=True)
 
 
 TODAYS = {

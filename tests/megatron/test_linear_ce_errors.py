@@ -353,6 +353,38 @@ def test_an_output_processor_is_the_callers_own():
         compare_later(model, 0, output_processor=lambda hidden, layer: hidden.float())
 
 
+@ranks(2)
+def test_kept_logits_are_those_of_the_step_or_refused():
+    with model_parallel(tp=2):
+        model, kept = later_gpt(), []
+        model.change = lambda logits: (kept.append(logits), logits)[1]
+        run(model, batch()[1])
+        with patched():
+            for _ in range(2):
+                run(model, batch()[1]).sum().backward()
+        assert torch.equal(kept[1].argmax(-1), kept[0].argmax(-1))
+        torch.optim.SGD(model.parameters()).step()
+        with pytest.raises(ValueError, match="logits of an earlier call, .* the output layer has changed since"):
+            kept[2].argmax(-1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("asks", [False, True], ids=["loss", "logits"])
+def test_hidden_states_changed_before_the_loss_are_refused(asks):
+    with model_parallel(tp=2), patched():
+        model, seen = later_gpt(), []
+
+        def change(logits):
+            seen[-1].zero_()
+            return logits[..., :] if asks else logits
+
+        model.change = change
+        with model.output_layer.register_forward_pre_hook(lambda layer, given: seen.append(given[0])), torch.no_grad():
+            for _ in range(2):
+                with pytest.raises(ValueError, match="hidden states of shape .* were changed in place after"):
+                    run(model, batch()[1])
+
+
 PIPELINE = """
 import torch
 from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion
@@ -371,4 +403,4 @@ def test_a_label_that_the_last_stage_alone_sees_ends_the_job():
     """The first stage waits for gradients, and is ended by whoever started both."""
     done = python("-c", PIPELINE, ranks=2, ignore_warnings=True)
     assert done.returncode == 1
-    assert "ValueError: labels holds [1000000], outside" in done.stderr
+    assert "OutsideVocabulary: labels holds [1000000], outside" in done.stderr

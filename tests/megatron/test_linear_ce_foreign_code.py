@@ -11,6 +11,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.tensor_parallel import cross_entropy, layers, mappings
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
 from tests.gpt import model_parallel
@@ -271,8 +272,13 @@ def test_a_loss_with_metrics_beside_it_is_kept():
                 torch.testing.assert_close(run(model, labels), stock)
 
 
+def _not_reentrant(function, _, hidden):
+    return checkpoint(function, hidden, use_reentrant=False)
+
+
 @ranks(1)
-def test_a_checkpointed_loss_is_kept_and_no_other_one_is_taken():
+@pytest.mark.parametrize("checkpointed", [tensor_parallel.checkpoint, _not_reentrant])
+def test_a_checkpointed_loss_is_kept_and_no_other_one_is_taken(checkpointed):
     """Its function runs again in backward, where the model is not patched."""
     with model_parallel():
         model, labels = one_gpt(), batch()[1]
@@ -283,7 +289,7 @@ def test_a_checkpointed_loss_is_kept_and_no_other_one_is_taken():
                     weight = self.shared_embedding_or_output_weight()
                     return self.compute_language_model_loss(labels, self.output_layer(hidden, weight=weight)[0])
 
-                return tensor_parallel.checkpoint(loss, False, hidden_states)
+                return checkpointed(loss, False, hidden_states)
 
         def step():
             loss, weight = run(model, labels), model.shared_embedding_or_output_weight()

@@ -302,6 +302,7 @@ def prepare(tree, emulation, transformer_engine, on_gpu):
     os.environ.setdefault("NVIDIA_PYTORCH_VERSION", "26.08")  # NVIDIA's container of main's date; old ones skip tests
     os.environ["PYTHONPATH"] = tree
     sys.path.insert(0, repository)
+    import megatron_ext  # noqa: F401, while it is found: the tree has a folder `tests` too
     from megatron_on_cpu import megatron_on_cpu
 
     sys.path.remove(repository)

@@ -244,7 +244,7 @@ def _viewed(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _S
 def _chosen(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
     """Some of the tokens, by any index of the leading dims; and the first columns, by a slice of the last one."""
     state, index = promise.state, args[1] if isinstance(args[1], tuple) else (args[1],)
-    if any(isinstance(x, DeferredLogits) or x is None for x in index):
+    if not all(_counts_its_dims(x) for x in index):
         return None
     if Ellipsis in [x for x in index if not isinstance(x, Tensor)]:
         if sum(x is Ellipsis for x in index) > 1 or any(isinstance(x, Tensor) for x in index):
@@ -271,6 +271,13 @@ def _chosen(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _S
     return _then(
         promise, func, args[1:], kwargs, tokens=tokens, hidden=hidden, columns=columns, places=places, chosen=True
     )
+
+
+def _counts_its_dims(index: Any) -> bool:
+    """Return whether an index is of as many dims as it says: masks of NumPy, lists, bytes or one bool are not."""
+    if isinstance(index, Tensor):
+        return not isinstance(index, DeferredLogits) and index.dtype != torch.uint8
+    return type(index) in (int, slice) or index is Ellipsis
 
 
 def _cross_entropy(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> Tensor | None:

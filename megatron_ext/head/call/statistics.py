@@ -248,8 +248,7 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHe
     """
     whole: Sequence[Tensor]
     if stats_RKT.shape[0] == 1:
-        rows = 3 + 2 * call.mean + call.expected + call.hits  # more would be kept for backward
-        whole = stats_RKT[0, :rows, :-1].to(torch.float64, copy=True).unbind()
+        whole = stats_RKT[0, :, :-1].double().unbind()
     elif call.bits == "tensor_parallel":
         whole = joined(stats_RKT, call)[:, :-1].double().unbind()
     else:
@@ -301,12 +300,12 @@ def added(x_RT: Tensor, call: ResolvedHead) -> Tensor:
 
 def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: ResolvedHead, shift_T: Tensor) -> Statistics:
     """Return what `combine` gives of the rows of one part that is the whole vocabulary."""
-    peaks, total, target, *rows = whole  # their memory is written
-    total.clamp_(min=1.0)  # less only in a row of -inf: its label has -inf, and nothing NaN
+    peaks, total, target, *rows = whole
+    total = total.clamp(min=1.0)  # less only in a row of -inf: its label has -inf, and nothing NaN
     more = iter(rows)
     mean = columns = expected = hits = bend = None
     if call.mean:
-        sums, columns = next(more), next(more)
+        sums, columns = next(more), next(more).clone()
         mean = sums / columns
     if call.expected:
         expected = next(more) / total
@@ -314,8 +313,8 @@ def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: ResolvedHead, shift
         hits = next(more) > 0
     if call.softcap is not None:
         bend = own_KT[own_rows(call) - 1, :-1].clone()
-    log_sum, away = total.log_(), target.sub_(_finite(peaks))
-    return Statistics(peaks, log_sum, away, shift_T, mean, columns, expected, hits, bend)
+    # Copies of what is kept for backward, which would keep all rows otherwise, and which torch's compiler needs apart.
+    return Statistics(peaks.clone(), total.log(), target - _finite(peaks), shift_T, mean, columns, expected, hits, bend)
 
 
 def fingerprint(z_TV: Tensor, counted: int) -> Tensor:

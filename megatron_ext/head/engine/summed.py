@@ -106,16 +106,17 @@ class SummedHead(torch.autograd.Function):
                     ones_t1 = db_V.new_ones(len(x_tD), 1)
                     WeightGradient(db_V.unsqueeze(1), ones_t1, leaf, grad, plan, accumulate=True).add_exact()
                 del g_tV  # before the next chunk's logits are made
-            ctx.save_for_backward(dx_TD, db_V, *sums)
+        total = (torch.cat(values) * weights_T).sum()
+        ctx.save_for_backward(total, dx_TD, db_V, *sums)  # the result, by which a second derivative comes back here
         ctx.group, ctx.sizes, ctx.passes = call.group, sizes, plan.passes
         ctx.parameter = weight_VD if call.fuse_main_grad and need_dw else None
         ctx.dtypes = [None if x is None else x.dtype for x in (weight_VD, bias_V, low_VR)]
-        return (torch.cat(values) * weights_T).sum()
+        return total
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx_TD, db_V, dw_VD, *low = ctx.saved_tensors
+        _, dx_TD, db_V, dw_VD, *low = ctx.saved_tensors
         passes, (dtype, of_bias, of_low), sum_TD = ctx.passes, ctx.dtypes, None
         if dx_TD is not None:
             dx_TD = _scaled(dx_TD, grad, dx_TD.dtype, passes)

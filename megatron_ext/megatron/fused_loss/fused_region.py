@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.call_stack import caller_outside
 from megatron_ext.distributed.groups import group_size
@@ -44,6 +45,7 @@ from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParalle
 _OURS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 _LAYERS = {"megatron_ext": _OURS, "megatron": tuple(map(megatrons_own_layer, _OURS))}
 
+_SAVING = torch._C._autograd._top_saved_tensors_default_hooks  # None, or how tensors are saved for backward
 _MORE = f"its {LOSS} is called with more than labels and logits, of which the head knows nothing"
 
 
@@ -91,7 +93,7 @@ class Region:
         self.faults: list[ValueError] = []
         self.parameter_hooks, self.other_hooks = split_hooks(layer)
         self.quiet = self.proving = self.looked = False
-        self.records = torch.is_grad_enabled()
+        self.records, self.saving = torch.is_grad_enabled(), _SAVING(True)
         self.to_verify = 0
 
     def run(self, call: Callable[[], Any]) -> Any:
@@ -115,12 +117,12 @@ class Region:
     ):
         """The output layer's forward, which runs where it is given what the head does not know."""
         layer = self.layer
-        given, reason = [name for name, value in others.items() if value is not None], None
+        given, reason = others and [name for name, value in others.items() if value is not None], None
         if given:
             reason = f"its output layer is called with {', '.join(given)}"
-        elif self.records and not torch.is_grad_enabled():
+        elif (self.records and not torch.is_grad_enabled()) or (_SAVING(True) != self.saving and _in_checkpoint()):
             reason = (
-                "its output layer is called under no_grad, maybe inside of a checkpoint, which would run it again "
+                "its output layer is called under no_grad or inside of a checkpoint, which would run it again "
                 "without the fused head; for the fused head call output layer and loss outside of checkpoints"
             )
         if reason is not None:
@@ -158,7 +160,7 @@ class Region:
         def own_loss(logits: Tensor) -> Tensor:
             return self.stock_loss(labels, logits, *args, **kwargs)
 
-        more = None if all(value is None for value in (*args, *kwargs.values())) else _MORE
+        more = _MORE if {*map(type, (*args, *kwargs.values()))} - {type(None)} else None
         try:
             found = self.redeemed(labels, logits, own_loss, more) if made is None else self.of_made(labels, made)
         except ValueError as fault:
@@ -288,6 +290,12 @@ class Region:
             f"by {whose}",
             place,
         )
+
+
+def _in_checkpoint() -> bool:
+    """Return whether torch's checkpoint that is not reentrant says how tensors are saved here."""
+    hooks = _SAVING(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
 def _made(logits: Tensor) -> Tensor | None:

@@ -20,6 +20,8 @@ Shapes: S positions of the sequence, B batch, H hidden size, V vocabulary, R ten
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import filterfalse
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ _QUOTIENTS = (Tensor.div, torch.div, Tensor.true_divide, torch.true_divide)
 _SAME = (Tensor.contiguous, Tensor.view_as, Tensor.reshape_as, Tensor.detach, torch.detach)
 _VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 _GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
+_VERSION = attrgetter("_version")
 _TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.swapaxes)
 
 
@@ -60,6 +63,7 @@ class Terms:
             also where who asks for them does so under `no_grad`.
         hits: of the last loss: its labels, and whether they have the largest logit `[S, B]`.
         batch_outermost: the logits lie in memory as `[B, S, V/R]`.
+        versions: of the hidden states and of the layer's parameters when the layer was called; inference mode has none.
     """
 
     layer: Any
@@ -72,6 +76,23 @@ class Terms:
     hits: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     with_grad: bool = field(default_factory=torch.is_grad_enabled)
     batch_outermost: bool = False
+    versions: list[int] = field(default_factory=list, repr=False)
+
+    def check_versions(self) -> None:
+        """Take down the operands' versions at the first call; raises ValueError where one has changed since."""
+        operands = (self.hidden, *self.layer.parameters(), *filter(torch.is_tensor, [self.weight]))
+        found = [*map(_VERSION, filterfalse(torch.is_inference, operands))]
+        self.versions = self.versions or found
+        if found[:1] != self.versions[:1] and not self.hidden.is_inference():
+            raise ValueError(
+                f"hidden states of shape {tuple(self.hidden.shape)} were changed in place after the output layer was "
+                f"called with them, whose logits were not made: change a copy, or call the output layer afterwards"
+            )
+        if found != self.versions:
+            raise ValueError(
+                "logits of an earlier call, which were not made, are asked for, and the output layer has changed "
+                "since: read them in the model's forward, or before the optimizer's step"
+            )
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -99,6 +120,7 @@ class Terms:
 
         The layer returns a plain tuple: hooks of Megatron-FSDP look for tensors in nothing deeper.
         """
+        self.check_versions()
         structure = None
 
         def forward(hidden: Tensor) -> tuple:
@@ -112,6 +134,7 @@ class Terms:
     def logits(self) -> Tensor:
         """The real ones, made by the output layer the first time that someone wants them."""
         if self.made is None:
+            self.check_versions()
 
             def forward(hidden: Tensor) -> Any:
                 return self.make(self, hidden), None
@@ -220,7 +243,9 @@ def promise_logits(
             f"tensor-parallel ranks; pass runtime_gather_output=False with labels, or leave the labels out to get "
             f"gathered logits"
         )
-    return PromisedLogits.of(Terms(layer, hidden, weight, make, hooks), detached=not torch.is_grad_enabled())
+    terms = Terms(layer, hidden, weight, make, hooks)
+    terms.check_versions()
+    return PromisedLogits.of(terms, detached=not torch.is_grad_enabled())
 
 
 def tp_group(layer: Any):

@@ -100,7 +100,7 @@ class Scorer:
             )
         with timed(timer, "score"):
             found = self._scored(data, None, self.reader.logits)
-        return BatchedDataDict(scores=found[torch.arange(len(found)), self.reader.last_tokens(data), 0])
+        return BatchedDataDict(scores=found[torch.arange(len(found)), self.reader.last_tokens(data).cpu(), 0])
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
