@@ -98,7 +98,7 @@ def test_what_are_no_ids():
 
 
 @ranks(1, 2)
-def test_one_sequence_without_batch_is_refused_where_the_sequence_is_cut():
+def test_ids_without_batch_are_refused_with_reduce_scatter():
     with pytest.raises(ValueError, match=r"input_ is \(4,\): with reduce_scatter_embeddings it must be \[batch"):
         embedding(reduce_scatter_embeddings=True)(torch.arange(4))
 

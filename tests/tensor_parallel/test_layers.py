@@ -117,7 +117,7 @@ def test_disabled_gradient_reduction():
 
 
 @ranks(1, 2)
-def test_input_gradient_is_summed_where_sequence_parallel_was_turned_off():
+def test_input_gradient_is_summed_after_sequence_parallel():
     """Megatron's set_model_to_sequence_parallel(model, False) sets this attribute of its layers alone."""
     layer = column(config=Config(sequence_parallel=True), bias=False)
     layer.sequence_parallel = False

@@ -56,7 +56,7 @@ def test_an_exception_in_a_fork_brings_the_outer_stream_back(graph_safe):
         assert torch.equal(torch.rand(3), drawn(1, 2, 3)[1])
 
 
-def test_a_fork_of_a_broken_state_leaves_all_streams_as_they_were():
+def test_a_fork_that_fails_leaves_all_streams_alone():
     tracker = tracker_of(a=1)
     torch.manual_seed(3)
     good = tracker.get_states()
