@@ -196,6 +196,11 @@ def check_logits(logits: Tensor) -> None:
 
 def columns_of(logits: Tensor, rank: int | None, tp_group: Group) -> tuple[int, int]:
     """First and one past the last of this rank's columns of the vocabulary; `rank` None: its place in the group."""
+    if tp_group is None and rank:
+        raise ValueError(
+            f"vocab_parallel_rank is {rank} and vocab_parallel_group None: without a group the logits are whole, and "
+            f"no rank has a shard of them; pass the group whose ranks share the vocabulary, or no rank"
+        )
     columns = logits.shape[-1]
-    start = columns * (group_rank(tp_group) if rank is None or tp_group is None else rank)
+    start = columns * (group_rank(tp_group) if rank is None else rank)
     return start, start + columns

@@ -134,7 +134,7 @@ def make_cp_batch_and_ctx(
         batch: `input_ids` `[B, S]`, and if they are there `labels` `[B, S]` (aligned: the target of each position; the
             targets of a part cannot be found by shifting it), `position_ids` `[B or 1, S]` and `attention_mask`
             `[B, S]`; whole sequences, the same on all "cp" ranks.
-        loss_mask: `[B, S]`, becomes this rank's part as well.
+        loss_mask: `[B, S]`, becomes this rank's part as well; None with `use_te`.
         use_te: make the batch with `make_cp_batch_for_te`, to which the other arguments go.
 
     Returns:
@@ -146,12 +146,17 @@ def make_cp_batch_and_ctx(
     Communicates: nothing itself; see `create_context_parallel_ctx`.
 
     Raises:
-        ValueError: S is no multiple of 2W, lengths differ, or `attention_mask` hides more than padding behind the
-            tokens of a row.
+        ValueError: S is no multiple of 2W, lengths differ, `attention_mask` hides more than padding behind the tokens
+            of a row, or `loss_mask` comes with `use_te`.
         KeyError: no `input_ids`.
     """
     cp_mesh = device_mesh["cp"] if device_mesh is not None and "cp" in (device_mesh.mesh_dim_names or ()) else None
     if use_te:
+        if loss_mask is not None:
+            raise ValueError(
+                "loss_mask came with use_te=True: only the batch becomes lines of documents; give tokens that do not "
+                "count the label -100"
+            )
         te_batch = make_cp_batch_for_te(
             cp_mesh,
             batch,

@@ -106,6 +106,8 @@ def test_next_token_log_probs_of_any_logits():
     truth = next_log_probs(logits, tokens)
     same(get_next_token_logprobs_from_logits(tokens, logits), truth)
     same(get_next_token_logprobs_from_logits(tokens.int(), logits, chunk_size=2), truth)
+    with pytest.raises(ValueError, match="vocab_parallel_rank is 1 and vocab_parallel_group None"):
+        get_next_token_logprobs_from_logits(tokens, logits, vocab_parallel_rank=1)
     with pytest.raises(ValueError, match="input_ids is list"):
         get_next_token_logprobs_from_logits(tokens.tolist(), logits)
     for grid in grids():

@@ -66,8 +66,9 @@ def test_iterated_after_training(backend):
         wanted = dict(pair for name, x in true.items() for pair in rename(name, x))
         assert list(hub) == list(wanted)
         assert all(torch.equal(hub[name], x) for name, x in wanted.items())
-        with pytest.raises(ValueError, match="buffer_bytes is -1"):
-            next(worker.iter_weight_buckets(-1))
+        for bytes_ in (-1, 0):
+            with pytest.raises(ValueError, match=f"buffer_bytes is {bytes_}"):
+                next(worker.iter_weight_buckets(bytes_))
 
 
 class Policy:

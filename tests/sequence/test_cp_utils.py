@@ -175,6 +175,8 @@ def test_what_the_context_cannot_do_is_refused_before_it_begins():
         create_context_parallel_ctx(mesh, [], [], set(), "ring")
     with pytest.raises(ValueError, match="length 6"):
         make_cp_batch_and_ctx(mesh, {"input_ids": torch.zeros(1, 6)})
+    with pytest.raises(ValueError, match="loss_mask came with use_te=True"):
+        make_cp_batch_and_ctx(mesh, packed_batch([[(4, 4)]]), torch.ones(1, 4), use_te=True)
     with pytest.raises(KeyError, match="has no input_ids"):
         make_cp_batch_and_ctx(mesh, {"labels": torch.zeros(1, 8)})
     for dtype in (torch.bool, torch.int64):

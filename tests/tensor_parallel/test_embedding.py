@@ -97,6 +97,12 @@ def test_what_are_no_ids():
             embedding()(wrong)
 
 
+@ranks(1, 2)
+def test_ids_without_batch_are_refused_with_reduce_scatter():
+    with pytest.raises(ValueError, match=r"input_ is \(4,\): with reduce_scatter_embeddings it must be \[batch"):
+        embedding(reduce_scatter_embeddings=True)(torch.arange(4))
+
+
 @ranks(4)
 def test_uneven_vocabulary_names_the_padded_size():
     with pytest.raises(ValueError, match="num_embeddings is 25: .*pad it to 28"):

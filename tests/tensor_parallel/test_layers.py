@@ -116,6 +116,16 @@ def test_disabled_gradient_reduction():
     torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(x.shape))  # this rank's part alone
 
 
+@ranks(1, 2)
+def test_input_gradient_is_summed_after_sequence_parallel():
+    """Megatron's set_model_to_sequence_parallel(model, False) sets this attribute of its layers alone."""
+    layer = column(config=Config(sequence_parallel=True), bias=False)
+    layer.sequence_parallel = False
+    x = torch.randn(S, D, requires_grad=True)
+    layer(x)[0].sum().backward()
+    torch.testing.assert_close(x.grad, numbers(N, D, seed=7).sum(0).expand(x.shape))
+
+
 @ranks(1)
 def test_sequence_parallel_alone_is_nothing():
     config = Config(sequence_parallel=True)

@@ -401,6 +401,12 @@ def test_what_recomputation_cannot_do_is_said():
     with pytest.raises(RuntimeError, match="create_graph=True"):
         checkpoint(torch.sin, False, x).sum().backward(create_graph=True)
 
+    for argument in (x.detach().clone(), x * 1):
+        out = checkpoint(lambda y: y.add_(1) * x, False, argument)
+        assert torch.equal(out, (x + 1) * x)
+        with pytest.raises(RuntimeError, match="has changed an argument in place"):
+            out.sum().backward()
+
     results = iter([(x * 1, x * 2), (x * 1,)])
     out = checkpoint(lambda x: next(results), False, x)
     with pytest.raises(RuntimeError, match="returned 2 values in the forward and 1 in its recomputation"):
@@ -425,6 +431,33 @@ def test_without_a_tracker_none_is_made():
         x = numbers(3, seed=0).requires_grad_()
         checkpoint(lambda x: F.dropout(x, 0.5), False, x).sum().backward()
         assert random._CUDA_RNG_STATE_TRACKER is None
+
+
+@pytest.mark.parametrize("graph_safe", [False, True], ids=["bytes", "generators"])
+def test_streams_of_megatrons_own_tracker_are_drawn_again(graph_safe, monkeypatch):
+    """Its layers draw from them, and may run inside our checkpoint without the substitution."""
+    with megatron_on_cpu(), no_tracker():
+        from megatron.core.tensor_parallel import random as stock
+
+        for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
+            monkeypatch.setattr(stock, name, None)
+        stock.initialize_rng_tracker(use_cudagraphable_rng=graph_safe)
+        tracker = stock.get_cuda_rng_tracker()
+        tracker.add("model-parallel-rng", 5)
+
+        def dropped(x):
+            with tracker.fork():
+                return F.dropout(x, 0.5)
+
+        x = torch.ones(64, requires_grad=True)
+        y = checkpoint(dropped, False, x)
+        between = dropped(x)
+        y.sum().backward()
+        assert torch.equal(y, x.grad)
+        draws = [y, between, dropped(x)]
+        tracker.reset()
+        tracker.add("model-parallel-rng", 5)
+        assert torch.equal(torch.cat(draws), torch.cat([dropped(x) for _ in draws]))
 
 
 def test_host_numbers_are_drawn_again_beside_an_emulated_device():

@@ -56,6 +56,19 @@ def test_an_exception_in_a_fork_brings_the_outer_stream_back(graph_safe):
         assert torch.equal(torch.rand(3), drawn(1, 2, 3)[1])
 
 
+def test_a_fork_that_fails_leaves_all_streams_alone():
+    tracker = tracker_of(a=1)
+    torch.manual_seed(3)
+    good = tracker.get_states()
+    tracker.set_states({"a": good["a"][:8]})
+    with pytest.raises(RuntimeError, match="CPUGeneratorImplState"), tracker.fork("a"):
+        pass
+    tracker.set_states(good)
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(3), drawn(1, 3)[0])
+    assert torch.equal(torch.rand(4), drawn(3, 4)[0])
+
+
 @GRAPH_SAFE
 def test_states_are_copies_both_ways(graph_safe):
     tracker = tracker_of(graph_safe, a=1)

@@ -52,7 +52,9 @@ class Refitter:
         self, buffer_bytes: int | None = None, hub_names: bool = True
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield weights in lists of at most `buffer_bytes` (None: `refit_buffer_bytes`); a larger one alone."""
-        limit = check_positive("buffer_bytes", buffer_bytes or self.settings.refit_buffer_bytes)
+        limit = self.settings.refit_buffer_bytes
+        if buffer_bytes is not None:
+            limit = check_positive("buffer_bytes", buffer_bytes)
         bucket: list[tuple[str, Tensor]] = []
         for name, weight in self.iter_weights(hub_names):
             if bucket and sum(x.nbytes for _, x in bucket) + weight.nbytes > limit:

@@ -109,7 +109,9 @@ class ColumnParallelLinear(ParallelLayer):
     def plan(self) -> LinearPlan:
         layout: ActivationLayout = "sharded"
         if not self.explicit_expert_comm:
-            layout = "sequence" if self.sequence_parallel else "replicated" if self.allreduce_dgrad else "sharded"
+            # Who turns sequence_parallel off later leaves allreduce_dgrad False, and means a gradient that is summed.
+            summed = self.allreduce_dgrad or not (self.disable_grad_reduce or group_size(self.tp_group) == 1)
+            layout = "sequence" if self.sequence_parallel else "replicated" if summed else "sharded"
         deferral = None
         if self.grad_output_buffer is not None and getattr(self.config, "defer_embedding_wgrad_compute", False):
             limit = getattr(self.config, "wgrad_deferral_limit", 0)

@@ -100,11 +100,17 @@ class VocabParallelEmbedding(ShardedLayer):
 
         Raises:
             ValueError: a token id outside the vocabulary, on every rank where one is given it. On CUDA, where reading
-                it would stall the device, a device-side assert on that rank.
+                it would stall the device, a device-side assert on that rank. With `reduce_scatter_embeddings` fewer
+                than 2 dims.
             RuntimeError: a function was replaced that Megatron's embedding looks up, and this one does not call.
         """
         refuse_replaced("embeddings")
         fault = token_id_fault(input_, self.num_embeddings)
+        if self.reduce_scatter_embeddings and input_.dim() < 2:
+            raise ValueError(
+                f"input_ is {tuple(input_.shape)}: with reduce_scatter_embeddings it must be [batch, sequence], of "
+                f"which each rank gets a slice of the sequence; pass input_[None] for one sequence"
+            )
         assert self.weight is not None
         weight = table_of_lookup(self.weight)
         alone = group_size(self.tp_group) == 1

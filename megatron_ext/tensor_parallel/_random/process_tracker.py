@@ -6,19 +6,22 @@ sees.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from megatron_ext.tensor_parallel._random.generator_state import (
     Device,
     State,
     capturing,
+    copy_state,
     generator_of,
     get_rng_state,
     set_rng_state,
+    value_of,
 )
 from megatron_ext.tensor_parallel._random.rng_tracker import CudaRNGStatesTracker, InferenceCudaRNGStatesTracker
 from megatron_ext.tensor_parallel._random.transformer_engine import is_te_tracker, make_te_tracker
@@ -125,7 +128,10 @@ def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: Tracker) -> bool:
 
 
 class RandomMoment:
-    """The states of all generators that a function may draw from: the CPU's, the tracker's, those of CUDA `devices`."""
+    """The states of all generators that a function may draw from: the CPU's, the tracker's, those of CUDA `devices`.
+
+    And the streams of Megatron's own tracker, from which its layers draw where ours is not in its place.
+    """
 
     def __init__(self, devices: Iterable[torch.device] = ()):
         self._devices = [device for device in devices if device.type == "cuda"]
@@ -139,6 +145,11 @@ class RandomMoment:
         elif torch.cuda.is_initialized():
             generators.append(generator_of())
         self._states = [(g, g.get_state()) for g in generators if not capturing(g)]
+        megatron = sys.modules.get("megatron.core.tensor_parallel.random")
+        megatrons = getattr(megatron, "_CUDA_RNG_STATE_TRACKER", None)
+        self._megatrons: Any = None if megatrons is self._tracker else megatrons
+        named = {} if self._megatrons is None else self._megatrons.states_
+        self._megatrons_streams = {name: copy_state(state) for name, state in named.items()}
 
     def restore(self) -> None:
         """Set them all back. Generators that were busy with capturing a CUDA graph stay as they are."""
@@ -146,6 +157,12 @@ class RandomMoment:
             generator.set_state(state)
         if self._tracker is not None:
             self._tracker.go_to(self._streams)
+        for name, megatrons in self._megatrons_streams.items():
+            own = self._megatrons.states_.get(name)
+            if not isinstance(own, Generator):
+                self._megatrons.states_[name] = megatrons
+            elif own is not megatrons:
+                own.set_state(value_of(megatrons))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -170,13 +170,11 @@ class CudaRNGStatesTracker:
             self._default = self._adopt(self._default, moment.default)
         else:
             self.states_, self._default = dict(moment.named), moment.default
-        self._in_use = moment.in_use
-        self._unpark()
+        self._unpark(moment.in_use)
 
     def _use(self, name: str) -> None:
         self._park()
-        self._in_use = name
-        self._unpark()
+        self._unpark(name)
 
     def _park(self) -> None:
         """From the generator to the place of the stream in use."""
@@ -186,11 +184,12 @@ class CudaRNGStatesTracker:
         else:
             self.states_[self._in_use] = state
 
-    def _unpark(self) -> None:
-        """From the place of the stream in use to the generator."""
-        state = self._default if self._in_use == DEFAULT else self.states_[self._in_use]
+    def _unpark(self, name: str) -> None:
+        """From the place of the stream `name` to the generator; if that refuses the state, all stays as it was."""
+        state = self._default if name == DEFAULT else self.states_[name]
         assert state is not None
         set_rng_state(state, self.device, graph_safe=self.use_cudagraphable_rng)
+        self._in_use = name
 
     def _adopt(self, own: State | None, state: State) -> State:
         """`state` in this tracker's form; a graph-safe one in the object `own`, if there is one."""

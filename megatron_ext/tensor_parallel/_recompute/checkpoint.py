@@ -29,11 +29,11 @@ def checkpoint(
 ) -> Any:
     """`function(*args, **kwargs)`; of its forward only the inputs are kept, and its backward runs it again first.
 
-    The second run draws the same random numbers (of the CPU, of the tensors' devices and of the RNG tracker's streams)
-    under the same autocast settings, torch's and Transformer Engine's, and the same default device, so that losses and
-    gradients are those of the plain call, bit for bit, as long as the function itself does the same twice. Exceptions:
-    what is captured into a CUDA graph draws new numbers; and, as in Transformer Engine's own checkpoint, its delayed
-    scaling quantizes anew where checkpoints are nested, or one module is in two of them.
+    The second run draws the same random numbers (of the CPU, of the tensors' devices and of the streams of our RNG
+    tracker and Megatron's) under the same autocast settings, torch's and Transformer Engine's, and the same default
+    device, so that losses and gradients are those of the plain call, bit for bit, as long as the function itself does
+    the same twice. Exceptions: what is captured into a CUDA graph draws new numbers; and, as in Transformer Engine's
+    own checkpoint, its delayed scaling quantizes anew where checkpoints are nested, or one module is in two of them.
 
     Args:
         function: Anything that takes and returns tensors, also inside tuples, lists, dicts and named tuples, and any
@@ -54,7 +54,8 @@ def checkpoint(
     Raises:
         ValueError: with `distribute_saved_activations` the first argument is no tensor, or the tensor-parallel group is
             unknown.
-        RuntimeError: in a backward by `torch.autograd.grad(...)`, or one that creates a graph.
+        RuntimeError: in a backward by `torch.autograd.grad(...)`, or one that creates a graph; in any backward if the
+            function has changed an argument in place.
     """
     if distribute_saved_activations and not (args and isinstance(args[0], Tensor)):
         raise ValueError(

@@ -156,8 +156,10 @@ class Rerun:
         ctx.set_materialize_grads(False)
         look_for_gradients = isinstance(self._function, FlatCall) and self._function.edge
         fp8 = self._fp8.first() if self._fp8 else contextlib.nullcontext()
+        before = _versions(args)
         with checkpointing(), fp8, _graph_without_tensors() if look_for_gradients else torch.no_grad():
             results = self._function(*args)
+        self._changed = before != _versions(args)
         listed = results if isinstance(results, tuple | list) else (results,)
         # Private aliases: what a function was given or holds, and returns as it is, must not become part of the graph.
         aliases = [result.detach() if isinstance(result, Tensor) else result for result in listed]
@@ -166,7 +168,15 @@ class Rerun:
         return tuple(aliases) if listed is results else aliases[0]
 
     def second(self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[list[Any], tuple[Any, ...]]:
-        """Run it again on detached `tensors`, with a graph: the inputs, which will hold gradients, and the results."""
+        """Run it again on detached `tensors`, with a graph: the inputs, which will hold gradients, and the results.
+
+        Raises RuntimeError if the first run has changed one of them.
+        """
+        if self._changed:
+            raise RuntimeError(
+                "the checkpointed function has changed an argument in place: its recomputation would begin with other "
+                "numbers; have it change a clone"
+            )
         inputs = list(self._others)
         for place, tensor in zip(self._places, tensors, strict=True):
             inputs[place] = tensor.detach().requires_grad_(needs_grad[place])
@@ -182,6 +192,13 @@ class Rerun:
             with torch.enable_grad():
                 results = self._function(*inputs)
         return inputs, tuple(results) if isinstance(results, tuple | list) else (results,)
+
+
+def _versions(args: Sequence[Any]) -> list[int]:
+    """Numbers that change with what the tensors among `args` hold; none while compiling."""
+    if torch.compiler.is_compiling():
+        return []
+    return [arg._version for arg in args if isinstance(arg, Tensor) and not arg.is_inference()]
 
 
 def backpropagate(results: Sequence[Any], grads: Sequence[Tensor | None], inputs: Sequence[Any]) -> list[Tensor | None]:
