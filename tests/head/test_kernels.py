@@ -121,7 +121,8 @@ def test_instructions_on_hopper(shard):
     found = by_name(launches(SHARDS[shard], cache=0.5))
     long_rows = blocks.whole_row(SHARDS[shard], SHARDS[shard], more=False, double=False) is None
     of_logits = {"row_gradient", "long_row" if long_rows else "whole_row"}
-    assert found.keys() == of_logits | {"label_rows", "finish_dx", "scale_rows", "combined", "token_gradient"}
+    of_tokens = {"ids_exist", "columns", "label_rows", "finish_dx", "scale_rows", "combined", "token_gradient"}
+    assert found.keys() == of_logits | of_tokens
     for launch in found.values():
         launch.check_programs()
     for name in of_logits:
