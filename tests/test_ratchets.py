@@ -26,7 +26,7 @@ LINES = {
     "megatron_ext/experimental": 2546,
     "megatron_ext/head": 11185,
     "megatron_ext/integrations": 731,
-    "megatron_ext/losses": 1381,
+    "megatron_ext/losses": 1383,
     "megatron_ext/megatron": 4557,
     "megatron_ext/memory": 717,
     "megatron_ext/model_utils": 1504,

@@ -30,7 +30,7 @@ AREAS = {
 }
 _WARN = {"warn", "say_once", "_say_once"}
 # What is wrong or right, and the message or a function that makes it.
-_RAISE_IF = {"raise_if", "raise_unless", "demand"}
+_RAISE_IF = {"raise_if", "raise_unless", "fault_unless", "demand"}
 _FEWEST_WORDS = 4
 
 

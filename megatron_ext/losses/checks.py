@@ -70,12 +70,17 @@ def _weight_fault(mask: Tensor | None) -> ValueError | None:
     """Return the fault of a mask with a weight below 0, or NaN; on CUDA a device-side assertion."""
     if mask is None or mask.dtype == torch.bool or not has_values(mask):
         return None
+    return fault_unless(
+        (mask >= 0).all(),
+        "mask has a weight below 0, or NaN: it must be 0 where a token does not count, and else above 0; put a "
+        "sign into what is weighed, as the advantages",
+    )
+
+
+def fault_unless(right: Tensor, message: str) -> ValueError | None:
+    """Return the fault that `message` tells unless `right`, a bool with a value; on CUDA a device-side assertion."""
     try:
-        raise_unless(
-            (mask >= 0).all(),
-            "mask has a weight below 0, or NaN: it must be 0 where a token does not count, and else above 0; put a "
-            "sign into what is weighed, as the advantages",
-        )
+        raise_unless(right, message)
     except ValueError as fault:
         return fault
     return None

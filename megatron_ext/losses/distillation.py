@@ -19,12 +19,13 @@ from megatron_ext.losses.checks import (
     check_per_token,
     check_tensor,
     count_fault,
+    fault_unless,
     first_fault,
     per_token_fault,
 )
 from megatron_ext.losses.from_hidden import FromHidden, Metrics, token_shape, widened
 from megatron_ext.losses.reductions import token_mean
-from megatron_ext.numerics.tensors import has_values, raise_if
+from megatron_ext.numerics.tensors import has_values
 
 DivergenceKind = Literal["forward", "reverse", "jsd"]
 TopKDivergenceKind = Literal["forward", "reverse", "mixed", "jsd"]
@@ -203,9 +204,8 @@ class TopKDistillationLoss(FromHidden):
         if not (self.zero_outside_topk or self.bucket) or not ids.dim() or not has_values(ids):
             return None
         option = "bucket" if self.bucket else "zero_outside_topk"
-        return _fault_of_tokens(
-            (ids.sort(-1).values.diff(dim=-1) == 0).any(-1),
-            mask,
+        return fault_unless(
+            _of_no_token((ids.sort(-1).values.diff(dim=-1) == 0).any(-1), mask),
             f"teacher_topk_indices has an id twice for a token that counts: with {option}=True each must be there "
             f"once, since what is outside of the K is reckoned from them; pass ids without repetition",
         )
@@ -215,9 +215,8 @@ class TopKDistillationLoss(FromHidden):
         teacher's logits do not. On CUDA a device-side assertion."""
         if not self.bucket or not has_values(log_probs):
             return None
-        return _fault_of_tokens(
-            log_probs.logsumexp(-1) > _LOG_ROUNDED_SUM,
-            mask,
+        return fault_unless(
+            _of_no_token(log_probs.logsumexp(-1) > _LOG_ROUNDED_SUM, mask),
             "teacher_topk_logits has a token that counts whose exponentials add up to more than 1: with bucket=True "
             "they must be log-probabilities of the teacher's whole vocabulary; pass log_softmax of the teacher's "
             "logits, divided by the temperature, at the K ids, or bucket=False",
@@ -272,13 +271,9 @@ class TopKDistillationLoss(FromHidden):
         return self.mixed_kl_weight * forward + (1 - self.mixed_kl_weight) * reverse
 
 
-def _fault_of_tokens(wrong: Tensor, mask: Tensor | None, message: str) -> ValueError | None:
-    """Return the fault that `message` tells, of tokens that count and are `wrong`, a bool `[...]`."""
-    try:
-        raise_if((wrong if mask is None else wrong & (mask > 0)).any(), message)
-    except ValueError as fault:
-        return fault
-    return None
+def _of_no_token(wrong: Tensor, mask: Tensor | None) -> Tensor:
+    """Return whether no token that counts is `wrong`, a bool `[...]`."""
+    return ~(wrong if mask is None else wrong & (mask > 0)).any()
 
 
 def _log_rest(log_probs: Tensor) -> Tensor:

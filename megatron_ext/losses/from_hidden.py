@@ -201,6 +201,12 @@ class LogProbLoss(FromHidden, ABC):
     def _row_count(self, shape: torch.Size) -> int:
         return shape[1 if self.sequence_first else 0]
 
+    def _apart(self, log_probs_BS: Tensor, reference_log_probs: Tensor | None) -> Tensor:
+        """The log-probabilities less those of a reference policy, which get no gradient, if there is one."""
+        if reference_log_probs is None:
+            return log_probs_BS
+        return log_probs_BS - self._rows(reference_log_probs.detach())
+
     def _rows(self, x: Tensor) -> Tensor:
         """`[B, S]`, of 16-bit numbers in fp32."""
         x = widened(x)

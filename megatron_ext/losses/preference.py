@@ -177,9 +177,7 @@ class DPOLoss(_PairLoss):
         given = {"mask": mask, "reference_log_probs": reference_log_probs, "count": count, "sft_count": sft_count}
         self._check(log_probs.shape, **given)
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
-        apart_BS = (
-            log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs.detach())
-        )
+        apart_BS = self._apart(log_probs_BS, reference_log_probs)
         apart_B, losses_P = self.of_each_pair(apart_BS, mask_BS)
         return self._of_pairs(apart_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
 
@@ -305,9 +303,7 @@ class KTOLoss(LogProbLoss):
         given = {"mask": mask, "reference_log_probs": reference_log_probs, "kl": kl, "count": count}
         self._check(log_probs.shape, desirable=desirable, **given)
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
-        apart_BS = (
-            log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs.detach())
-        )
+        apart_BS = self._apart(log_probs_BS, reference_log_probs)
         apart_B = row_means(apart_BS, mask_BS) if self.average_log_prob else row_sums(apart_BS, mask_BS)
         sign_B = torch.where(desirable, 1.0, -1.0)
         weights_B = torch.where(desirable, self.desirable_weight, self.undesirable_weight)
