@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from megatron_ext import fused_loss_report
 from megatron_ext.dtensor import causal_lm_loss, restore_own_loss, use_fused_loss
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.sequence.next_token import next_tokens
-from tests.dtensor.models import batch, check_gradients, error, loss_and_gradients, make
+from tests.dtensor.models import VOCAB, batch, check_gradients, error, loss_and_gradients, make
 
 
 class ScaledHead(nn.Linear):
@@ -76,6 +78,37 @@ def test_what_a_head_holds_is_looked_at_again(change, way):
     assert error(before, expected) > 1e-2
     assert error(found, expected) < 3e-6
     assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
+
+
+class PowerHead(nn.Linear):
+    """A head that is told more than hidden states."""
+
+    def forward(self, hidden, power=1.0):
+        return super().forward(hidden) * power
+
+
+class TellingModel(LlamaForCausalLM):
+    power = None
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, attention_mask=kwargs.get("attention_mask")).last_hidden_state
+        logits = self.lm_head(hidden) if self.power is None else self.lm_head(hidden, power=self.power)
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("way", ["use_fused_loss", "read"])
+@pytest.mark.parametrize("first", [None, 2.0])
+def test_a_head_that_is_called_with_more_than_hidden_states(first, way):
+    model = TellingModel(make("llama").config)
+    model.lm_head = PowerHead(model.lm_head.in_features, VOCAB, bias=False)
+    model = use_fused_loss(model) if way == "use_fused_loss" else model
+    for power in (first, 2.0):
+        model.power = power
+        expected, gradients = loss_and_gradients(restore_own_loss(copy.deepcopy(model)), **batch())
+        found, of_ours = read(way, model)
+        assert error(found, expected) < 3e-6
+        assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
 
 
 def test_dropout_of_a_head_first_called_in_eval_mode():

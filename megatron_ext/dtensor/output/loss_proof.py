@@ -171,7 +171,7 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
 
 
 class SampleHead(HeadLike):
-    """In the place of an lm head: makes logits of given hidden states by another head, whatever it is called with.
+    """In the place of an lm head: makes logits of given hidden states by another head, whatever those are that come.
 
     Without any given it makes those of what it is called with, and keeps that.
     """
@@ -188,7 +188,7 @@ class SampleHead(HeadLike):
         else:
             hidden = self.given
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.head(hidden)
+            return self.head(hidden, *args, **kwargs)
 
 
 class SampleDecoder(nn.Module):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
+from megatron_ext.dtensor.output.promised_logits import HeadCall
 from megatron_ext.proof import why_fusion_is_off
 
 REGISTERED = "_megatron_ext_head"  # where a model that `parallelize` made has its reading from hidden states
@@ -104,9 +104,14 @@ def is_sharded(head: nn.Module) -> bool:
 
 
 def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[HeadCall], None]) -> nn.Module:
-    """`head`, with its hooks, which gives promises instead of logits; `keep` is told of each call."""
+    """`head`, with its hooks, which gives promises instead of logits; `keep` is told of each call.
 
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> DeferredLogits:
+    A call with more than hidden states, of which nothing is known here, gives logits.
+    """
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if any(x is not None for x in (*args, *kwargs.values())):
+            return (head if is_sharded(head) else head.forward)(hidden, *args, **kwargs)
         call = call_of(hidden)
         keep(call)
         return call.promise()
