@@ -91,7 +91,7 @@ class TellingModel(LlamaForCausalLM):
     power = None
 
     def forward(self, input_ids=None, labels=None, **kwargs):
-        hidden = self.model(input_ids=input_ids, attention_mask=kwargs.get("attention_mask")).last_hidden_state
+        hidden = self.model(input_ids=input_ids).last_hidden_state
         logits = self.lm_head(hidden) if self.power is None else self.lm_head(hidden, power=self.power)
         loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
@@ -253,6 +253,30 @@ def test_a_first_call_inside_of_a_checkpoint(reentrant):
     assert error(losses[1], losses[0]) < 3e-6
     check_gradients(model, {name: p.grad for name, p in true.named_parameters()})
     assert fused_loss_report(model).proofs[0].fused
+
+
+class ThirdOfGradients(nn.Linear):
+    def forward(self, hidden):
+        hidden = hidden / 3 + hidden.detach() * 2 / 3
+        return super().forward(hidden)
+
+
+class CheckpointedHead(LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        def loss_of(hidden):
+            return self.loss_function(logits=self.lm_head(hidden), labels=labels, vocab_size=VOCAB)
+
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        return CausalLMOutputWithPast(loss=checkpoint(loss_of, hidden, use_reentrant=True))
+
+
+def test_gradients_of_a_head_in_a_reentrant_checkpoint():
+    model = CheckpointedHead(make("llama").config)
+    model.lm_head = ThirdOfGradients(model.lm_head.in_features, VOCAB, bias=False)
+    expected, gradients = loss_and_gradients(model, **batch())
+    found, of_ours = loss_and_gradients(use_fused_loss(model), **batch())
+    assert error(found, expected) < 3e-6
+    assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
 
 
 @pytest.mark.parametrize("proved", [False, True])
