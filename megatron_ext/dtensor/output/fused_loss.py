@@ -387,5 +387,8 @@ def _without_promises(output: Any) -> Any:
         return tuple(real(x) for x in output if real(x) is not None or x is None)
     if isinstance(output, dict):
         kept = {name: real(x) for name, x in output.items()}
-        return type(output)(**{name: x for name, x in kept.items() if x is not None})
+        found = type(output)(**{name: x for name, x in kept.items() if x is not None})
+        for name, x in getattr(output, "__dict__", {}).items():  # what a forward has added
+            vars(found).setdefault(name, real(x))
+        return found
     return output
