@@ -72,6 +72,7 @@ def standing_in(model: nn.Module, path: str, head: nn.Module) -> Iterator[Any]:
         yield stub
     finally:
         for own, copy, old in before:
+            own._modules |= {name: x for name, x in copy._modules.items() if name not in own._modules}
             for name, x in vars(copy).items():
                 if old.get(name, own) is not x:
                     vars(own)[name] = x
