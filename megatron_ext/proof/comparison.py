@@ -82,7 +82,7 @@ def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tenso
     largest = max(losses, *gradients.values())
     # Written so that a NaN is no proof.
     equal = losses <= allowed.losses and all(difference <= allowed.gradients for difference in gradients.values())
-    if equal and not columns_missing(mine, ours):
+    if equal and not columns_missing(mine, ours) and not mine.unreached:
         return Proof("proved", tokens=tokens, largest_difference=largest)
     return Proof.refused(why_different(mine, ours, allowed.losses, allowed.gradients), tokens, largest)
 
@@ -98,8 +98,6 @@ def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
         found: Sequence[Tensor | None] = [None] * len(asked)
         if total.requires_grad:
             found = torch.autograd.grad(total, asked, allow_unused=True)
-            if all(x is None for x in found):  # as of a head that is called in a reentrant checkpoint
-                raise ValueError("its gradients cannot be compared: none reaches what goes into its head")
         names = ["hidden states", *parameters]
         gradients = {}
         for name, x, gradient in zip(names, asked, found, strict=True):
@@ -108,7 +106,8 @@ def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
                 gradient = main_grads[name] if added or gradient is None else gradient + main_grads[name]
             gradients[name] = _projected(gradient, x)
         underflow = max(1e3 * torch.finfo(x.dtype).tiny for x in asked)
-        return Sides(losses.detach().double(), gradients, underflow, losses.dtype)
+        unreached = total.requires_grad and all(x is None for x in found)
+        return Sides(losses.detach().double(), gradients, underflow, losses.dtype, unreached)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -11,13 +11,15 @@ class Sides(NamedTuple):
 
     The first gradient is that of the hidden states, the second that of the parameter with a row for each column of the
     logits, if there is one that trains. `underflow`: what a gradient may be that is 0 on the other side. `dtype`: that
-    of the losses before they became fp64 here.
+    of the losses before they became fp64 here. `unreached`: they have gradients, none of which reaches the head, as one
+    that is called in a reentrant checkpoint.
     """
 
     losses: Tensor
     gradients: dict[str, Tensor]
     underflow: float = 0.0
     dtype: torch.dtype = torch.float64
+    unreached: bool = False
 
 
 def relative(own: Tensor, fused: Tensor, scale: float = 0.0) -> float:
@@ -37,6 +39,8 @@ def why_different(own: Sides, fused: Sides, of_losses: float, of_gradients: floa
         return "its loss of a sample is not finite"
     if not bool(fused.losses.isfinite().all()):
         return "the fused loss of a sample is not finite"
+    if own.unreached:
+        return "its gradients do not reach what goes into its lm head, where they would be compared"
     if (ratio := _factor(own.losses, fused.losses, of_losses)) is not None:
         return f"differs by a factor {ratio:.6g}"
     if missing := columns_missing(own, fused):

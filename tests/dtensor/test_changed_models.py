@@ -83,27 +83,36 @@ def test_what_a_head_holds_is_looked_at_again(change, way):
 class PowerHead(nn.Linear):
     """A head that is told more than hidden states."""
 
-    def forward(self, hidden, power=1.0):
-        return super().forward(hidden) * power
+    power = 1.0
+
+    def forward(self, hidden, power=None):
+        return super().forward(hidden) * (self.power if power is None else power)
 
 
 class TellingModel(LlamaForCausalLM):
-    power = None
+    """A model that tells its head a number, as an argument or, with `sets`, as an attribute."""
+
+    power, sets = None, False
 
     def forward(self, input_ids=None, labels=None, **kwargs):
         hidden = self.model(input_ids=input_ids).last_hidden_state
-        logits = self.lm_head(hidden) if self.power is None else self.lm_head(hidden, power=self.power)
+        if self.sets and self.power is not None:
+            self.lm_head.power = self.power
+        told = {} if self.sets or self.power is None else {"power": self.power}
+        logits = self.lm_head(hidden, **told)
         loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
 @pytest.mark.parametrize("way", ["use_fused_loss", "read"])
 @pytest.mark.parametrize("first", [None, 2.0])
-def test_a_head_that_is_called_with_more_than_hidden_states(first, way):
+@pytest.mark.parametrize("sets", [False, True])
+def test_a_head_that_is_told_more_than_hidden_states(first, sets, way):
     model = TellingModel(make("llama").config)
+    model.sets = sets
     model.lm_head = PowerHead(model.lm_head.in_features, VOCAB, bias=False)
     model = use_fused_loss(model) if way == "use_fused_loss" else model
-    for power in (first, 2.0):
+    for power in (first, 2.0, 3.0):
         model.power = power
         expected, gradients = loss_and_gradients(restore_own_loss(copy.deepcopy(model)), **batch())
         found, of_ours = read(way, model)

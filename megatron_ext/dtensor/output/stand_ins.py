@@ -10,6 +10,7 @@ their own weights.
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -107,17 +108,22 @@ def is_sharded(head: nn.Module) -> bool:
 def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[HeadCall], None]) -> nn.Module:
     """`head`, with its hooks, which gives promises instead of logits; `keep` is told of each call.
 
-    A call with more than hidden states, of which nothing is known here, gives logits.
+    A call with more than hidden states, or after the model's forward has set an attribute of the head, of which nothing
+    is known here, gives logits.
     """
 
+    stub: Any = HeadLike(head) if is_sharded(head) else stub_of(head)
+    before, own = dict(vars(stub)), weakref.ref(stub)  # which a cycle would keep alive, with a graph
+
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if any(x is not None for x in (*args, *kwargs.values())):
+        told = {name: x for name, x in vars(own()).items() if name != "forward" and before.get(name, before) is not x}
+        if told or any(x is not None for x in (*args, *kwargs.values())):
+            vars(head).update(told)
             return (head if is_sharded(head) else head.forward)(hidden, *args, **kwargs)
         call = call_of(hidden)
         keep(call)
         return call.promise()
 
-    stub: Any = HeadLike(head) if is_sharded(head) else stub_of(head)
     stub.__dict__["forward"] = forward
     return stub
 
