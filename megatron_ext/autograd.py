@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-
 NOTHING = nullcontext()
 
 
