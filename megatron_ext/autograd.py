@@ -59,16 +59,11 @@ def _requires_grad(x: Tensor | None) -> bool:
     return x is not None and x.requires_grad
 
 
-def autocast_is_on(x: Any) -> bool:
-    """Return whether autocast is on for the device of `x`."""
-    kind = x.device.type
-    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
-    return known and torch.is_autocast_enabled(kind)
-
-
 def without_autocast(x: Any) -> AbstractContextManager[Any]:
     """Dtypes are settled; a backward pass that runs under autocast must not change those of the forward one."""
-    return torch.autocast(x.device.type, enabled=False) if autocast_is_on(x) else NOTHING
+    kind = x.device.type
+    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if known and torch.is_autocast_enabled(kind) else NOTHING
 
 
 def save_groups(ctx: Any, *groups: Sequence[Tensor | None]) -> None:

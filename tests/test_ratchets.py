@@ -20,7 +20,7 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1503,
+    "megatron_ext/*.py": 1497,
     "megatron_ext/distributed": 859,
     "megatron_ext/dtensor": 5037,
     "megatron_ext/experimental": 2546,

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext import main_grad
-from megatron_ext.autograd import NOTHING, autocast_is_on, differentiable_once, without_autocast
+from megatron_ext.autograd import NOTHING, differentiable_once, without_autocast
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.distributed.groups import Group, group_rank, group_size
@@ -173,7 +173,7 @@ class ParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-        autocast = autocast_is_on(x)
+        autocast = torch.is_autocast_enabled(x.device.type)
         dtype = _autocast_dtype(x) if autocast else x.dtype
         _check(x, weight, bias, plan, dtype, autocast)
         needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and not plan.frozen
