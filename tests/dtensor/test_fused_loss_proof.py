@@ -336,6 +336,13 @@ def test_labels_of_another_forward_are_its_own_affair():
     assert use_fused_loss(model)(drawn(2, 9), labels=labels).loss == expected
 
 
+def test_a_row_of_one_embedding():
+    model, labels = make("llama"), drawn(2, 1)
+    given = {"inputs_embeds": torch.randn(2, 1, SIZES["hidden_size"]), "labels": labels, "shift_labels": labels}
+    expected = model(**given).loss
+    torch.testing.assert_close(use_fused_loss(model)(**given).loss, expected)
+
+
 class OfImages(LlamaForCausalLM):
     """A model with token ids below 0 where images stand, as those of LLaVA's first code."""
 

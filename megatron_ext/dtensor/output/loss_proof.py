@@ -163,7 +163,7 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
         targets = sample["input_ids"].clamp(max=columns - 1).clone()
     else:
         targets = labels.flatten()[:count].view(1, -1).clamp(0, columns - 1).clone()
-    targets[:, 1] = given.get("ignore_index", -100) if isinstance(given.get("ignore_index", -100), int) else -100
+    targets[:, 1:2] = given.get("ignore_index", -100) if isinstance(given.get("ignore_index", -100), int) else -100
     for name in ("labels", "shift_labels"):
         if given.get(name) is not None:
             sample[name] = targets.to(given[name].dtype)
