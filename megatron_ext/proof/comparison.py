@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.proof.diagnosis import Sides, columns_missing, relative, why_different
-from megatron_ext.proof.proofs import Proof
+from megatron_ext.proof.proofs import Proof, error_words
 
 Way = Callable[[Tensor], Tensor]
 
@@ -66,10 +66,7 @@ def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tenso
         try:
             mine = _side(own, hidden, kept)
         except Exception as error:  # a model's own code may raise anything
-            first = str(error).strip().splitlines()[:1]
-            return Proof.not_comparable(
-                f"on a sample it raised {type(error).__name__}{''.join(': ' + s for s in first)}"
-            )
+            return Proof.not_comparable(f"on a sample it raised {error_words(error)}")
     with rng_put_back(hidden.device):
         ours = _side(fused, hidden, kept)
     if mine.losses.shape != ours.losses.shape:

@@ -74,7 +74,7 @@ def decide(
     """
 
     def made() -> Proof:
-        return proofs.of(owner, lambda: basis, prove, mode, group)
+        return proofs.of(owner, basis, prove, mode, group)
 
     if group_size(group) > 1:
         known = [proof for each in (owner, *others) if (proof := proofs.made(each)) is not None]

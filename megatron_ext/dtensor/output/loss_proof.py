@@ -19,8 +19,8 @@ from megatron_ext.dtensor.output.promised_logits import HeadCall
 from megatron_ext.dtensor.output.reads import PLAIN, head_call
 from megatron_ext.dtensor.output.stand_ins import HeadLike, is_registered, is_sharded, promising, stub_of, with_head
 from megatron_ext.dtensor.sequence_arguments import SequenceLayout
-from megatron_ext.proof import SAMPLE_TOKENS, Proof, compare
-from megatron_ext.proof.comparison import state_put_back
+from megatron_ext.proof import SAMPLE_TOKENS, Proof, compare, error_words
+from megatron_ext.proof.comparison import rng_put_back, state_put_back
 from megatron_ext.proof.values import HOOKS
 
 _OF_TOKENS = ("input_ids", "labels", "shift_labels")
@@ -85,12 +85,12 @@ def prove(
     with torch.autocast(device.type, enabled=False), state_put_back(model):
         first = SampleHead(head)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with torch.no_grad(), rng_put_back(device):
                 loss(first)
         except _NoLoss:
             return Proof.not_comparable("its forward gives no loss with labels")
         except Exception as error:  # a model's own code may raise anything
-            return Proof.not_comparable(f"on a sample it raised {_words(error)}")
+            return Proof.not_comparable(f"on a sample it raised {error_words(error)}")
         if first.seen is None:
             return Proof.not_comparable("its forward with labels does not call its lm head")
         calls: list[HeadCall] = []
@@ -103,7 +103,7 @@ def prove(
         try:
             proof = compare(lambda hidden: loss(SampleHead(head, hidden)), fused, hidden, parameters)
         except Exception as error:  # its code cannot take promises, as what torch.compile or checkpoint made of it
-            return Proof.refused(f"without its logits it raised {_words(error)}")
+            return Proof.refused(f"without its logits it raised {error_words(error)}")
     if proof.verdict == "not comparable":
         return proof
     if readers := [call.read_by for call in calls if call.read_by]:
@@ -111,10 +111,6 @@ def prove(
     if not any(call.redeemed for call in calls):
         return Proof.refused("it is no cross entropy of the logits of its lm head", proof.tokens)
     return proof
-
-
-def _words(error: Exception) -> str:
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def _communicates(model: nn.Module) -> bool:
