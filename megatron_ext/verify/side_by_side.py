@@ -108,11 +108,9 @@ class TwoRuns:
         rows: list[tuple[str, ...]] = [("step", "loss", "", "gradient norm", "", "peak MiB", "", "ms", "")]
         rows.append(("", *("stock", "ours") * 4))
         for at, (a, b) in enumerate(zip(self.stock, self.ours, strict=False), 1):
-            cells = [_shown(a.loss, "#.7g"), _shown(b.loss, "#.7g")]
-            cells += [_shown(a.gradient_norm, "#.6g"), _shown(b.gradient_norm, "#.6g")]
-            cells += [_shown(a.peak_mib, ".0f"), _shown(b.peak_mib, ".0f")]
-            cells += [_shown(s.seconds and 1e3 * s.seconds, ".0f") for s in (a, b)]
-            rows.append((str(at), *cells))
+            forms = {"loss": "#.7g", "gradient_norm": "#.6g", "peak_mib": ".0f"}
+            cells = [_shown(getattr(step, name), form) for name, form in forms.items() for step in (a, b)]
+            rows.append((str(at), *cells, *(_shown(s.seconds and 1e3 * s.seconds, ".0f") for s in (a, b))))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
         if self.clipped:
