@@ -6,8 +6,7 @@ Legend: B rows, S positions, D hidden size, F intermediate size, R tensor-parall
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,13 +32,11 @@ class Cut(NamedTuple):
 def adds_up(block: nn.Module, cut: Cut) -> bool | None:
     """Tell whether pieces of `block` add up to it; None where it cannot be run on a tensor alone."""
     whole, pieces, hidden = _small_weights(block, cut)
-    try:
-        with _evaluation(block), torch.no_grad():
-            expected = _output(block, whole, hidden)
-            found = sum(_output(block, piece, hidden) for piece in pieces)
-    except Exception:  # a forward may fail in any way on weights that are not its own
-        return None
-    return _close(torch.as_tensor(found), expected)
+
+    def output(weights: Mapping[str, Tensor]) -> Tensor:
+        return functional_call(block, dict(weights), (hidden,))
+
+    return _tried(block, lambda: _close(torch.stack([output(piece) for piece in pieces]).sum(0), output(whole)))
 
 
 def computes_in_pieces(block: nn.Module, cut: Cut) -> bool | None:
@@ -49,16 +46,30 @@ def computes_in_pieces(block: nn.Module, cut: Cut) -> bool | None:
     if len(cut.row) != 1:
         return None
     hook = block.get_submodule(next(iter(cut.row))).register_forward_pre_hook(lambda layer, args: seen.append(args[0]))
-    try:
-        with _evaluation(block), torch.no_grad():
-            for weights in (whole, *pieces):
-                _output(block, weights, hidden)
+
+    def compared() -> bool:
+        for weights in (whole, *pieces):
+            functional_call(block, dict(weights), (hidden,))
         expected, *found = seen
         return _close(torch.cat(found, -1), expected)
-    except Exception:  # a forward may fail in any way on weights that are not its own
+
+    with hook:
+        return _tried(block, compared)
+
+
+def _tried(block: nn.Module, compared: Callable[[], bool]) -> bool | None:
+    """Return what `compared` finds with every module of `block` in eval mode, where none draws random numbers; None
+    where it raises: a forward may fail in any way on weights that are not its own."""
+    before = {module: module.training for module in block.modules()}
+    block.eval()
+    try:
+        with torch.no_grad():
+            return compared()
+    except Exception:
         return None
     finally:
-        hook.remove()
+        for module, training in before.items():
+            module.training = training
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
@@ -126,13 +137,10 @@ def heads_add_up(attention: Any, ratio: int, channels: int) -> bool:
         given = {"hidden_states": hidden, "position_embeddings": rotary, "attention_mask": None}
         return functional_call(_with_heads(attention, groups * ratio, groups), dict(weights), kwargs=given)[0]
 
-    try:
-        with _evaluation(attention), torch.no_grad():
-            expected = output(whole, _R)
-            found = torch.stack([output(piece, 1) for piece in pieces]).sum(0)
-    except Exception:  # a forward may fail in any way on weights that are not its own
-        return False
-    return _close(found, expected)
+    def compared() -> bool:
+        return _close(torch.stack([output(piece, 1) for piece in pieces]).sum(0), output(whole, _R))
+
+    return _tried(attention, compared) is True
 
 
 def _with_heads(attention: Any, heads: int, groups: int) -> nn.Module:
@@ -145,19 +153,3 @@ def _with_heads(attention: Any, heads: int, groups: int) -> nn.Module:
         if isinstance(own.__dict__.get(name), int):
             own.__dict__[name] = count
     return own
-
-
-def _output(block: nn.Module, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-    return functional_call(block, dict(weights), (hidden,))
-
-
-@contextmanager
-def _evaluation(block: nn.Module) -> Iterator[None]:
-    """Keep every module of `block` from drawing random numbers inside the context."""
-    before = {module: module.training for module in block.modules()}
-    block.eval()
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training
