@@ -61,13 +61,12 @@ def prove(
     nothing is sent.
     """
     head = whole_copy(model.get_submodule(path))
-    device = next(iter(head.parameters())).device
-    sample = sample_of(model, given, next(iter(head.parameters())).shape[0])
-    made_for_inference = {name: x.clone() for name, x in sample.items() if isinstance(x, Tensor) and x.is_inference()}
-    sample |= made_for_inference
+    weight = next(iter(head.parameters()))
+    device, sample = weight.device, sample_of(model, given, weight.shape[0])
+    sample |= {name: x.clone() for name, x in sample.items() if isinstance(x, Tensor) and x.is_inference()}
     if cp_ranks > 1 or _communicates(model):
         sample = {name: x for name, x in sample.items() if name in _OF_TOKENS or _is_plain(x)}
-        shape = (1, sample["labels"].shape[-1], next(iter(head.parameters())).shape[1])
+        shape = (1, sample["labels"].shape[-1], weight.shape[1])
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
         try:
             model = with_decoder(model, path, drawn)
@@ -98,8 +97,9 @@ def prove(
         def fused(hidden: Tensor) -> Tensor:
             return loss(promising(head, lambda _: head_call(head, PLAIN, hidden, {}, whole=True), calls.append))
 
-        hidden = first.seen.to(next(iter(head.parameters())).dtype)
-        parameters = _by_rows(head)
+        hidden = first.seen.to(weight.dtype)
+        # Those with a row for each column of the logits first.
+        parameters = dict(sorted(head.named_parameters(), key=lambda item: (not item[0].endswith("weight"), item[0])))
         try:
             proof = compare(lambda hidden: loss(SampleHead(head, hidden)), fused, hidden, parameters)
         except Exception as error:  # its code cannot take promises, as what torch.compile or checkpoint made of it
@@ -118,12 +118,6 @@ def _communicates(model: nn.Module) -> bool:
     if is_registered(model) or any(isinstance(x, DTensor) for x in model.parameters()):
         return True
     return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
-
-
-def _by_rows(head: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a head, those with a row for each column of the logits first."""
-    found = dict(head.named_parameters())
-    return dict(sorted(found.items(), key=lambda item: (not item[0].endswith("weight"), item[0])))
 
 
 def _is_plain(x: Any) -> bool:

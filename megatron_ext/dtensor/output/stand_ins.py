@@ -159,14 +159,11 @@ class _OfInstance:
     def __init__(self, model: Any, forward: Callable[..., Any]):
         # A method of another object computes with what that one has, and a proxy of a method adds something to it.
         own = type(forward) is MethodType and forward.__self__ is model
-        self.function = forward.__func__ if own else None  # type: ignore[attr-defined]
-        self.forward = None if own else forward
+        self.takes_model = own
+        self.forward = forward.__func__ if own else forward  # type: ignore[attr-defined]
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.function is not None:
-            return self.function(model, *args, **kwargs)
-        assert self.forward is not None
-        return self.forward(*args, **kwargs)
+        return self.forward(model, *args, **kwargs) if self.takes_model else self.forward(*args, **kwargs)
 
 
 def forward_of(model: Any) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import Group, group_rank
@@ -29,6 +30,13 @@ class Ranks(NamedTuple):
 
     groups: Sequence[Group]
     device: str
+
+    @classmethod
+    def of(cls, meshes: Sequence[DeviceMesh | None]) -> "Ranks":
+        """Those of these meshes together."""
+        found = [mesh for mesh in meshes if mesh is not None]
+        groups = [group for mesh in found for group in mesh.get_all_groups()]
+        return cls(groups, found[0].device_type if found else "cpu")
 
     @property
     def first(self) -> bool:
