@@ -27,8 +27,14 @@ from megatron_ext.dtensor.output.decisions import (
     tell_of_unread_head,
 )
 from megatron_ext.dtensor.output.loss_proof import own_loss, prove
-from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, DeferredLogits, HeadCall
-from megatron_ext.dtensor.output.reads import Read, head_call, say_that_logits_are_made, with_arguments
+from megatron_ext.dtensor.output.promised_logits import DeferredLogits
+from megatron_ext.dtensor.output.reads import (
+    CrossEntropyArguments,
+    HeadCall,
+    Read,
+    say_that_logits_are_made,
+    with_arguments,
+)
 from megatron_ext.dtensor.output.stand_ins import (
     FUSED,
     KEEPS_LOGITS,
@@ -331,7 +337,7 @@ def _answer(
     def call_of(hidden: Tensor) -> HeadCall:
         if anew is not None and not calls:
             _decide_anew(model, head, as_before, hidden, given, anew)
-        return head_call(head, read, hidden, given)
+        return HeadCall(head, read, hidden, given)
 
     with standing_in(model, path, promising(head, call_of, calls.append)) as stub:
         output = _explaining(own, given)(stub, **given)

@@ -29,8 +29,8 @@ from megatron_ext.dtensor.output.decisions import (
     told,
 )
 from megatron_ext.dtensor.output.loss_proof import losses_of_logits, prove
-from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
-from megatron_ext.dtensor.output.reads import Read, head_call, read_hidden, read_logits, say_that_logits_are_made
+from megatron_ext.dtensor.output.promised_logits import DeferredLogits
+from megatron_ext.dtensor.output.reads import HeadCall, Read, read_hidden, read_logits, say_that_logits_are_made
 from megatron_ext.dtensor.output.stand_ins import (
     REGISTERED,
     VOCABULARY,
@@ -151,7 +151,7 @@ def _through_head(
     calls: list[HeadCall] = []
 
     def call_of(hidden: Tensor) -> HeadCall:
-        call = head_call(head, read, hidden, {"shift_labels": given_BP[0]})
+        call = HeadCall(head, read, hidden, {"shift_labels": given_BP[0]})
         if anew is not None and not calls:
             tell_of_change(model, head, read, hidden, given_BP)
             if not (proof := anew()).fused:

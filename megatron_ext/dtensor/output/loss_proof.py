@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.dtensor.decoder import embedding
-from megatron_ext.dtensor.output.promised_logits import HeadCall
-from megatron_ext.dtensor.output.reads import PLAIN, head_call
+from megatron_ext.dtensor.output.reads import PLAIN, HeadCall
 from megatron_ext.dtensor.output.stand_ins import HeadLike, is_registered, is_sharded, promising, stub_of, with_head
 from megatron_ext.dtensor.sequence_arguments import SequenceLayout
 from megatron_ext.proof import SAMPLE_TOKENS, Proof, compare, error_words
@@ -95,7 +94,7 @@ def prove(
         calls: list[HeadCall] = []
 
         def fused(hidden: Tensor) -> Tensor:
-            return loss(promising(head, lambda _: head_call(head, PLAIN, hidden, {}, whole=True), calls.append))
+            return loss(promising(head, lambda _: HeadCall(head, PLAIN, hidden, {}, is_copy=True), calls.append))
 
         hidden = first.seen.to(weight.dtype)
         # Those with a row for each column of the logits first.

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
+from megatron_ext.dtensor.output.promised_logits import DeferredLogits, promise_of
+from megatron_ext.dtensor.output.reads import HeadCall
 from megatron_ext.proof import why_fusion_is_off
 
 REGISTERED = "_megatron_ext_head"  # where a model that `parallelize` made has its reading from hidden states
@@ -109,7 +110,7 @@ def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> DeferredLogits:
         call = call_of(hidden)
         keep(call)
-        return call.promise()
+        return promise_of(call)
 
     stub: Any = HeadLike(head) if is_sharded(head) else stub_of(head)
     stub.__dict__["forward"] = forward
