@@ -22,7 +22,6 @@ from megatron_ext.dtensor.layers import (
     Unknown,
     check_attention,
     check_draws,
-    has_experts,
     model_plan,
     takes_attention_functions,
 )
@@ -56,7 +55,7 @@ def choose_plan(model: nn.Module, layout: ParallelSizes, custom: CustomPlan = No
 
 
 def _chosen(model: nn.Module, layout: ParallelSizes, custom: CustomPlan) -> tuple[Plan, str | None]:
-    if layout.expert_parallel and not has_experts(model):
+    if layout.expert_parallel and not any(name.endswith(".experts") for name, _ in model.named_modules()):
         raise ValueError(
             f"expert parallelism of {type(model).__name__}, which has no experts: set expert_parallel_size to 1"
         )

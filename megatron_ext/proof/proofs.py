@@ -254,6 +254,11 @@ def proof_mode(option: str | None = None) -> ProofMode:
     return cast(ProofMode, value)
 
 
+def fusion_is_on() -> bool:
+    """Return whether MEGATRON_EXT_FUSION is not "off"; raises as `why_fusion_is_off`."""
+    return why_fusion_is_off() is None
+
+
 def why_fusion_is_off() -> str | None:
     """The reason for reports and refusals where MEGATRON_EXT_FUSION is "off"; None where fusion is on.
 

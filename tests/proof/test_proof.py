@@ -17,6 +17,7 @@ from megatron_ext.proof import (
     code_values,
     compare,
     config_values,
+    fusion_is_on,
     module_parts,
     proof_mode,
     why_fusion_is_off,
@@ -287,7 +288,7 @@ def test_a_captured_graph_is_not_comparable(monkeypatch):
 
 def test_modes_come_from_options_and_the_environment(monkeypatch):
     assert proof_mode() == "first"
-    assert why_fusion_is_off() is None
+    assert fusion_is_on()
     monkeypatch.setenv("MEGATRON_EXT_PROOF", "always")
     assert (proof_mode(), proof_mode("off")) == ("always", "off")
     monkeypatch.setenv("MEGATRON_EXT_PROOF", "never")
