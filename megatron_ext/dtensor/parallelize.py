@@ -222,7 +222,11 @@ def _parallelize_with(
     plan: Plan = {}
     unknown = fault = None
     try:
-        refuse_parallel(model)
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ValueError(
+                f"{type(model).__name__} has parameters that are DTensors: it is parallel already; parallelize a model "
+                f"once, before FSDP2 or any other sharding"
+            )
         plan, unknown = choose_plan(model, layout, custom_parallel_plan)
     except Exception as error:  # raised below, where the other ranks hear of it
         fault = error
@@ -262,14 +266,6 @@ def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrappin
         fully_shard(layers[i], mp_policy=inner_policy, **where)
     fully_shard(model, mp_policy=wrapping.mp_policy, **where)
     register(model, None if vocabulary is UNSHARDED else vocabulary)
-
-
-def refuse_parallel(model: nn.Module) -> None:
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} has parameters that are DTensors: it is parallel already; parallelize a model "
-            f"once, before FSDP2 or any other sharding"
-        )
 
 
 def require_same_model(model: nn.Module, plan: Plan, options: Any, ranks: Ranks, fault: Exception | None) -> None:

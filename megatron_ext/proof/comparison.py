@@ -85,7 +85,9 @@ def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tenso
 
 
 def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
-    as_they_are = torch.autograd.graph.saved_tensors_hooks(_kept, _same)  # a checkpoint around the call counts others
+    as_they_are = torch.autograd.graph.saved_tensors_hooks(
+        _kept, lambda x: x
+    )  # a checkpoint around the call counts others
     with torch.inference_mode(False), torch.enable_grad(), as_they_are, main_grads_aside(parameters) as main_grads:
         losses = way(hidden)
         # Each token has a weight of its own, or else gradients of one could stand for those of another.
@@ -104,10 +106,6 @@ def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
             gradients[name] = _projected(gradient, x)
         underflow = max(1e3 * torch.finfo(x.dtype).tiny for x in asked)
         return Sides(losses.detach().double(), gradients, underflow, losses.dtype)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _kept(x: Tensor) -> Tensor:

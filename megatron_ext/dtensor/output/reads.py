@@ -245,13 +245,14 @@ class HeadCall:
         read = with_arguments(self.read, own)
         targets = targets.view(self.tokens) if targets.dim() == 1 and hidden.dim() == 3 else targets
         count = (targets != own.ignore_index).sum() if own.reduction == "mean" else self.divisor
+        count = count.to(hidden.device) if isinstance(count, Tensor) else count
 
         def losses(hidden: Tensor) -> tuple[Tensor, ValueError | None]:
             (found,), fault = read_hidden(self.head, logits.facts(1.0), read, hidden, [targets], columns)
             if own.reduction == "none":
                 return found, fault
             total = found.sum()
-            return (total if count is None else total / _there(count, total)), fault
+            return (total if count is None else total / count), fault
 
         # FSDP2 may round what leaves the head, and its gradient: a mean's is 1.
         with torch.autocast(hidden.device.type, enabled=False) if self.is_copy else nullcontext():
@@ -260,11 +261,7 @@ class HeadCall:
             raise fault
         if own.reduction == "none":
             return loss.flatten()
-        return loss * _there(count, loss) if own.reduction == "sum" and count is not None else loss
-
-
-def _there(count: Any, like: Tensor) -> Any:
-    return count.to(like.device) if isinstance(count, Tensor) else count
+        return loss * count if own.reduction == "sum" and count is not None else loss
 
 
 def _called(head: Any, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
