@@ -281,7 +281,7 @@ def verify(
     compared, and the last rank says so; `must_compare`: that ends the process with an error.
     """
     from megatron_ext.proof import why_fusion_is_off
-    from megatron_ext.verify.picture import draw
+    from megatron_ext.verify.side_by_side import draw
     from megatron_ext.verify.two_runs import run_twice
 
     if not (options.linear_ce or options.tensor_parallel or options.pipeline_vocab):
