@@ -185,7 +185,7 @@ class ParallelLinear(torch.autograd.Function):
 
         early_bias = bias if plan.output == "sharded" else None
         with without_autocast(x):
-            shard = distributed_weights.gather_in_forward(weight) if plan.in_pieces else weight
+            shard = ctx.parameter.materialize_group_for_forward() if plan.in_pieces else weight
             x_tD, w_DN = kept.reshape(-1, x.shape[-1]), _cast(shard, dtype).t()
             if plan.input == "sequence":
                 y_tN, _ = _gather_and_multiply(x_tD, w_DN, plan, early_bias)
@@ -227,7 +227,7 @@ class ParallelLinear(torch.autograd.Function):
 
             dy_TN, reducing = dy_tN, None
             if needs_x:
-                shard = distributed_weights.gather_in_backward(ctx.parameter) if plan.in_pieces else weight
+                shard = ctx.parameter.materialize_group_for_backward() if plan.in_pieces else weight
                 w_ND = _cast(shard, ctx.dtype)
                 if plan.output == "sequence":
                     dx_TD, dy_TN = _gather_and_multiply(dy_tN, w_ND, plan)
