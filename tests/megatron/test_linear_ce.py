@@ -280,6 +280,20 @@ def test_megatron_drains_what_was_deferred_and_nothing_else():
 
 
 @ranks(1)
+def test_deferred_gradients_stay_guarded_after_the_substitution():
+    with model_parallel():
+        from megatron.core.pipeline_parallel import schedules
+
+        try:
+            with ours_everywhere():
+                patch()
+            schedules.drain_embedding_wgrad_compute("config", [], [], "weight", "group")
+        finally:
+            unpatch()
+        assert schedules.drain_embedding_wgrad_compute.__module__ == "megatron.core.utils"
+
+
+@ranks(1)
 def test_wrapped_functions_go_with_the_last_patched_model():
     with model_parallel():
         from megatron.core.pipeline_parallel import schedules
