@@ -244,11 +244,8 @@ def _has_its_group(layer: Any) -> bool:
 
 def why_not_substituted() -> str | None:
     """Return what of Megatron's tensor-parallel package ours do not know, or None: names, and arguments of names."""
-    missing = versions.missing_seams("substitution")
-    if missing:
-        return f"this Megatron-Core has no {', '.join(missing)}"
-    if _active is not None:
-        return None
+    if (missing := versions.why_missing("substitution")) is not None or _active is not None:
+        return missing
     pairs, lacking = _pairs()
     for name, (theirs, ours) in pairs.items():
         if not isinstance(theirs, NonCallableMock) and not (
