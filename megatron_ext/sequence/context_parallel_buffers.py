@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.sequence.attention import CAUSAL, EVERYTHING, attend, replacing_sdpa
-from megatron_ext.sequence.zigzag import chunk_size, split_zigzag
+from megatron_ext.sequence.zigzag import check_length, split_zigzag
 
 
 def sharded(
@@ -31,7 +31,7 @@ def sharded(
     if len(lengths) > 1:
         raise ValueError(f"the buffers have sequences of {lengths} tokens: these must be equal; cut or pad them alike")
     if lengths and group_size(group) > 1:
-        chunk_size(lengths[0], group_size(group))
+        check_length(lengths[0], group_size(group))
     # The same tensor may come twice, as input and labels, and is cut once.
     dim_of = {id(buffer): (buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)}
     return _sharded(list(dim_of.values()), {id(x) for x in kept}, group)
