@@ -19,7 +19,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron_ext.megatron.fused_loss import fusion_decision
 from megatron_ext.megatron.fused_loss.fused_region import layers_of
 from megatron_ext.megatron.fused_loss.model_methods import models_inside
-from megatron_ext.megatron.fusion_report import name_of
+from megatron_ext.megatron.fusion_report import layers_in_words, name_of
 from megatron_ext.replace import Replacement, apply_all, restore_all
 
 
@@ -57,8 +57,7 @@ class ModelCheck:
         else:
             head = f"fused, {self.losses} loss{'es' * (self.losses > 1)} of each micro-batch without logits"
             head += ", the vocabulary shared over pipeline stages" * self.shared
-        layers = ", ".join(f"{count} of {home}" for home, count in sorted(self.layers.items()))
-        return f"{self.model}: {head}" + (f"; tensor-parallel layers: {layers}" if layers else "")
+        return f"{self.model}: {head}" + (f"; {layers_in_words(self.layers)}" if self.layers else "")
 
 
 @dataclass(frozen=True)
