@@ -29,7 +29,7 @@ from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import drain
 from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer
 from megatron_ext.tensor_parallel._random.process_tracker import Process, TrackerOptions
 from megatron_ext.tensor_parallel._random.transformer_engine import is_te_tracker
-from megatron_ext.tensor_parallel._replaced_functions import HONOURED, is_megatrons_own
+from megatron_ext.tensor_parallel._replaced_functions import HONOURED, is_megatrons_own, parts_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -179,14 +179,10 @@ def _users_own() -> list[str]:
         for name, value in list(vars(sys.modules[home]).items()):
             if name in HONOURED or not str(getattr(ours.get(name), "__module__", "")).startswith("megatron_ext."):
                 continue
-            places = {name: value}
+            places = parts_of(name, value)
             if isinstance(value, type) and value.__module__.startswith("megatron."):
-                places = {
-                    f"{name}.{key}": method for key, method in vars(value).items() if not isinstance(method, type)
-                }
-            found += [
-                f"{home}.{place} ({_file_of(code)})" for place, code in places.items() if not is_megatrons_own(code)
-            ]
+                del places[0]
+            found += [f"{home}.{place} ({_file_of(code)})" for place, code in places if not is_megatrons_own(code)]
     return found
 
 

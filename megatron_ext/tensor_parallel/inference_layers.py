@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group
 from megatron_ext.tensor_parallel._layers.column_parallel import ColumnParallelLinear
 from megatron_ext.tensor_parallel._layers.inference_linear import InferenceLinear as InferenceLinear
+from megatron_ext.tensor_parallel._layers.inference_linear import recording
 from megatron_ext.tensor_parallel._layers.row_parallel import RowParallelLinear
-from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer
 from megatron_ext.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -43,13 +43,10 @@ def _te_rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def _recording(layer: ParallelLayer) -> torch.set_grad_enabled:
-    """Around a call: in evaluation mode no gradients are kept."""
-    return torch.set_grad_enabled(layer.training and torch.is_grad_enabled())
+class InferenceColumnParallelLinear(ColumnParallelLinear):
+    """A `ColumnParallelLinear` for decoding, with the same arguments. In evaluation mode no gradients are kept.
 
-
-class _InferenceColumn(ColumnParallelLinear):
-    """The base of the two column-parallel layers.
+    Communicates, evaluating: one all-gather with sequence parallelism at R > 1.
 
     Attributes:
         barrier_before_all_gather, skip_norm_and_all_gather: set by Megatron, for layers with symmetric memory.
@@ -62,29 +59,16 @@ class _InferenceColumn(ColumnParallelLinear):
         """Say that another all-gather may come right before this layer's: it is waited for in any case."""
         self.barrier_before_all_gather = value
 
-    def _normed(self, x: Tensor) -> Tensor:
-        return x
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         """`(output, bias)` of `x` `[..., D]`, as for `ColumnParallelLinear`; `[S/R, ..., D]` if sequence parallel."""
-        with _recording(self):
-            return super().forward(self._normed(x))
+        with recording(self):
+            return super().forward(x)
 
 
-class InferenceColumnParallelLinear(_InferenceColumn):
-    """A `ColumnParallelLinear` for decoding, with the same arguments. In evaluation mode no gradients are kept.
+class InferenceLayerNormColumnParallelLinear(InferenceColumnParallelLinear):
+    """`rms_norm(x) @ weight.T`: the layer above with a norm before it, `layer_norm_weight` `[input_size]`.
 
-    Communicates, evaluating: one all-gather with sequence parallelism at R > 1.
-    """
-
-
-class InferenceLayerNormColumnParallelLinear(_InferenceColumn):
-    """`rms_norm(x) @ weight.T`: a `ColumnParallelLinear` with a norm before it, `layer_norm_weight` `[input_size]`.
-
-    Arguments as for `ColumnParallelLinear`; `config` has `layernorm_epsilon` and `normalization="RMSNorm"` as well.
-    In evaluation mode no gradients are kept; in training mode it is a layer like any other.
-
-    Communicates, evaluating: one all-gather with sequence parallelism at R > 1.
+    Its `config` has `layernorm_epsilon` and `normalization="RMSNorm"` as well.
     """
 
     def __init__(self, input_size: int, *sizes: int, config: Any, **options: Any):
@@ -100,8 +84,9 @@ class InferenceLayerNormColumnParallelLinear(_InferenceColumn):
         torch.nn.init.ones_(self.layer_norm_weight)
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
-    def _normed(self, x: Tensor) -> Tensor:
-        return _te_rms_norm_kernel(x, self.layer_norm_weight, self.eps)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        with recording(self):
+            return super().forward(_te_rms_norm_kernel(x, self.layer_norm_weight, self.eps))
 
 
 class InferenceRowParallelLinear(RowParallelLinear):
@@ -149,7 +134,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
                     "residual is None: after _set_next_layer_norm_weights() the layer adds the residual before the "
                     "norm; call _set_residual() before each forward"
                 )
-        with _recording(self):
+        with recording(self):
             output, bias = super().forward(x)
             return output if residual is None else output + residual, bias
 
@@ -161,4 +146,4 @@ functools.update_wrapper(InferenceRowParallelLinear.__init__, RowParallelLinear.
 
 def is_inference_column_parallel_linear(module: Any) -> bool:
     """True for the column-parallel layers for decoding, which have `set_barrier_before_all_gather`."""
-    return isinstance(module, _InferenceColumn)
+    return isinstance(module, InferenceColumnParallelLinear)

@@ -13,7 +13,10 @@ from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer
 from megatron_ext.tensor_parallel._random.process_tracker import get_cuda_rng_tracker
 from megatron_ext.tensor_parallel._random.rng_tracker import get_data_parallel_rng_tracker_name
 
-_WHOLE = (None, "duplicated")
+
+def recording(layer: ParallelLayer) -> torch.set_grad_enabled:
+    """Around a call of a layer for decoding: in evaluation mode no gradients are kept."""
+    return torch.set_grad_enabled(layer.training and torch.is_grad_enabled())
 
 
 class InferenceLinear(ParallelLayer):
@@ -60,7 +63,7 @@ class InferenceLinear(ParallelLayer):
         pg_collection: Any = None,
     ):
         super().__init__()
-        if parallel_mode not in _WHOLE:
+        if parallel_mode not in (None, "duplicated"):
             raise ValueError(
                 f"parallel_mode is {parallel_mode!r}: it must be None or 'duplicated', since every rank has the whole "
                 "weight; use InferenceColumnParallelLinear or InferenceRowParallelLinear for a sharded weight"
@@ -94,6 +97,6 @@ class InferenceLinear(ParallelLayer):
             ValueError: shapes, dtypes or devices don't fit.
         """
         assert self.weight is not None
-        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
+        with recording(self):
             output = self._multiply(x, self.weight, None if self.skip_bias_add else self.bias, self.plan())
         return output, self.bias if self.skip_bias_add else None
