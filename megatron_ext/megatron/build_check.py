@@ -107,35 +107,32 @@ def stop_when_built(say: Callable[[BuildCheck], None]) -> None:
     The exit code is 0 if the check has passed, 1 if not. A script that builds no model runs to its end; models that
     were built before are not looked at.
     """
-    built: list[weakref.ref[Any]] = []
-
-    def alive() -> list[Any]:
-        return [model for ref in built if (model := ref()) is not None]
+    built: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in the order in which they were met
 
     def stop() -> None:
         restore_all(watched)
         handle.remove()
-        found = check_models(alive())
+        found = check_models([*built])
         say(found)
         raise SystemExit(0 if found.passed else 1)
 
     def remembering(construct: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             construct(self, *args, **kwargs)
-            built.append(weakref.ref(self))
+            built[self] = None
 
         return init
 
     def stopping(construct: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            if alive():
+            if built:
                 stop()
             construct(self, *args, **kwargs)
 
         return init
 
     def before_forward(module: Any, inputs: Any) -> None:
-        if any(module is model for model in alive()):
+        if module in built:
             stop()
 
     watched = apply_all(

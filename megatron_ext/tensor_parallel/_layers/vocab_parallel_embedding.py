@@ -114,12 +114,12 @@ class VocabParallelEmbedding(ShardedLayer):
         assert self.weight is not None
         weight = table_of_lookup(self.weight)
         alone = group_size(self.tp_group) == 1
-        if fault is not None and alone:
-            raise fault
-        if fault is not None:
-            output = weight.new_full((*input_.shape, self.embedding_dim), torch.inf)
-        elif alone:
+        if alone:
+            if fault is not None:
+                raise fault
             output = self._look_up(input_, weight)
+        elif fault is not None:
+            output = weight.new_full((*input_.shape, self.embedding_dim), torch.inf)
         else:
             rows = input_ - self.vocab_start_index
             own = rows.clamp(0, self.num_embeddings_per_partition - 1)
