@@ -6,6 +6,10 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
 
 from megatron_ext import reference
 from megatron_ext.distributed.counting import count_collectives
@@ -33,9 +37,6 @@ HEADS, CHANNELS = 4, 8
 
 def kinds(mask_type="causal", layer=1, **overrides):
     """Megatron's core attention and ours, of one layer, in training; stock never sees context parallelism."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-
     arguments = {"layer_number": layer, "attn_mask_type": AttnMaskType[mask_type], "attention_type": "self"}
     stock = DotProductAttention(tiny_config(**overrides | {"context_parallel_size": 1}), **arguments)
     return stock, CoreAttention(tiny_config(**overrides), **arguments)
@@ -111,8 +112,6 @@ def test_equals_megatron(case):
 def test_dropout_is_megatrons_bit_for_bit(case, dtype):
     kind = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}}.get(dtype, {})
     with model_parallel():
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
         more = {"attention_dropout": 0.2, "params_dtype": getattr(torch, dtype)} | kind
         (stock, ours), tensors, mask = of_case(case, **more)
         expected = run(stock, tensors, mask)
@@ -152,8 +151,6 @@ def test_one_query_at_the_end_of_a_cache():
 @ranks(1)
 def test_queries_at_the_end_of_a_cache():
     with model_parallel():
-        from megatron.core.transformer.enums import AttnMaskType
-
         _, ours = kinds()
         q, k, v = inputs(queries=3, keys=9)
         out = ours(q, k, v, None, attn_mask_type=AttnMaskType.causal_bottom_right)
@@ -237,8 +234,6 @@ def test_a_layer_recomputes_the_same_numbers(dropout):
 
 
 def self_attention(**overrides):
-    from megatron.core.transformer.spec_utils import build_module
-
     assert gpt_layer_spec.submodules.self_attention.submodules.core_attention is CoreAttention
     config = tiny_config(add_bias_linear=False, **overrides)
     return build_module(gpt_layer_spec.submodules.self_attention, config=config, layer_number=1)
@@ -383,7 +378,6 @@ def test_a_packed_gpt_equals_its_documents():
 @ranks(1)
 def test_what_is_not_supported_says_so():
     with model_parallel():
-        from megatron.core.transformer.enums import AttnMaskType
 
         def build(cp_comm_type=None, **overrides):
             config = tiny_config()

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from megatron_ext.megatron.build_check import check_models, stop_when_built
 from tests.gpt import causal_mask, model_parallel, tiny_batches, tiny_gpt
@@ -49,8 +50,6 @@ def test_a_stage_without_an_output_layer_has_nothing_to_fuse():
 @ranks(1)
 @pytest.mark.parametrize("built_by", ["optimizer", "forward"])
 def test_a_script_stops_when_its_models_are_built(built_by):
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
     seen, init, construct = [], torch.optim.Optimizer.__init__, LanguageModule.__init__
     with model_parallel():
         before = tiny_gpt()  # as another test may leave them behind

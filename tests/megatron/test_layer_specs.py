@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.spec_utils import build_module
 
+from megatron_ext.megatron import norms
 from megatron_ext.megatron.layer_specs import gpt_block_spec, gpt_layer_spec, gpt_moe_layer_spec
 from tests.gpt import (
     EXPERTS,
@@ -56,8 +59,6 @@ def test_other_kinds_of_attention_are_refused():
 )
 def test_settings_that_need_other_layers_are_refused(name, value):
     """A layer was built as if they were not there."""
-    from megatron.core.transformer.spec_utils import build_module
-
     with model_parallel():
         config = tiny_config()
         setattr(config, name, value)  # past the checks of the config itself
@@ -71,7 +72,6 @@ def test_layer_spec_has_experts_where_the_config_says(freq):
     """It built a dense model; loss and gradients are those of Megatron's own specs."""
     pipeline = torch.distributed.get_world_size()
     with model_parallel(pp=pipeline):
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         def stock(config, stage):
             return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
@@ -150,8 +150,6 @@ def test_transformer_engines_layers_where_it_is_missing():
 @pytest.mark.parametrize("present", [False, True], ids=["without", "with"])
 def test_norms_of_their_own_store_what_transformer_engines_do(present, monkeypatch):
     with model_parallel():
-        from megatron_ext.megatron import norms
-
         monkeypatch.setattr(norms, "have_transformer_engine", lambda: present)
         (model,) = tiny_gpt(gpt_block_spec, qk_layernorm=True, **EXPERTS)
         state = sharded_state(model)

@@ -11,6 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core import utils
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron import language_model_patch
@@ -37,9 +43,6 @@ from tests.ranks import ranks
 
 
 def state_of_megatron():
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.pipeline_parallel import schedules
-
     return list(vars(GPTModel).items()), list(vars(schedules).items())
 
 
@@ -137,8 +140,6 @@ def forward_collectives(model) -> int:
 @ranks(2)
 def test_models_with_different_settings_live_side_by_side():
     with model_parallel(tp=2):
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
         stock, own, classwide = one_gpt(), one_gpt(), one_gpt()
         losses = [run(stock, batch()[1])]
         plain = forward_collectives(stock)
@@ -201,8 +202,6 @@ def test_without_labels_nothing_changes(sequence_parallel):
 @ranks(1)
 def test_inference_gives_logits():
     with model_parallel(), torch.no_grad():
-        from megatron.core.inference.contexts import StaticInferenceContext
-
         model = one_gpt(num_attention_heads=2).eval()
         ids, _, positions = batch(1)
         logits = []
@@ -231,8 +230,6 @@ def test_masked_labels_give_nothing():
 @ranks(2)
 def test_bias_and_softcap_of_the_output_layer():
     with model_parallel(tp=2):
-        from megatron.core.transformer.spec_utils import ModuleSpec
-
         model = one_gpt(tied=True)
         plain = run(model, batch()[1])
         set_output_layer(model, ModuleSpec(OutputLayer, params={"bias": True, "softcap": 0.5}))
@@ -263,9 +260,6 @@ def test_gradients_go_into_main_grad_and_none_is_deferred():
 def test_megatron_drains_what_was_deferred_and_nothing_else():
     """Its own function fails where there is nothing to compute, and the fused head defers nothing."""
     with model_parallel():
-        from megatron.core import utils
-        from megatron.core.pipeline_parallel import schedules
-
         stock, calls = utils.drain_embedding_wgrad_compute, []
         try:
             with patched():
@@ -282,8 +276,6 @@ def test_megatron_drains_what_was_deferred_and_nothing_else():
 @ranks(1)
 def test_deferred_gradients_stay_guarded_after_the_substitution():
     with model_parallel():
-        from megatron.core.pipeline_parallel import schedules
-
         try:
             with ours_everywhere():
                 patch()
@@ -296,8 +288,6 @@ def test_deferred_gradients_stay_guarded_after_the_substitution():
 @ranks(1)
 def test_wrapped_functions_go_with_the_last_patched_model():
     with model_parallel():
-        from megatron.core.pipeline_parallel import schedules
-
         stock = schedules.forward_step_calc_loss, schedules.drain_embedding_wgrad_compute
         first, last = one_gpt(), one_gpt()
         for _ in range(2):

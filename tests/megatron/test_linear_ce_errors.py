@@ -5,10 +5,13 @@ import warnings
 from types import SimpleNamespace
 from unittest import mock
 
+import megatron.core
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.extensions import transformer_engine
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron import versions
@@ -52,8 +55,6 @@ def test_gathered_logits_together_with_labels():
 @ranks(1)
 def test_wrong_settings():
     with model_parallel():
-        from megatron.core.models.gpt import GPTModel
-
         before = list(vars(GPTModel).items())
         for size in (0, -1, 2.5, True, "4"):
             with pytest.raises(ValueError, match="chunk_size is .* positive number of sequence positions, or None"):
@@ -87,8 +88,6 @@ def test_a_class_without_the_seams():
 @pytest.mark.parametrize("version,tested", [("0.13.1", False), ("0.15.0", True), ("0.18.0rc1", True), ("1.0.0", False)])
 def test_an_untested_megatron_warns_once(version, tested):
     with model_parallel():
-        import megatron.core
-
         versions.warn_if_untested.cache_clear()
         another = mock.patch.object(megatron.core, "__version__", version)
         with another, warnings.catch_warnings(record=True) as caught:
@@ -237,7 +236,6 @@ def test_the_loss_stays_a_method_of_the_model():
 def test_a_stand_in_for_a_model_is_left_alone():
     """As tests of a class's `forward` call it: no module, with a function for an output layer."""
     with model_parallel():
-        from megatron.core.models.common.language_module.language_module import LanguageModule
 
         class Model(LanguageModule):
             def forward(self, hidden, labels=None):

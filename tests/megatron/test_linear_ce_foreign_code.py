@@ -8,6 +8,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.fusions import fused_cross_entropy
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import cross_entropy, layers, mappings
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
@@ -344,7 +345,6 @@ def test_hooks_of_all_modules_see_one_call_of_the_output_layer():
 @ranks(1)
 def test_logits_returned_beside_a_loss_are_of_that_call():
     with model_parallel():
-        from megatron.core.models.gpt import GPTModel
 
         class Both(GPTModel):
             def _postprocess(self, hidden_states, *args, labels=None, **kwargs):

@@ -5,6 +5,8 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_ext import reference
@@ -89,7 +91,6 @@ def test_packed_documents_do_not_see_each_other():
 def test_a_forward_that_takes_labels_and_borders_in_kwargs():
     tokens, positions = tiny_batches(batch=1, seq=11)[0], torch.arange(12)[None]
     with model_parallel():
-        from megatron.core.models.gpt import GPTModel
 
         class Passing(GPTModel):
             def forward(self, input_ids, position_ids, attention_mask, **kwargs):
@@ -119,8 +120,6 @@ def test_context_parallel(packed):
         wanted = wanted.where(torch.arange(15) != 3, 0.0) if packed else wanted
         stock = grads_of(alone, wanted, weights)
     with model_parallel(cp=2):
-        from megatron.core import parallel_state
-
         cu_seqlens = torch.tensor(starts, dtype=torch.int32) if packed else None
         parts = SequenceParts(parallel_state.get_context_parallel_group(), cu_seqlens)
         extra = {"packed_seq_params": packing(*starts)} if packed else {}
@@ -151,8 +150,6 @@ def test_a_label_that_one_context_parallel_rank_holds(layers):
     wrong = tokens.clone()
     wrong[0, 15] = VOCAB  # the label of position 14, of rank 0's part
     with model_parallel(cp=2), patched():
-        from megatron.core import parallel_state
-
         parts = SequenceParts(parallel_state.get_context_parallel_group())
         model = our_gpt(mtp_num_layers=layers) if layers else our_gpt()
         own, positions = parts.split(tokens, 1), parts.split(torch.arange(16)[None], 1)

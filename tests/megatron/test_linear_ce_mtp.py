@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_ext.megatron.fused_loss.model_methods import takes_losses_without_labels
 from tests.gpt import model_parallel
@@ -32,8 +34,6 @@ def hybrid(**overrides):
 
 def logged() -> dict:
     """What Megatron logs of multi-token prediction, cleared for the next step."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
     tracker = MTPLossLoggingHelper.tracker
     found = {name: value.clone() for name, value in tracker.items() if isinstance(value, torch.Tensor)}
     tracker.clear()
@@ -66,8 +66,6 @@ def compare(model, labels) -> None:
 
 def likeliest_one_further(model):
     """Labels of which some are what the layers of multi-token prediction find likeliest, so that hits are counted."""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
     _, labels, _ = batch()
     hits = []
     layer = model.output_layer

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import distributed as dist
 
@@ -50,8 +51,6 @@ def replaced_forward_impl(model):
 
 
 def replaced_cross_entropy(model):
-    from megatron.core import tensor_parallel
-
     stock = tensor_parallel.vocab_parallel_cross_entropy
     return mock.patch.object(tensor_parallel, "vocab_parallel_cross_entropy", twice(stock))
 

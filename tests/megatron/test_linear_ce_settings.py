@@ -9,6 +9,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from megatron_ext.head.training_loss import TrainingLoss
 from megatron_ext.megatron.fused_loss import megatron_log
@@ -199,9 +202,6 @@ def training_script(rank, *, writes):
 @ranks(2)
 def test_z_loss_entropy_and_counts_in_megatrons_log():
     """By the script's own weights of the tokens, and in the form in which the script logs its loss."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     mask = torch.ones(2, SEQ)
     mask[1, 2:] = 0
 
@@ -277,8 +277,6 @@ def test_logits_of_another_dtype(of_fp32):
             with counting_logits(layer) as made:
                 grads = grads_of(model, loss)
         assert not made
-        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
         logits = gather_from_tensor_model_parallel_region(kept[0].float() @ layer.weight.detach().float().t())
         logits.requires_grad_()
         expected, _ = reference(logits.transpose(0, 1), labels)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from megatron_ext.distributed.groups import context_parallel_group
 from megatron_ext.head import KL, LmHead, Teacher, TopK
@@ -102,8 +103,6 @@ def test_a_bias_and_a_softcap_go_with_every_read_out():
 @pytest.mark.parametrize("build", [one_gpt, pytest.param(tiny_hybrid, marks=SLOW)])
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=SLOW), True], ids=["replicated", "sequence"])
 def test_read_outs(build, case, sequence_parallel):
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
     expect, make = CASES[case]
     with model_parallel(tp=2):
         model, ids = build(sequence_parallel=sequence_parallel), batch()[0]

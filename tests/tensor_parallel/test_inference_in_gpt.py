@@ -4,8 +4,12 @@ import copy
 
 import pytest
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.megatron.layer_specs import gpt_block_spec
+from megatron_ext.tensor_parallel import InferenceLayerNormColumnParallelLinear as Column
+from megatron_ext.tensor_parallel import InferenceRowParallelLinear as Row
 from tests.gpt import SEQUENCE, causal_mask, model_parallel, tiny_batches, tiny_gpt
 from tests.marks import slow
 from tests.ranks import ranks
@@ -15,12 +19,6 @@ LAYERS = 2
 
 def inference_spec(config, vp_stage=None):
     """Our spec with the norms inside the linear layers that follow them."""
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    from megatron_ext.megatron.layer_specs import gpt_block_spec
-    from megatron_ext.tensor_parallel import InferenceLayerNormColumnParallelLinear as Column
-    from megatron_ext.tensor_parallel import InferenceRowParallelLinear as Row
-
     block = copy.deepcopy(gpt_block_spec(config, vp_stage))
     for layer in block.layer_specs:
         parts = layer.submodules
@@ -44,8 +42,6 @@ def logits(spec, **options):
 @ranks(1, 2)
 @pytest.mark.parametrize("fused", [True, *slow(False)])
 def test_logits_of_plain_layers(fused):
-    from megatron_ext.megatron.layer_specs import gpt_block_spec
-
     size = torch.distributed.get_world_size()
     with model_parallel(tp=size):
         options = {"sequence_parallel": size > 1}

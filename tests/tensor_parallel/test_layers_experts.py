@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megatron_ext.distributed.counting import count_collectives
 from tests.gpt import model_parallel, tiny_config
@@ -74,8 +75,6 @@ def test_expert_row_without_bias_needs_no_skip_bias_add():
 @ranks(2)
 def test_experts_cut_otherwise_have_a_dp_group_of_their_own():
     """Tensor parallel size 2 for dense layers and 1 for experts: both ranks hold whole experts."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
     with model_parallel(tp=2, expert_tensor_parallel_size=1):
         config = tiny_config(expert_tensor_parallel_size=1)
         experts = torch.nn.ModuleList(expert_layers(config, bias=True, skip_bias_add=False))

@@ -10,7 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import cross_entropy
+from megatron.core.tensor_parallel import layers as stock
 
+from megatron_ext.tensor_parallel import layers as ours
+from megatron_ext.tensor_parallel import vocab_parallel_cross_entropy
 from megatron_ext.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -228,10 +232,6 @@ def test_a_subclass_with_a_matmul_of_its_own(kind, sequence_parallel):
 def test_attributes_of_megatrons_layers():
     """Whatever an object of Megatron's layers carries, ours carries too, with the same value."""
     with model_parallel(tp=2):
-        from megatron.core.tensor_parallel import layers as stock
-
-        from megatron_ext.tensor_parallel import layers as ours
-
         config = tiny_config()
         for name in CLASSES:
             sizes = (N, D) if name == "embedding" else (D, N)
@@ -250,10 +250,6 @@ def test_attributes_of_megatrons_layers():
 def test_layers_call_a_replaced_linear_function(home, frozen):
     """Quantizers replace the function in its module while a layer runs, and quantize what it is given."""
     with model_parallel(tp=2):
-        from megatron.core.tensor_parallel import layers as stock
-
-        from megatron_ext.tensor_parallel import layers as ours
-
         module = stock if home == "megatron" else ours
         name = "linear_with_frozen_weight" if frozen else "linear_with_grad_accumulation_and_async_allreduce"
         original = getattr(module, name)
@@ -330,11 +326,7 @@ def test_a_replaced_sum_of_an_embedding_is_told(place, substituted):
 @ranks(1)
 def test_replaced_parts_of_the_loss_of_logits_are_told():
     """As patch managers replace them, after the substitution; a call of ours by its own name is none of Megatron's."""
-    from megatron_ext.tensor_parallel import vocab_parallel_cross_entropy
-
     with model_parallel():
-        from megatron.core.tensor_parallel import cross_entropy
-
         logits, labels = numbers(S, B, 8, seed=1), torch.zeros(S, B, dtype=torch.int64)
         plain = vocab_parallel_cross_entropy(logits, labels)
         other = mock.patch.object(cross_entropy, "VocabParallelCrossEntropy", type("Other", (), {}))
@@ -355,10 +347,6 @@ def test_replaced_parts_of_the_loss_of_logits_are_told():
 @ranks(1)
 def test_a_replaced_autograd_class_is_called_or_refused():
     with model_parallel():
-        from megatron.core.tensor_parallel import layers as stock
-
-        from megatron_ext.tensor_parallel import layers as ours
-
         autograd = stock.LinearWithGradAccumulationAndAsyncCommunication
         layer, x = build("column", D, N, config=tiny_config()), numbers(S, B, D, seed=1)
         plain = layer(x)[0]
@@ -383,8 +371,6 @@ def test_a_replaced_autograd_class_is_called_or_refused():
 def test_subclass_of_megatrons_autograd_function_stays():
     """Python refuses another base for it: the substitution leaves it as the user wrote it."""
     with model_parallel():
-        from megatron.core.tensor_parallel import layers as stock
-
         autograd = stock.LinearWithGradAccumulationAndAsyncCommunication
 
         class Doubling(autograd):

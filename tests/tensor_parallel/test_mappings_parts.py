@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings as stock
 
 from megatron_ext.tensor_parallel import mappings
 from tests.gpt import model_parallel
@@ -28,8 +29,6 @@ CLASSES = {  # shapes of what `forward` and `backward` take
 def test_the_parts_by_themselves_as_megatrons():
     """As Megatron's own tests call them. Clones, since it reduces its arguments in place."""
     with model_parallel(tp=2):
-        from megatron.core.tensor_parallel import mappings as stock
-
         for name, shapes in CLASSES.items():
             theirs, ours = (list(parts(getattr(module, name), shapes)) for module in (stock, mappings))
             assert [type(part) for part in theirs] == [type(part) for part in ours], name

@@ -11,7 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.spec_utils import ModuleSpec
 
+from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
+from megatron_ext.megatron.substitute import _in_use, _instances
 from tests.gpt import model_parallel, ours_everywhere, stock_spec, tiny_batches, tiny_gpt, train_steps
 from tests.ranks import TIMEOUT_S, ranks
 from tests.tensor_parallel.test_gpt_parity import FULL
@@ -53,7 +59,6 @@ def test_a_model_trains_in_ours_and_everything_is_put_back():
 @ranks(1)
 def test_streams_go_on_where_they_are():
     with model_parallel():
-        from megatron.core import tensor_parallel
 
         def draw():
             with tensor_parallel.get_cuda_rng_tracker().fork():
@@ -74,9 +79,7 @@ def test_streams_go_on_where_they_are():
 def test_layer_specs_of_users_hold_ours_meanwhile(monkeypatch):
     """In local variables, and in modules, where one may lead back to itself."""
     with model_parallel():
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.tensor_parallel import ColumnParallelLinear
-        from megatron.core.transformer.spec_utils import ModuleSpec
 
         mlp = get_gpt_layer_local_spec().submodules.mlp.submodules
         ring = ModuleSpec(ColumnParallelLinear)
@@ -116,8 +119,6 @@ def _executed_anew(name):
 
 @ranks(1)
 def test_refuses_while_megatrons_layers_are_in_use():
-    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
-
     with model_parallel():
         chunks = tiny_gpt(stock_spec, num_layers=1)
         before = references()
@@ -132,11 +133,7 @@ def test_refuses_while_megatrons_layers_are_in_use():
 @ranks(1)
 def test_models_that_cannot_run_again_are_not_in_use():
     """Gone but for Megatron's hooks, which keep their memory; or there, but without the groups that they ran on."""
-    from megatron_ext.megatron.substitute import _in_use, _instances
-
     with model_parallel():
-        from megatron.core.tensor_parallel import layers
-
         stock = layers.ColumnParallelLinear, layers.RowParallelLinear
         chunks = tiny_gpt(stock_spec, num_layers=1)
         train_steps(chunks, tiny_batches(steps=1))
@@ -238,8 +235,6 @@ def test_other_names_are_none_of_the_package():
 )
 def test_substitution_refuses_what_users_replaced(place):
     """A decorator that copies names is no Megatron function; ours would stand there without a word."""
-    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
-
     with model_parallel(), pytest.MonkeyPatch.context() as monkeypatch:
         path, last = f"megatron.core.{place}".rsplit(".", 1)
         owner = pkgutil.resolve_name(path)
@@ -256,11 +251,7 @@ def test_substitution_refuses_what_users_replaced(place):
 @ranks(1)
 def test_substitution_refuses_code_without_a_file():
     """As typed at a prompt; or behind an object that answers in the name of Megatron's function."""
-    from megatron_ext import substitute_tensor_parallel
-
     with model_parallel():
-        from megatron.core.tensor_parallel import layers
-
         typed = {"__name__": "__main__", "own": layers.RowParallelLinear.forward}
         exec("def forward(*args): return own(*args)", typed)
         for forward in (functools.wraps(typed["own"])(typed["forward"]), Transparent(typed["own"])):
@@ -274,8 +265,6 @@ def test_substitution_refuses_code_without_a_file():
 @ranks(1)
 def test_substitution_calls_a_replaced_linear_function():
     with model_parallel(), pytest.MonkeyPatch.context() as monkeypatch:
-        from megatron.core.tensor_parallel import layers
-
         original = layers.linear_with_grad_accumulation_and_async_allreduce
         calls = []
 
