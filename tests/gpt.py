@@ -44,7 +44,8 @@ def model_parallel(
 ) -> Iterator[None]:
     """Emulation and Megatron's groups over the ranks of this world; the rest of the ranks are data parallel.
 
-    `sizes` go to `initialize_model_parallel`. Nothing is left for the next test: groups are destroyed, scales are 1.
+    `sizes` go to `initialize_model_parallel`. The fusion report begins anew. Nothing is left for the next test: groups
+    are destroyed, scales are 1.
     """
     with megatron_on_cpu():
         from megatron.core import num_microbatches_calculator, parallel_state
@@ -52,6 +53,8 @@ def model_parallel(
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
         groups = left_behind.groups()
+        if (report := sys.modules.get("megatron_ext.megatron.fusion_report")) is not None:
+            report.reset_fusion_report()
         try:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=tp,

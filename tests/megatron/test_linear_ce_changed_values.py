@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.megatron.fused_loss import fusion_proof
 from megatron_ext.megatron.fused_loss.model_methods import label_argument
-from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+from megatron_ext.megatron.fusion_report import fusion_report
 from tests.gpt import model_parallel
 from tests.megatron.patching import assert_same, batch, grads_of, later_gpt, one_gpt, patched, run
 from tests.ranks import ranks
@@ -85,7 +85,6 @@ class Cell:
 @ranks(1)
 @pytest.mark.parametrize("way", [name for name in vars(Cell) if not name.startswith("_")])
 def test_a_weight_of_a_proved_loss_may_change(way):
-    reset_fusion_report()
     with model_parallel():
         model, labels = one_gpt(tied=False), batch()[1]
         weigh, set_to = getattr(Cell(), way)()
@@ -113,7 +112,6 @@ def test_a_weight_of_a_proved_loss_may_change(way):
 @ranks(1)
 def test_a_weight_may_change_between_logits_and_loss():
     """A call looks at what a loss reads when it is taken, and not only when the call begins."""
-    reset_fusion_report()
     with model_parallel():
         model, labels = later_gpt(tied=False), batch()[1]
         own = type(model).compute_language_model_loss

@@ -15,7 +15,6 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron import versions
-from megatron_ext.megatron.fusion_report import reset_fusion_report
 from tests.gpt import VOCAB, model_parallel
 from tests.marks import slow
 from tests.megatron.patching import SEQ, assert_fused_is_stock, batch, later_gpt, one_gpt, patch, patched, run
@@ -191,7 +190,6 @@ def mxfp8_layer(model):
     ],
 )
 def test_unknown_linear_cross_entropy_stays_with_megatron(change):
-    reset_fusion_report()
     with model_parallel(tp=2), mock.patch.dict(vars(transformer_engine)):
         model, labels = one_gpt(), batch()[1]
         reason = change(model)

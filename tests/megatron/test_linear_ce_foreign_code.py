@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+from megatron_ext.megatron.fusion_report import fusion_report
 from tests.gpt import model_parallel
 from tests.megatron.patching import assert_same, batch, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
@@ -242,7 +242,6 @@ CHANGES = {
 @ranks(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_code_gives_its_own_loss(change):
-    reset_fusion_report()
     with model_parallel():
         model, labels = one_gpt(tied=False), batch()[1]
         with change(model) or mock.patch.dict({}):
@@ -309,7 +308,6 @@ def test_a_checkpointed_loss_is_kept_and_no_other_one_is_taken(checkpointed):
 @ranks(1)
 def test_quantizers_in_bfloat16_keep_their_own_loss():
     """Their work is as small as rounding, which the proof allows."""
-    reset_fusion_report()
     with model_parallel():
         model, labels = one_gpt(tied=False, params_dtype=torch.bfloat16, bf16=True).bfloat16(), batch()[1]
         quantizer_inside(model)

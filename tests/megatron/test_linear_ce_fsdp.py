@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+from megatron_ext.megatron.fusion_report import fusion_report
 from tests.gpt import fully_sharded, make_optimizer, model_parallel, tiny_batches, tiny_gpt, train_step
 from tests.marks import slow
 from tests.megatron.language_models import tiny_hybrid
@@ -58,7 +58,6 @@ def test_fsdp2(build, tied, reshard):
         names = [name for name, _ in model.named_parameters()]
         shard(model, reshard)
         assert isinstance(model.embedding.word_embeddings.weight, DTensor)
-        reset_fusion_report()
         # The weight that the head then gathers has no main_grad to add to.
         model.output_layer.gradient_accumulation_fusion = tied and reshard
         with patched(chunk_size=3), counting_logits(model.output_layer) as made:
@@ -82,7 +81,6 @@ def test_whoever_asks_for_logits_under_fsdp2_gets_them(reshard):
         stock, _ = own_step(model)
         shard(model, reshard)
         model.output_layer.register_forward_hook(lambda module, args, outputs: seen.append(outputs[0].mean()))
-        reset_fusion_report()
         with patched(chunk_size=3), pytest.warns(UserWarning, match=r"test_linear_ce_fsdp.py:\d+ asks for the logits"):
             loss, weights = own_step(model)
         torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)

@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext import reference
 from megatron_ext.megatron import versions
-from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+from megatron_ext.megatron.fusion_report import fusion_report
 from tests.gpt import model_parallel, tiny_batches, train_steps
 from tests.marks import slow
 from tests.megatron import language_models, multimodal_models
@@ -47,7 +47,6 @@ def compare(model, step=next_token_loss, layer=None, inside=None) -> dict:
     """Losses and gradients as stock's, which are returned, no logits in training, and a report that says so.
 
     `inside`: the language model in `model`, of which only that is patched then."""
-    reset_fusion_report()
     named = model if inside is None else inside
     with counting_logits(layer or named.output_layer) as made:
         found = assert_fused_is_stock(model, step, patched_model=None if inside is None else model)
@@ -131,7 +130,6 @@ def test_classes_made_after_the_patch():
                 return self.compute_language_model_loss(labels, 2 * logits)
 
         model.__class__ = Later
-        reset_fusion_report()
         run(model, batch()[1])
         assert fusion_report().losses_fused == 1
     assert not hasattr(Later._postprocess, "original")

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from megatron_ext.distributed.collectives import all_gather_object
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron.fused_loss.fusion_proof import compare as compare_both
-from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+from megatron_ext.megatron.fusion_report import fusion_report
 from tests.gpt import VOCAB, model_parallel
 from tests.marks import slow
 from tests.megatron.patching import assert_same, batch, grads_of, one_gpt, patched, run
@@ -80,7 +80,6 @@ def said_of(caught):
 )
 @pytest.mark.parametrize("when", ["before", *slow("after")])
 def test_a_loss_that_a_decorator_doubles_stays_double(change, when):
-    reset_fusion_report()
     with model_parallel(tp=2):
         model = one_gpt(sequence_parallel=True)
         plain = run(model, batch()[1])
@@ -111,7 +110,6 @@ def test_a_loss_that_a_decorator_doubles_stays_double(change, when):
 
 @ranks(1)
 def test_a_decorator_that_changes_nothing_is_fused_and_named():
-    reset_fusion_report()
     with model_parallel():
         model = one_gpt()
         kind = type(model)
@@ -194,7 +192,6 @@ def test_modes_of_the_proof():
 @ranks(1)
 def test_parameters_beside_the_heads_are_not_proved():
     """A low-rank adapter adds nothing at its first step, and does later."""
-    reset_fusion_report()
     with model_parallel():
         model, labels = one_gpt(), batch()[1]
         layer = model.output_layer
@@ -212,7 +209,6 @@ def test_parameters_beside_the_heads_are_not_proved():
 
 @ranks(2)
 def test_what_is_not_proved_on_one_rank_is_fused_on_none():
-    reset_fusion_report()
     with model_parallel(tp=2):
         model, labels = one_gpt(), batch()[1]
         layer = model.output_layer
@@ -230,7 +226,6 @@ def test_what_is_not_proved_on_one_rank_is_fused_on_none():
 @ranks(2)
 def test_a_change_on_one_rank_reaches_the_others():
     """Before the first call the model keeps its own loss on all; later every rank raises, and none waits."""
-    reset_fusion_report()
     with model_parallel(tp=2):
         model, labels = one_gpt(sequence_parallel=True), batch()[1]
         first, stock = dist.get_rank() == 0, run(model, labels)
@@ -289,7 +284,6 @@ def test_a_known_model_costs_one_exchange():
 
 @ranks(1)
 def test_a_loss_that_cannot_take_a_sample_is_not_compared():
-    reset_fusion_report()
     with model_parallel():
         model, labels = one_gpt(), batch()[1]
         kind, own = type(model), type(model).compute_language_model_loss
@@ -308,7 +302,6 @@ def test_a_loss_that_cannot_take_a_sample_is_not_compared():
 @pytest.mark.parametrize("left_out", [0, 3])
 def test_a_loss_that_leaves_out_padding_is_not_fused(left_out):
     """Of which the first batch has none."""
-    reset_fusion_report()
     with model_parallel():
         model, labels = one_gpt(), batch()[1].clamp(8, VOCAB - 8)
         kind = type(model)
@@ -326,7 +319,6 @@ def test_a_loss_that_leaves_out_padding_is_not_fused(left_out):
 @ranks(1)
 def test_a_proof_has_no_label_above_those_of_the_batch():
     """A loss may index a table without the rows that pad the vocabulary, on CUDA without a way to go on."""
-    reset_fusion_report()
     with model_parallel():
         model, labels = one_gpt(), batch()[1].clamp(max=VOCAB // 2)
         kind, table = type(model), torch.ones(int(labels.max()) + 1)
@@ -343,7 +335,6 @@ def test_a_proof_has_no_label_above_those_of_the_batch():
 
 @ranks(1)
 def test_the_first_scores_may_come_without_gradients():
-    reset_fusion_report()
     with model_parallel():
         model, labels = one_gpt(), batch()[1]
         stock = run(model, labels)

@@ -99,7 +99,6 @@ def test_reported_z_loss_is_a_mean_over_labels_that_count():
         labels[0, :3] = -100
         counted = labels != -100
         _, z_loss = reference(run(model), labels.where(counted, 0), z_loss=0.1)
-        reset_fusion_report()
         with patched(z_loss=0.1, entropy=True, model=model):
             run(model, labels)
         (counters,) = fusion_report().models
@@ -137,7 +136,6 @@ def test_options_in_the_layer_spec(build):
         weights = torch.rand_like(loss)
         expected = grads_of(plain, loss + z_loss, weights)
         stock = run(plain, labels)
-        reset_fusion_report()
         try:
             model = build(chunk_tokens=6, **CHANGED)
             with counting_logits(model.output_layer) as made:
@@ -331,7 +329,6 @@ def test_the_report_says_what_runs():
     with model_parallel():
         model, labels = one_gpt(), batch()[1]
         model.config.cross_entropy_loss_fusion, model.config.cross_entropy_fusion_impl = True, "te"
-        reset_fusion_report()
         assert "no model has taken a loss" in str(fusion_report())
         with patched():
             with mock.patch.object(logging.getLogger("megatron_ext.megatron.fusion_report"), "info") as told:
@@ -367,7 +364,6 @@ def test_the_report_says_what_runs():
 def test_the_report_follows_patches_and_their_end():
     with model_parallel():
         model, other, labels = one_gpt(), one_gpt(), batch()[1]
-        reset_fusion_report()
         try:
             patch()
             run(model, labels)
@@ -402,7 +398,6 @@ def test_the_report_follows_patches_and_their_end():
 def test_a_model_that_had_no_patch_is_not_called_unpatched():
     with model_parallel():
         model, other = one_gpt(), one_gpt()
-        reset_fusion_report()
         ids, labels, positions = batch()
         forward_with_fused_head(model, ids, positions, causal_mask(SEQ), labels=labels)
         said = str(fusion_report())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.megatron.fused_loss import fusion_proof
-from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+from megatron_ext.megatron.fusion_report import fusion_report
 from tests.gpt import model_parallel
 from tests.megatron.patching import assert_same, batch, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
@@ -23,7 +23,6 @@ def test_first_losses_are_taken_both_ways(in_parts):
     tp = torch.distributed.get_world_size()
     if in_parts and tp == 1:
         return
-    reset_fusion_report()
     with model_parallel(tp=tp):
         model = one_gpt(sequence_parallel=in_parts)
         stock, gradients = step(model)
@@ -45,7 +44,6 @@ def test_first_losses_are_taken_both_ways(in_parts):
 
 @ranks(1)
 def test_another_loss_is_told_with_both_runs():
-    reset_fusion_report()
     own = fusion_proof.linear_training_loss
 
     def doubled(*arguments):
@@ -61,7 +59,6 @@ def test_another_loss_is_told_with_both_runs():
 
 @ranks(1)
 def test_a_model_that_does_not_train_is_not_verified():
-    reset_fusion_report()
     with model_parallel():
         model = one_gpt().eval()
         with patched(verify=1):

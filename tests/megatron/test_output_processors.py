@@ -7,7 +7,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron_ext.distributed.groups import context_parallel_group
 from megatron_ext.head import KL, LmHead, Teacher, TopK
 from megatron_ext.megatron.fused_loss import log_probs as model_log_probs
-from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+from megatron_ext.megatron.fusion_report import fusion_report
 from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.output_processors import NextTokenLogProbs, ReadOuts
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
@@ -117,7 +117,6 @@ def test_read_outs(build, case, sequence_parallel):
         stock = grads_of(model, expected, weights)
         own = hidden.chunk(2)[rank] if sequence_parallel else hidden
         processor = make(weight, own)
-        reset_fusion_report()
         with patched(), counting_logits(model.output_layer) as made:
             found = run(model, output_processor=processor)
             (counters,) = fusion_report().models
