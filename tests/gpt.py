@@ -1,14 +1,14 @@
 """Tiny GPT models on real Megatron-Core, on CPU: what the tests of several rooms compare with each other.
 
-    @ranks(2)
+    @grouped(2)
     def test_something():
-        with model_parallel(tp=2):
-            losses = train_steps(tiny_gpt(), tiny_batches(steps=30))
+        losses = train_steps(tiny_gpt(), tiny_batches(steps=30))
 
 By default weights depend on parameter names alone, never on how the model is sharded: the same overrides give the same
 model at every size of tensor, pipeline and expert parallelism, and for every spec that names its parameters alike.
 """
 
+import functools
 import inspect
 import multiprocessing
 import os
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_on_cpu import megatron_on_cpu
 from tests import left_behind
+from tests.ranks import ranks
 
 VOCAB = 64
 SEQUENCE = 16
@@ -81,6 +82,20 @@ def model_parallel(
             while _wrapped:
                 vars(_wrapped.pop()).clear()
             left_behind.end_groups(but=groups)  # Megatron only forgets its groups
+
+
+def grouped(*world_sizes: int, **sizes):
+    """`@ranks(*world_sizes)` of a body that runs in `model_parallel(**sizes)`, without sizes: tensor parallel."""
+
+    def decorate(body):
+        @functools.wraps(body)
+        def test(**kwargs):
+            with model_parallel(**(sizes or {"tp": dist.get_world_size()})):
+                body(**kwargs)
+
+        return ranks(*world_sizes)(test)
+
+    return decorate
 
 
 def forget_megatron() -> None:

@@ -19,6 +19,7 @@ from megatron_ext.sequence.attention import CAUSAL, Packing
 from megatron_ext.sequence.zigzag import split_zigzag, thd_partition_indices
 from tests.gpt import (
     causal_mask,
+    grouped,
     loss_and_grads,
     model_parallel,
     own_part,
@@ -98,12 +99,11 @@ def of_case(case, n=12, **more):
     return kinds(mask_type, layer=3, **overrides | more), tensors, make_mask and make_mask(n)
 
 
-@ranks(1)
+@grouped(1)
 @by_case
 def test_equals_megatron(case):
-    with model_parallel():
-        (stock, ours), tensors, mask = of_case(case)
-        torch.testing.assert_close(run(ours, tensors, mask), run(stock, tensors, mask))
+    (stock, ours), tensors, mask = of_case(case)
+    torch.testing.assert_close(run(ours, tensors, mask), run(stock, tensors, mask))
 
 
 @ranks(1)
@@ -124,80 +124,73 @@ def test_dropout_is_megatrons_bit_for_bit(case, dtype):
         torch.testing.assert_close(ours(*tensors, mask), stock(*tensors, mask), **tolerance)
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_query_that_sees_nothing_gets_zeros(dropout):
-    with model_parallel():
-        _, ours = kinds("padding", attention_dropout=dropout)
-        hidden = hides_padding(12, 12)
-        hidden[1, :, 7:] = True
-        out, *grads = run(ours, inputs(), hidden)
-        assert (out[7:, 1] == 0).all()
-        assert (out[:7, 1] != 0).any()
-        assert all(grad.isfinite().all() for grad in grads)
+    _, ours = kinds("padding", attention_dropout=dropout)
+    hidden = hides_padding(12, 12)
+    hidden[1, :, 7:] = True
+    out, *grads = run(ours, inputs(), hidden)
+    assert (out[7:, 1] == 0).all()
+    assert (out[:7, 1] != 0).any()
+    assert all(grad.isfinite().all() for grad in grads)
 
 
-@ranks(1)
+@grouped(1)
 def test_one_query_at_the_end_of_a_cache():
-    with model_parallel():
-        stock, ours = kinds(attention_dropout=0.1)
-        tensors = inputs(queries=1, keys=9)
-        assert_equal(run(ours, tensors), run(stock, tensors))
-        ours.eval()
-        stock.eval()
-        torch.testing.assert_close(run(ours, tensors), run(stock, tensors))
+    stock, ours = kinds(attention_dropout=0.1)
+    tensors = inputs(queries=1, keys=9)
+    assert_equal(run(ours, tensors), run(stock, tensors))
+    ours.eval()
+    stock.eval()
+    torch.testing.assert_close(run(ours, tensors), run(stock, tensors))
 
 
-@ranks(1)
+@grouped(1)
 def test_queries_at_the_end_of_a_cache():
-    with model_parallel():
-        _, ours = kinds()
-        q, k, v = inputs(queries=3, keys=9)
-        out = ours(q, k, v, None, attn_mask_type=AttnMaskType.causal_bottom_right)
-        whole = ours(torch.cat([torch.zeros(6, *q.shape[1:]), q]), k, v, None)
-        torch.testing.assert_close(out, whole[6:])
+    _, ours = kinds()
+    q, k, v = inputs(queries=3, keys=9)
+    out = ours(q, k, v, None, attn_mask_type=AttnMaskType.causal_bottom_right)
+    whole = ours(torch.cat([torch.zeros(6, *q.shape[1:]), q]), k, v, None)
+    torch.testing.assert_close(out, whole[6:])
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_cross_attention(dropout):
-    with model_parallel():
-        stock, ours = kinds("padding", attention_dropout=dropout)
-        tensors = inputs(queries=5, keys=12)
-        torch.testing.assert_close(run(ours, tensors, hides_padding(1, 12)), run(stock, tensors, hides_padding(1, 12)))
+    stock, ours = kinds("padding", attention_dropout=dropout)
+    tensors = inputs(queries=5, keys=12)
+    torch.testing.assert_close(run(ours, tensors, hides_padding(1, 12)), run(stock, tensors, hides_padding(1, 12)))
 
 
-@ranks(1)
+@grouped(1)
 def test_an_infinite_window_and_one_that_would_look_ahead():
-    with model_parallel():
-        tensors = inputs()
-        whole = run(kinds()[1], tensors)
-        torch.testing.assert_close(run(kinds(window_size=(-1, 0))[1], tensors), whole)
-        torch.testing.assert_close(run(kinds(window_size=(11, 3))[1], tensors), whole)
-        unlimited = run(kinds("no_mask", window_size=(-1, -1))[1], tensors)
-        torch.testing.assert_close(unlimited, run(kinds("no_mask")[1], tensors))
+    tensors = inputs()
+    whole = run(kinds()[1], tensors)
+    torch.testing.assert_close(run(kinds(window_size=(-1, 0))[1], tensors), whole)
+    torch.testing.assert_close(run(kinds(window_size=(11, 3))[1], tensors), whole)
+    unlimited = run(kinds("no_mask", window_size=(-1, -1))[1], tensors)
+    torch.testing.assert_close(unlimited, run(kinds("no_mask")[1], tensors))
 
 
-@ranks(1)
+@grouped(1)
 def test_a_window_for_some_layers():
-    with model_parallel():
-        tensors = inputs()
-        narrow, wide = run(kinds(window_size=(3, 0))[1], tensors), run(kinds()[1], tensors)
-        for skip, layers in ((2, "nwnw"), ([0, 1, 1, 0], "wnnw"), (None, "nnnn")):
-            for layer, expected in enumerate(layers, 1):
-                core = kinds(layer=layer, window_size=(3, 0), window_attn_skip_freq=skip, num_layers=4)[1]
-                assert_equal(run(core, tensors), narrow if expected == "n" else wide)
+    tensors = inputs()
+    narrow, wide = run(kinds(window_size=(3, 0))[1], tensors), run(kinds()[1], tensors)
+    for skip, layers in ((2, "nwnw"), ([0, 1, 1, 0], "wnnw"), (None, "nnnn")):
+        for layer, expected in enumerate(layers, 1):
+            core = kinds(layer=layer, window_size=(3, 0), window_attn_skip_freq=skip, num_layers=4)[1]
+            assert_equal(run(core, tensors), narrow if expected == "n" else wide)
 
 
-@ranks(1)
+@grouped(1)
 def test_no_mask_reaches_the_kernel_where_none_is_needed():
-    with model_parallel():
-        _, ours = kinds()
-        tensors = inputs()
-        for mask, dense in ((None, False), (causal_mask(12), False), (hides_documents(12), True)):
-            with calls_of_sdpa() as calls:
-                ours(*tensors, mask)
-            assert [(call["attn_mask"] is not None, call["is_causal"]) for call in calls] == [(dense, not dense)]
+    _, ours = kinds()
+    tensors = inputs()
+    for mask, dense in ((None, False), (causal_mask(12), False), (hides_documents(12), True)):
+        with calls_of_sdpa() as calls:
+            ours(*tensors, mask)
+        assert [(call["attn_mask"] is not None, call["is_causal"]) for call in calls] == [(dense, not dense)]
 
 
 class calls_of_sdpa(torch.overrides.TorchFunctionMode):
@@ -214,23 +207,22 @@ class calls_of_sdpa(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_layer_recomputes_the_same_numbers(dropout):
     """Selective recompute runs the core attention a second time: it must drop the same entries."""
-    with model_parallel():
-        results = []
-        for packed in (False, True):
-            for recompute in ({}, {"recompute_granularity": "selective"}):
-                seed_ranks(1)
-                attention = self_attention(attention_dropout=dropout, num_query_groups=2, **recompute)
-                torch.manual_seed(2)
-                hidden = torch.randn(12, 1, 32, requires_grad=True)
-                out, _ = attention(hidden, None, packed_seq_params=packing([5, 7]) if packed else None)
-                out.square().sum().backward()
-                results.append([out, hidden.grad, *(parameter.grad for parameter in attention.parameters())])
-        assert_equal(results[1], results[0])
-        assert_equal(results[3], results[2])
+    results = []
+    for packed in (False, True):
+        for recompute in ({}, {"recompute_granularity": "selective"}):
+            seed_ranks(1)
+            attention = self_attention(attention_dropout=dropout, num_query_groups=2, **recompute)
+            torch.manual_seed(2)
+            hidden = torch.randn(12, 1, 32, requires_grad=True)
+            out, _ = attention(hidden, None, packed_seq_params=packing([5, 7]) if packed else None)
+            out.square().sum().backward()
+            results.append([out, hidden.grad, *(parameter.grad for parameter in attention.parameters())])
+    assert_equal(results[1], results[0])
+    assert_equal(results[3], results[2])
 
 
 def self_attention(**overrides):
@@ -266,19 +258,18 @@ def test_packed_documents_equal_single_ones(overrides):
         torch.testing.assert_close(out[:14], alone[:14].squeeze(1))
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("sequence_parallel", [True, *slow(False)])
 def test_tensor_parallel_ranks_draw_as_in_megatron(sequence_parallel):
-    with model_parallel(tp=2):
-        stock, ours = kinds(attention_dropout=0.5, sequence_parallel=sequence_parallel, num_query_groups=2)
-        torch.manual_seed(0)
-        tensors = inputs(groups=2, tp=2)  # equal on both ranks
-        got = run(ours, tensors)
-        assert_equal(got, run(stock, tensors))
-        both = [torch.empty_like(got[0]) for _ in range(2)]
-        dist.all_gather(both, got[0].detach())
-        # Under sequence parallelism the fork is the transformer block's, which is not here.
-        assert torch.equal(*both) == sequence_parallel
+    stock, ours = kinds(attention_dropout=0.5, sequence_parallel=sequence_parallel, num_query_groups=2)
+    torch.manual_seed(0)
+    tensors = inputs(groups=2, tp=2)  # equal on both ranks
+    got = run(ours, tensors)
+    assert_equal(got, run(stock, tensors))
+    both = [torch.empty_like(got[0]) for _ in range(2)]
+    dist.all_gather(both, got[0].detach())
+    # Under sequence parallelism the fork is the transformer block's, which is not here.
+    assert torch.equal(*both) == sequence_parallel
 
 
 def part_of_batch(x):
@@ -331,22 +322,21 @@ def test_context_parallel_packed_equals_one_rank():
         assert sum(counts.values()) == 2, counts
 
 
-@ranks(2)
+@grouped(2, cp=2)
 def test_a_packed_batch_may_name_its_own_group():
-    with model_parallel(cp=2):
-        _, ours = kinds()
-        tensors = [x.squeeze(1) for x in inputs(12, batch=1)]
-        with count_collectives() as counts:
-            out = ours(*tensors, None, packed_seq_params=packing([5, 7], local_cp_size=1))
-        assert not counts
-        pack = Packing((5, 7), (5, 7))
-        expected = reference.attention(*(x[:, None] for x in tensors), documents_seen(CAUSAL, pack, pack))
-        torch.testing.assert_close(out, expected.flatten(1))
-        named = packing([5, 15], [8, 16], local_cp_size=2, cp_group=dist.group.WORLD)
-        with count_collectives() as counts:
-            out = ours(*tensors, None, packed_seq_params=named)
-        assert sum(counts.values()) == 1
-        torch.testing.assert_close(out, ours(*tensors, None, packed_seq_params=packing([5, 15], [8, 16])))
+    _, ours = kinds()
+    tensors = [x.squeeze(1) for x in inputs(12, batch=1)]
+    with count_collectives() as counts:
+        out = ours(*tensors, None, packed_seq_params=packing([5, 7], local_cp_size=1))
+    assert not counts
+    pack = Packing((5, 7), (5, 7))
+    expected = reference.attention(*(x[:, None] for x in tensors), documents_seen(CAUSAL, pack, pack))
+    torch.testing.assert_close(out, expected.flatten(1))
+    named = packing([5, 15], [8, 16], local_cp_size=2, cp_group=dist.group.WORLD)
+    with count_collectives() as counts:
+        out = ours(*tensors, None, packed_seq_params=named)
+    assert sum(counts.values()) == 1
+    torch.testing.assert_close(out, ours(*tensors, None, packed_seq_params=packing([5, 15], [8, 16])))
 
 
 @ranks(2)
@@ -375,39 +365,37 @@ def test_a_packed_gpt_equals_its_documents():
         torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-5, atol=1e-5)
 
 
-@ranks(1)
+@grouped(1)
 def test_what_is_not_supported_says_so():
-    with model_parallel():
+    def build(cp_comm_type=None, **overrides):
+        config = tiny_config()
+        for name, value in overrides.items():
+            setattr(config, name, value)
+        return CoreAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type=cp_comm_type)
 
-        def build(cp_comm_type=None, **overrides):
-            config = tiny_config()
-            for name, value in overrides.items():
-                setattr(config, name, value)
-            return CoreAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type=cp_comm_type)
-
-        for overrides, said in (
-            ({"softmax_type": "learnable"}, "softmax_type is 'learnable'.*only 'vanilla'"),
-            ({"qk_clip": True}, "qk_clip is True"),
-            ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention"),
-            ({"window_size": 4}, "window_size is 4: it must be None or two integers"),
-            ({"cp_comm_type": "ring"}, "cp_comm_type is 'ring'"),
-            ({"context_parallel_size": 2}, "context_parallel_size is 2 and the context-parallel group has 1"),
-        ):
-            with pytest.raises(ValueError, match=said):
-                build(**overrides)
-        core, (q, k, v) = build("p2p"), inputs()
-        flat = [x[:, 0] for x in (q, k, v)]
-        other_format, other_keys = packing([12]), packing([5, 7])
-        other_format.qkv_format = "bshd"
-        other_keys.cu_seqlens_kv = packing([7, 5]).cu_seqlens_q
-        for tensors, mask, more, said in (
-            ((q, k, v), None, {"attention_bias": torch.zeros(1)}, "attention_bias"),
-            ((q, k[:9], v[:9]), None, {}, "causal, with 12 queries and 9 keys.*causal_bottom_right"),
-            ((q, k, v), torch.zeros(1, 1, 12, 12), {}, "torch.float32 .*it must be bool"),
-            ((q, k, v), None, {"packed_seq_params": packing([12])}, "remove the batch dim"),
-            (flat, None, {"packed_seq_params": packing([5, 8])}, "take 13 places: these must be 12"),
-            (flat, None, {"packed_seq_params": other_format}, "qkv_format is 'bshd'"),
-            (flat, None, {"packed_seq_params": other_keys}, r"documents of \[5, 7\] queries and \[7, 5\] keys"),
-        ):
-            with pytest.raises(ValueError, match=said):
-                core(*tensors, mask, **more)
+    for overrides, said in (
+        ({"softmax_type": "learnable"}, "softmax_type is 'learnable'.*only 'vanilla'"),
+        ({"qk_clip": True}, "qk_clip is True"),
+        ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention"),
+        ({"window_size": 4}, "window_size is 4: it must be None or two integers"),
+        ({"cp_comm_type": "ring"}, "cp_comm_type is 'ring'"),
+        ({"context_parallel_size": 2}, "context_parallel_size is 2 and the context-parallel group has 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            build(**overrides)
+    core, (q, k, v) = build("p2p"), inputs()
+    flat = [x[:, 0] for x in (q, k, v)]
+    other_format, other_keys = packing([12]), packing([5, 7])
+    other_format.qkv_format = "bshd"
+    other_keys.cu_seqlens_kv = packing([7, 5]).cu_seqlens_q
+    for tensors, mask, more, said in (
+        ((q, k, v), None, {"attention_bias": torch.zeros(1)}, "attention_bias"),
+        ((q, k[:9], v[:9]), None, {}, "causal, with 12 queries and 9 keys.*causal_bottom_right"),
+        ((q, k, v), torch.zeros(1, 1, 12, 12), {}, "torch.float32 .*it must be bool"),
+        ((q, k, v), None, {"packed_seq_params": packing([12])}, "remove the batch dim"),
+        (flat, None, {"packed_seq_params": packing([5, 8])}, "take 13 places: these must be 12"),
+        (flat, None, {"packed_seq_params": other_format}, "qkv_format is 'bshd'"),
+        (flat, None, {"packed_seq_params": other_keys}, r"documents of \[5, 7\] queries and \[7, 5\] keys"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            core(*tensors, mask, **more)

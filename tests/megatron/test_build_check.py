@@ -7,22 +7,19 @@ import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from megatron_ext.megatron.build_check import check_models, stop_when_built
-from tests.gpt import causal_mask, model_parallel, tiny_batches, tiny_gpt
+from tests.gpt import causal_mask, grouped, model_parallel, tiny_batches, tiny_gpt
 from tests.ranks import ranks
 
 
-@ranks(1)
+@grouped(1)
 def test_what_would_be_fused():
-    with model_parallel():
-        (model,) = tiny_gpt(mtp_num_layers=1)
-        found = check_models([torch.nn.Sequential(model)])
-        assert found.passed
-        (one,) = found.models
-        assert (one.model, one.has_output_layer, one.losses, one.why_not) == ("GPTModel", True, 2, None)
-        assert sum(one.layers.values()) == 2 + 3 * 4 + 1  # embedding and output layer, two layers and MTP's, eh_proj
-        assert "fused, 2 losses of each micro-batch without logits; tensor-parallel layers: 15 of megatron" in str(
-            found
-        )
+    (model,) = tiny_gpt(mtp_num_layers=1)
+    found = check_models([torch.nn.Sequential(model)])
+    assert found.passed
+    (one,) = found.models
+    assert (one.model, one.has_output_layer, one.losses, one.why_not) == ("GPTModel", True, 2, None)
+    assert sum(one.layers.values()) == 2 + 3 * 4 + 1  # embedding and output layer, two layers and MTP's, eh_proj
+    assert "fused, 2 losses of each micro-batch without logits; tensor-parallel layers: 15 of megatron" in str(found)
 
 
 @ranks(1)
@@ -37,14 +34,13 @@ def test_what_would_be_left_out_and_why():
     assert "built no language model" in str(check_models([]))
 
 
-@ranks(2)
+@grouped(2, pp=2)
 def test_a_stage_without_an_output_layer_has_nothing_to_fuse():
-    with model_parallel(pp=2):
-        found = check_models(tiny_gpt())
-        last = torch.distributed.get_rank() == 1
-        assert found.passed
-        assert found.models[0].has_output_layer == last
-        assert ("no output layer on this pipeline stage" in str(found)) != last
+    found = check_models(tiny_gpt())
+    last = torch.distributed.get_rank() == 1
+    assert found.passed
+    assert found.models[0].has_output_layer == last
+    assert ("no output layer on this pipeline stage" in str(found)) != last
 
 
 @ranks(1)

@@ -15,7 +15,7 @@ from megatron_ext.megatron.output_processors import NextTokenLogProbs
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.gpt import VOCAB, causal_mask, model_parallel, tiny_batches, tiny_gpt
 from tests.marks import slow
-from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, packing, patched, run
+from tests.megatron.patching import SEQ, assert_same, batch, grads_of, on_gpt, one_gpt, packing, patched, run
 from tests.ranks import ranks
 
 ASKED = {"return_logprobs_for_linear_ce_fusion": True}
@@ -160,23 +160,22 @@ def test_a_label_that_one_context_parallel_rank_holds(layers):
         assert model(own, positions, None, labels=tokens, **ASKED).shape == (1, 15)  # both are still here
 
 
-@ranks(2)
+@on_gpt(tp=2, mtp_num_layers=1)
 @pytest.mark.parametrize("masked", [True, *slow(False)], ids=["masked", "all"])
-def test_multi_token_prediction_predicts_the_same_tokens(masked):
+def test_multi_token_prediction_predicts_the_same_tokens(model, masked):
     """As if Megatron were called with shifted labels and the mask that belongs to them."""
-    with model_parallel(tp=2):
-        model, ids = one_gpt(mtp_num_layers=1), batch()[0]
-        mask = torch.ones_like(ids)
-        mask[0, :3] = 0 if masked else 1
-        labels, label_mask = ids.roll(-1, 1), mask.roll(-1, 1)
-        label_mask[:, -1] = 0
-        weights = torch.rand(2, SEQ)
-        weights[:, -1] = 0
-        stock = grads_of(model, run(model, labels, loss_mask=label_mask), weights)
-        with patched(chunk_size=3):
-            log_probs = run(model, ids, loss_mask=mask if masked else None, **ASKED)
-            fused = grads_of(model, log_probs, -weights[:, :-1])
-        assert_same(fused, stock)
+    ids = batch()[0]
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0 if masked else 1
+    labels, label_mask = ids.roll(-1, 1), mask.roll(-1, 1)
+    label_mask[:, -1] = 0
+    weights = torch.rand(2, SEQ)
+    weights[:, -1] = 0
+    stock = grads_of(model, run(model, labels, loss_mask=label_mask), weights)
+    with patched(chunk_size=3):
+        log_probs = run(model, ids, loss_mask=mask if masked else None, **ASKED)
+        fused = grads_of(model, log_probs, -weights[:, :-1])
+    assert_same(fused, stock)
 
 
 @ranks(2)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks.meter import measure
-from tests.gpt import model_parallel
+from tests.gpt import grouped, model_parallel
 from tests.marks import slow
-from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run
+from tests.megatron.patching import SEQ, assert_same, batch, grads_of, on_gpt, one_gpt, patched, run
 from tests.ranks import ranks
 
 MASK = torch.zeros(2, SEQ)
@@ -20,19 +20,18 @@ IN_A_SLICE = 7
 
 @pytest.mark.parametrize("skip", [IN_A_SLICE, *slow(True)])
 @pytest.mark.parametrize("mtp", [None, 2], ids=["plain", "mtp"])
-@ranks(2)
+@grouped(2)
 def test_losses_and_gradients_are_stocks(mtp, skip):
     """Multi-token prediction rolls labels and mask on together; its losses count where the rolled mask does."""
-    with model_parallel(tp=2):
-        model, labels = one_gpt(mtp_num_layers=mtp, sequence_parallel=True), batch()[1]
-        stock = run(model, labels, loss_mask=MASK)
-        expected = grads_of(model, stock, MASK)
-        with patched(skip_ignored=skip):
-            loss = run(model, labels, loss_mask=MASK)
-            found = grads_of(model, loss, MASK)
-        torch.testing.assert_close(loss * MASK, stock * MASK, rtol=1e-6, atol=1e-6)
-        assert not loss[MASK == 0].any()
-        assert_same(found, expected)
+    model, labels = one_gpt(mtp_num_layers=mtp, sequence_parallel=True), batch()[1]
+    stock = run(model, labels, loss_mask=MASK)
+    expected = grads_of(model, stock, MASK)
+    with patched(skip_ignored=skip):
+        loss = run(model, labels, loss_mask=MASK)
+        found = grads_of(model, loss, MASK)
+    torch.testing.assert_close(loss * MASK, stock * MASK, rtol=1e-6, atol=1e-6)
+    assert not loss[MASK == 0].any()
+    assert_same(found, expected)
 
 
 @ranks(1)
@@ -89,20 +88,19 @@ def test_log_probs_of_tokens_that_count():
             assert whole.flops - left.flops == each * (tokens.numel() - multiplied)
 
 
-@ranks(1)
-def test_a_loss_put_on_later_is_given_the_labels_that_came():
+@on_gpt()
+def test_a_loss_put_on_later_is_given_the_labels_that_came(model, labels):
     """In the first call with it as in all others: ids of the vocabulary."""
-    with model_parallel():
-        model, labels, seen = one_gpt(), batch()[1], []
-        own = type(model).compute_language_model_loss
+    seen = []
+    own = type(model).compute_language_model_loss
 
-        def loss(self, labels, logits):
-            seen.append(int(labels.min()))
-            return own(self, labels, logits)
+    def loss(self, labels, logits):
+        seen.append(int(labels.min()))
+        return own(self, labels, logits)
 
-        with patched(skip_ignored=True, proof="off"):
-            for _ in range(3):
-                run(model, labels, loss_mask=MASK)
-                model.compute_language_model_loss = MethodType(loss, model)
-        assert seen
-        assert min(seen) >= 0
+    with patched(skip_ignored=True, proof="off"):
+        for _ in range(3):
+            run(model, labels, loss_mask=MASK)
+            model.compute_language_model_loss = MethodType(loss, model)
+    assert seen
+    assert min(seen) >= 0

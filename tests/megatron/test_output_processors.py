@@ -20,6 +20,7 @@ from tests.megatron.patching import (
     batch,
     counting_logits,
     grads_of,
+    on_gpt,
     one_gpt,
     patched,
     run,
@@ -79,23 +80,21 @@ def test_a_model_that_multiplies_its_logits(case):
                 processor(**given, scale_logits=scale_logits)
 
 
-@ranks(1)
-def test_a_bias_and_a_softcap_go_with_every_read_out():
-    with model_parallel():
-        model = one_gpt(tied=False)
-        layer = model.output_layer
-        layer.bias, layer.softcap = torch.nn.Parameter(torch.linspace(-1, 1, layer.weight.shape[0])), 2.0
-        hidden = torch.randn(SEQ, 2, 32)
-        given = {"hidden_states": hidden, "output_layer": layer, "output_weight": layer.weight}
-        z = 2.0 * torch.tanh((hidden @ layer.weight.t() + layer.bias) / 2.0)
-        teacher_hidden, teacher_weight = torch.randn(SEQ, 2, 8), torch.randn(layer.weight.shape[0], 8)
-        both = ReadOuts(readouts=[TopK(3), kl(teacher_weight, teacher_hidden)])
-        (values, ids), found = both(**given)
-        expected = z.log_softmax(-1).topk(3)
-        torch.testing.assert_close(values, expected.values.transpose(0, 1), rtol=2e-6, atol=2e-6)
-        assert ids.equal(expected.indices.transpose(0, 1))
-        q, p = z.log_softmax(-1), (teacher_hidden @ teacher_weight.t()).log_softmax(-1)
-        torch.testing.assert_close(found, (p.exp() * (p - q)).sum(-1).t(), rtol=2e-6, atol=2e-6)
+@on_gpt(tied=False)
+def test_a_bias_and_a_softcap_go_with_every_read_out(model):
+    layer = model.output_layer
+    layer.bias, layer.softcap = torch.nn.Parameter(torch.linspace(-1, 1, layer.weight.shape[0])), 2.0
+    hidden = torch.randn(SEQ, 2, 32)
+    given = {"hidden_states": hidden, "output_layer": layer, "output_weight": layer.weight}
+    z = 2.0 * torch.tanh((hidden @ layer.weight.t() + layer.bias) / 2.0)
+    teacher_hidden, teacher_weight = torch.randn(SEQ, 2, 8), torch.randn(layer.weight.shape[0], 8)
+    both = ReadOuts(readouts=[TopK(3), kl(teacher_weight, teacher_hidden)])
+    (values, ids), found = both(**given)
+    expected = z.log_softmax(-1).topk(3)
+    torch.testing.assert_close(values, expected.values.transpose(0, 1), rtol=2e-6, atol=2e-6)
+    assert ids.equal(expected.indices.transpose(0, 1))
+    q, p = z.log_softmax(-1), (teacher_hidden @ teacher_weight.t()).log_softmax(-1)
+    torch.testing.assert_close(found, (p.exp() * (p - q)).sum(-1).t(), rtol=2e-6, atol=2e-6)
 
 
 @ranks(2)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel.random import checkpoint
-from tests.gpt import model_parallel
+from tests.gpt import grouped, model_parallel
 from tests.marks import slow
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import no_tracker, seeded
@@ -75,18 +75,17 @@ def test_a_distributed_argument_becomes_this_ranks_part_of_it(leaf):
         assert_equal([out.detach(), given.grad, other.grad], expected)
 
 
-@ranks(2)
+@grouped(2)
 def test_distributed_argument_with_another_use_stays_whole():
-    with model_parallel(tp=2):
-        whole = numbers(3, 4, seed=1).requires_grad_()
-        view = whole[:2]
-        twice = checkpoint(lambda x, y: x * y, True, whole, whole)
-        same = checkpoint(lambda x: x, True, view)
-        assert [t.shape for t in (whole, view, twice, same)] == [(3, 4), (2, 4), (3, 4), (2, 4)]
-        (twice.sum() + same.sum()).backward()
-        expected = 2 * whole.detach()
-        expected[:2] += 1
-        assert torch.equal(whole.grad, expected)
+    whole = numbers(3, 4, seed=1).requires_grad_()
+    view = whole[:2]
+    twice = checkpoint(lambda x, y: x * y, True, whole, whole)
+    same = checkpoint(lambda x: x, True, view)
+    assert [t.shape for t in (whole, view, twice, same)] == [(3, 4), (2, 4), (3, 4), (2, 4)]
+    (twice.sum() + same.sum()).backward()
+    expected = 2 * whole.detach()
+    expected[:2] += 1
+    assert torch.equal(whole.grad, expected)
 
 
 @ranks(2)
