@@ -84,13 +84,13 @@ def model_parallel(
             left_behind.end_groups(but=groups)  # Megatron only forgets its groups
 
 
-def grouped(*world_sizes: int, **sizes):
-    """`@ranks(*world_sizes)` of a body that runs in `model_parallel(**sizes)`, without sizes: tensor parallel."""
+def grouped(*world_sizes: int, over: str = "tp", **sizes):
+    """`@ranks(*world_sizes)` of a body that runs in `model_parallel(**sizes)`, without sizes: `over` all ranks."""
 
     def decorate(body):
         @functools.wraps(body)
         def test(**kwargs):
-            with model_parallel(**(sizes or {"tp": dist.get_world_size()})):
+            with model_parallel(**(sizes or {over: dist.get_world_size()})):
                 body(**kwargs)
 
         return ranks(*world_sizes)(test)

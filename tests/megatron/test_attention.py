@@ -106,22 +106,21 @@ def test_equals_megatron(case):
     torch.testing.assert_close(run(ours, tensors, mask), run(stock, tensors, mask))
 
 
-@ranks(1)
+@grouped(1)
 @by_case
 @pytest.mark.parametrize("dtype", ["float32", *slow("bfloat16", "float16")])
 def test_dropout_is_megatrons_bit_for_bit(case, dtype):
     kind = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}}.get(dtype, {})
-    with model_parallel():
-        more = {"attention_dropout": 0.2, "params_dtype": getattr(torch, dtype)} | kind
-        (stock, ours), tensors, mask = of_case(case, **more)
-        expected = run(stock, tensors, mask)
-        drawn = [*get_cuda_rng_tracker().get_states().values(), torch.get_rng_state()]
-        assert_equal(run(ours, tensors, mask), expected)
-        assert_equal([*get_cuda_rng_tracker().get_states().values(), torch.get_rng_state()], drawn)
-        ours.eval()
-        stock.eval()
-        tolerance = {"rtol": 1.6e-2, "atol": 1e-2} if dtype != "float32" else {}
-        torch.testing.assert_close(ours(*tensors, mask), stock(*tensors, mask), **tolerance)
+    more = {"attention_dropout": 0.2, "params_dtype": getattr(torch, dtype)} | kind
+    (stock, ours), tensors, mask = of_case(case, **more)
+    expected = run(stock, tensors, mask)
+    drawn = [*get_cuda_rng_tracker().get_states().values(), torch.get_rng_state()]
+    assert_equal(run(ours, tensors, mask), expected)
+    assert_equal([*get_cuda_rng_tracker().get_states().values(), torch.get_rng_state()], drawn)
+    ours.eval()
+    stock.eval()
+    tolerance = {"rtol": 1.6e-2, "atol": 1e-2} if dtype != "float32" else {}
+    torch.testing.assert_close(ours(*tensors, mask), stock(*tensors, mask), **tolerance)
 
 
 @grouped(1)
@@ -239,23 +238,22 @@ def packing(lengths, places=None, **more):
     return params
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize("overrides", [{}, {"window_size": (3, 0)}], ids=["causal", "window"])
 def test_packed_documents_equal_single_ones(overrides):
     lengths = [5, 1, 9, 1]
-    with model_parallel():
-        stock, ours = kinds(num_query_groups=2, **overrides)
-        tensors = inputs(sum(lengths), batch=1, groups=2)
-        documents = zip(*(x.split(lengths) for x in tensors), strict=True)
-        alone = torch.cat([stock(*document, None) for document in documents])
-        out = ours(*(x.squeeze(1) for x in tensors), None, packed_seq_params=packing(lengths))
-        assert out.shape == (16, HEADS * CHANNELS)
-        torch.testing.assert_close(out, alone.squeeze(1))
-        # Padding between documents takes places and gives zeros.
-        padded = packing([5, 1, 8, 1], lengths)
-        out = ours(*(x.squeeze(1) for x in tensors), None, packed_seq_params=padded)
-        assert (out[14] == 0).all()
-        torch.testing.assert_close(out[:14], alone[:14].squeeze(1))
+    stock, ours = kinds(num_query_groups=2, **overrides)
+    tensors = inputs(sum(lengths), batch=1, groups=2)
+    documents = zip(*(x.split(lengths) for x in tensors), strict=True)
+    alone = torch.cat([stock(*document, None) for document in documents])
+    out = ours(*(x.squeeze(1) for x in tensors), None, packed_seq_params=packing(lengths))
+    assert out.shape == (16, HEADS * CHANNELS)
+    torch.testing.assert_close(out, alone.squeeze(1))
+    # Padding between documents takes places and gives zeros.
+    padded = packing([5, 1, 8, 1], lengths)
+    out = ours(*(x.squeeze(1) for x in tensors), None, packed_seq_params=padded)
+    assert (out[14] == 0).all()
+    torch.testing.assert_close(out[:14], alone[:14].squeeze(1))
 
 
 @grouped(2)
@@ -278,48 +276,46 @@ def part_of_batch(x):
     return part.transpose(0, 1).contiguous().requires_grad_()
 
 
-@ranks(2, 4)
+@grouped(2, 4, over="cp")
 @pytest.mark.parametrize("case", quick_if(("causal", "documents", "padding", "window", "grouped").__contains__, CASES))
 def test_context_parallel_equals_megatron_on_one_rank(case):
     size, rank = dist.get_world_size(), dist.get_rank()
-    with model_parallel(cp=size):
-        (stock, ours), whole, mask = of_case(case, n=16)
-        expected = stock(*whole, mask)
-        weight = torch.randn_like(expected)
-        parts = [part_of_batch(x) for x in whole]
-        own_mask = mask
-        if mask is not None and mask.shape[2] > 1:
-            own_mask = own_part({"attention_mask": mask})["attention_mask"]
-        with count_collectives() as forward:
-            out = ours(*parts, own_mask)
-        with count_collectives() as backward:
-            grads = torch.autograd.grad((out * split_zigzag(weight, size, rank)).sum(), parts)
-        torch.testing.assert_close(out, split_zigzag(expected, size, rank))
-        for got, want in zip(grads, torch.autograd.grad((expected * weight).sum(), whole), strict=True):
-            torch.testing.assert_close(got, split_zigzag(want, size, rank))
-        assert sum(forward.values()) == sum(backward.values()) == 1, (forward, backward)
+    (stock, ours), whole, mask = of_case(case, n=16)
+    expected = stock(*whole, mask)
+    weight = torch.randn_like(expected)
+    parts = [part_of_batch(x) for x in whole]
+    own_mask = mask
+    if mask is not None and mask.shape[2] > 1:
+        own_mask = own_part({"attention_mask": mask})["attention_mask"]
+    with count_collectives() as forward:
+        out = ours(*parts, own_mask)
+    with count_collectives() as backward:
+        grads = torch.autograd.grad((out * split_zigzag(weight, size, rank)).sum(), parts)
+    torch.testing.assert_close(out, split_zigzag(expected, size, rank))
+    for got, want in zip(grads, torch.autograd.grad((expected * weight).sum(), whole), strict=True):
+        torch.testing.assert_close(got, split_zigzag(want, size, rank))
+    assert sum(forward.values()) == sum(backward.values()) == 1, (forward, backward)
 
 
-@ranks(2, 4)
+@grouped(2, 4, over="cp")
 def test_context_parallel_packed_equals_one_rank():
     size, rank = dist.get_world_size(), dist.get_rank()
     lengths, places = [5, 1, 2 * size + 1, 2 * size], [8, 2 * size, 4 * size, 2 * size]
     places[0] = -(-8 // (2 * size)) * 2 * size
-    with model_parallel(cp=size):
-        _, ours = kinds(num_query_groups=2)
-        own = thd_partition_indices(torch.tensor([0, *places]).cumsum(0), sum(places), size, rank).long()
-        whole = inputs(sum(places), batch=1, groups=2)
-        pack = Packing(tuple(lengths), tuple(places))
-        expected = reference.attention(*whole, documents_seen(CAUSAL, pack, pack)).flatten(2).squeeze(1)
-        weight = torch.randn_like(expected)
-        parts = [x.detach().squeeze(1)[own].requires_grad_() for x in whole]
-        with count_collectives() as counts:
-            out = ours(*parts, None, packed_seq_params=packing(lengths, places))
-            grads = torch.autograd.grad((out * weight[own]).sum(), parts)
-        torch.testing.assert_close(out, expected[own])
-        for got, want in zip(grads, torch.autograd.grad((expected * weight).sum(), whole), strict=True):
-            torch.testing.assert_close(got, want.squeeze(1)[own])
-        assert sum(counts.values()) == 2, counts
+    _, ours = kinds(num_query_groups=2)
+    own = thd_partition_indices(torch.tensor([0, *places]).cumsum(0), sum(places), size, rank).long()
+    whole = inputs(sum(places), batch=1, groups=2)
+    pack = Packing(tuple(lengths), tuple(places))
+    expected = reference.attention(*whole, documents_seen(CAUSAL, pack, pack)).flatten(2).squeeze(1)
+    weight = torch.randn_like(expected)
+    parts = [x.detach().squeeze(1)[own].requires_grad_() for x in whole]
+    with count_collectives() as counts:
+        out = ours(*parts, None, packed_seq_params=packing(lengths, places))
+        grads = torch.autograd.grad((out * weight[own]).sum(), parts)
+    torch.testing.assert_close(out, expected[own])
+    for got, want in zip(grads, torch.autograd.grad((expected * weight).sum(), whole), strict=True):
+        torch.testing.assert_close(got, want.squeeze(1)[own])
+    assert sum(counts.values()) == 2, counts
 
 
 @grouped(2, cp=2)
@@ -353,16 +349,15 @@ def test_a_context_parallel_gpt_equals_one_rank():
         torch.testing.assert_close(cp_grads[name], grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@ranks(1)
+@grouped(1)
 def test_a_packed_gpt_equals_its_documents():
     lengths = [5, 1, 10]
     tokens = tiny_batches(batch=1)[0, :, :16]
-    with model_parallel():
-        (model,) = tiny_gpt(gpt_layer_spec)
-        positions = torch.cat([torch.arange(n) for n in lengths])[None]
-        packed = model(tokens, positions, None, packed_seq_params=packing(lengths))
-        alone = [model(part, torch.arange(part.shape[1])[None], None) for part in tokens.split(lengths, 1)]
-        torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-5, atol=1e-5)
+    (model,) = tiny_gpt(gpt_layer_spec)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = model(tokens, positions, None, packed_seq_params=packing(lengths))
+    alone = [model(part, torch.arange(part.shape[1])[None], None) for part in tokens.split(lengths, 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-5, atol=1e-5)
 
 
 @grouped(1)

@@ -25,12 +25,12 @@ from tests.ranks import ranks
 LATENT = {"multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "v_head_dim": 8}
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize("spec", [gpt_block_spec, gpt_layer_spec], ids=["block", "layer"])
 def test_multi_latent_attention_is_refused(spec):
     """It was built as plain attention."""
     refused = pytest.raises(ValueError, match="multi_latent_attention is True: .* take Megatron's own layer spec")
-    with model_parallel(), refused:
+    with refused:
         tiny_gpt(spec, **LATENT)
 
 
@@ -89,13 +89,13 @@ def test_layer_spec_has_experts_where_the_config_says(freq):
                 torch.testing.assert_close(grad, expected[1][name], rtol=1e-4, atol=1e-6)
 
 
-@ranks(1)
+@grouped(1)
 def test_grouped_experts_are_refused_by_the_layer_spec():
-    with model_parallel(), pytest.raises(ValueError, match="moe_grouped_gemm is True"):
+    with pytest.raises(ValueError, match="moe_grouped_gemm is True"):
         tiny_gpt(gpt_layer_spec, **EXPERTS, moe_grouped_gemm=True)
 
 
-@ranks(2)
+@grouped(2)
 def test_layers_of_the_spec_are_known_as_megatrons():
     """LoRA of Megatron-Bridge asks for the class, and refused "Layer type is unrecognized for LoRA"."""
 
@@ -108,20 +108,18 @@ def test_layers_of_the_spec_are_known_as_megatrons():
             return "row", layer.input_size, layer.output_size, layer.explicit_expert_comm
         raise NotImplementedError(f"Layer type is unrecognized for LoRA: {type(layer)}")
 
-    with model_parallel(tp=2):
+    def kinds(model):
+        layers = {name: layer for name, layer in model.named_modules() if ".linear_" in name}
+        return {name: (type(layer).__name__, *adapted(layer)) for name, layer in layers.items()}
 
-        def kinds(model):
-            layers = {name: layer for name, layer in model.named_modules() if ".linear_" in name}
-            return {name: (type(layer).__name__, *adapted(layer)) for name, layer in layers.items()}
-
-        expected = kinds(tiny_gpt(stock_spec)[0])
-        assert len(expected) == 8
+    expected = kinds(tiny_gpt(stock_spec)[0])
+    assert len(expected) == 8
+    assert kinds(tiny_gpt(gpt_layer_spec)[0]) == expected
+    layer = tiny_gpt(gpt_layer_spec)[0].decoder.layers[0].mlp.linear_fc1
+    assert "communication=" in repr(layer)
+    with ours_everywhere():
+        assert adapted(layer)[0] == "column"
         assert kinds(tiny_gpt(gpt_layer_spec)[0]) == expected
-        layer = tiny_gpt(gpt_layer_spec)[0].decoder.layers[0].mlp.linear_fc1
-        assert "communication=" in repr(layer)
-        with ours_everywhere():
-            assert adapted(layer)[0] == "column"
-            assert kinds(tiny_gpt(gpt_layer_spec)[0]) == expected
 
 
 @grouped(1)
@@ -134,9 +132,9 @@ def test_a_list_of_another_length_than_the_layers_is_refused():
         gpt_block_spec(config)
 
 
-@ranks(1)
+@grouped(1)
 def test_transformer_engines_layers_where_it_is_missing():
-    with model_parallel(), pytest.raises(ImportError) as told:
+    with pytest.raises(ImportError) as told:
         gpt_block_spec(tiny_config(), transformer_engine=True)
     assert str(told.value).startswith(
         "gpt_block_spec(transformer_engine=True) needs Transformer Engine, which Megatron"

@@ -28,7 +28,6 @@ from tests.gpt import (
     causal_mask,
     grouped,
     loss_and_grads,
-    model_parallel,
     ours_everywhere,
     tiny_batches,
     tiny_gpt,
@@ -49,7 +48,6 @@ from tests.megatron.patching import (
     unpatch,
 )
 from tests.operators import Largest
-from tests.ranks import ranks
 
 
 def state_of_megatron():
@@ -189,10 +187,10 @@ def test_that_function_passes_on_all_it_is_given():
     assert forward.call_args == mock.call(*first, **given)
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
 def test_without_labels_nothing_changes(sequence_parallel):
-    with model_parallel(tp=2), torch.no_grad():
+    with torch.no_grad():
         model = one_gpt(sequence_parallel=sequence_parallel)
         stock = [run(model), run(model, runtime_gather_output=True)]
         with patched():
@@ -201,9 +199,9 @@ def test_without_labels_nothing_changes(sequence_parallel):
         assert ours[1].shape == (2, SEQ, VOCAB)
 
 
-@ranks(1)
+@grouped(1)
 def test_inference_gives_logits():
-    with model_parallel(), torch.no_grad():
+    with torch.no_grad():
         model = one_gpt(num_attention_heads=2).eval()
         ids, _, positions = batch(1)
         logits = []
@@ -216,10 +214,9 @@ def test_inference_gives_logits():
         assert torch.equal(*logits)
 
 
-@ranks(2)
-def test_masked_labels_give_nothing():
-    with model_parallel(tp=2), patched(chunk_size=3):
-        model = one_gpt(tied=False)
+@on_gpt(tp=2, tied=False)
+def test_masked_labels_give_nothing(model):
+    with patched(chunk_size=3):
         labels = batch()[1].clone()
         labels[0, :5] = -100
         losses = run(model, labels)
@@ -243,15 +240,14 @@ def test_bias_and_softcap_of_the_output_layer(model):
             set_output_layer(model, ModuleSpec(OutputLayer, params={"softcap": softcap}))
 
 
-@ranks(2)
+@grouped(2, over="pp")
 def test_gradients_go_into_main_grad_and_none_is_deferred():
     """`gradient_accumulation_fusion` and `defer_embedding_wgrad_compute`, the latter on a pipeline's last stage."""
     tokens = tiny_batches()[0]
     fusion = {"gradient_accumulation_fusion": True, "defer_embedding_wgrad_compute": True}
-    with model_parallel(pp=2):
-        stock_loss, stock = loss_and_grads(tiny_gpt(tied=False), tokens)
-        with ours_everywhere(), patched(chunk_size=3):
-            fused_loss, fused = loss_and_grads(tiny_gpt(tied=False, **fusion), tokens)
+    stock_loss, stock = loss_and_grads(tiny_gpt(tied=False), tokens)
+    with ours_everywhere(), patched(chunk_size=3):
+        fused_loss, fused = loss_and_grads(tiny_gpt(tied=False, **fusion), tokens)
     assert fused_loss == pytest.approx(stock_loss, rel=1e-6)
     assert_same(fused, stock)
 
@@ -300,10 +296,9 @@ def test_wrapped_functions_go_with_the_last_patched_model():
     assert (schedules.forward_step_calc_loss, schedules.drain_embedding_wgrad_compute) == stock
 
 
-@ranks(2)
-def test_the_config_logger_gets_its_logits():
-    with model_parallel(tp=2), tempfile.TemporaryDirectory() as folder:
-        model = one_gpt(sequence_parallel=True)
+@on_gpt(tp=2, sequence_parallel=True)
+def test_the_config_logger_gets_its_logits(model):
+    with tempfile.TemporaryDirectory() as folder:
         stock, logits = run(model, batch()[1]), run(model)
         model.config.config_logger_dir = folder
         with patched():
@@ -338,28 +333,27 @@ def test_combined_1f1b_calls_postprocess_alone(model):
     assert counts.total() == 1
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
 def test_collectives_and_memory_of_the_patched_step(sequence_parallel):
     vocab_size, size = 1024, 8
-    with model_parallel(tp=2):
-        model = one_gpt(sequence_parallel=sequence_parallel, vocab_size=vocab_size, tied=False)
-        hidden = torch.randn(SEQ // 2 if sequence_parallel else SEQ, size, 32, requires_grad=True)
+    model = one_gpt(sequence_parallel=sequence_parallel, vocab_size=vocab_size, tied=False)
+    hidden = torch.randn(SEQ // 2 if sequence_parallel else SEQ, size, 32, requires_grad=True)
 
-        def step():
-            labels = tiny_batches(batch=size, seq=SEQ - 1, vocab_size=vocab_size)[0]
-            with count_collectives() as forward, Largest(lambda x: x.untyped_storage().nbytes() // 4) as memory:
-                loss = model._postprocess(hidden, labels=labels, **NOT_USED)
-            with count_collectives() as backward, memory:
-                loss.sum().backward()
-            return forward.total(), backward.total(), memory.size
+    def step():
+        labels = tiny_batches(batch=size, seq=SEQ - 1, vocab_size=vocab_size)[0]
+        with count_collectives() as forward, Largest(lambda x: x.untyped_storage().nbytes() // 4) as memory:
+            loss = model._postprocess(hidden, labels=labels, **NOT_USED)
+        with count_collectives() as backward, memory:
+            loss.sum().backward()
+        return forward.total(), backward.total(), memory.size
 
-        logits = SEQ * size * vocab_size // 2
-        gathers = int(sequence_parallel)
-        assert step() == (3 + gathers, 1 + gathers, logits)
-        with patched(chunk_size=1, cache=0):
-            step()
-            model.output_layer.weight.grad = hidden.grad = None
-            forward, backward, largest = step()
-        assert (forward, backward) == (1 + gathers, 1 + gathers)
-        assert largest == model.output_layer.weight.numel() == logits // 2  # its gradient; no logits
+    logits = SEQ * size * vocab_size // 2
+    gathers = int(sequence_parallel)
+    assert step() == (3 + gathers, 1 + gathers, logits)
+    with patched(chunk_size=1, cache=0):
+        step()
+        model.output_layer.weight.grad = hidden.grad = None
+        forward, backward, largest = step()
+    assert (forward, backward) == (1 + gathers, 1 + gathers)
+    assert largest == model.output_layer.weight.numel() == logits // 2  # its gradient; no logits

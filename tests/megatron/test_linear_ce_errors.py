@@ -15,17 +15,16 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron import versions
-from tests.gpt import VOCAB, grouped, model_parallel
+from tests.gpt import VOCAB, grouped
 from tests.marks import slow
 from tests.megatron.patching import SEQ, assert_fused_is_stock, batch, later_gpt, on_gpt, one_gpt, patch, patched, run
 from tests.programs import python
-from tests.ranks import ranks
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
 def test_labels_of_another_shape(sequence_parallel):
-    with model_parallel(tp=2), patched():
+    with patched():
         model, labels = one_gpt(sequence_parallel=sequence_parallel), batch()[1]
         for wrong in (labels[:, 1:], labels[:1], labels.T, labels[0]):
             with pytest.raises(ValueError, match=r"labels have shape .* takes labels \[batch, sequence\] of \(2, 8\)"):
@@ -33,10 +32,10 @@ def test_labels_of_another_shape(sequence_parallel):
         assert run(model, labels).shape == labels.shape
 
 
-@ranks(1, 2)
+@grouped(1, 2)
 def test_gathered_logits_together_with_labels():
     world_size = dist.get_world_size()
-    with model_parallel(tp=world_size), patched():
+    with patched():
         model, labels = one_gpt(), batch()[1]
         gathering = one_gpt(model={"parallel_output": False})
         right = run(model, labels)
@@ -79,17 +78,16 @@ def test_a_class_without_the_seams():
         patch(model=model)
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize("version,tested", [("0.13.1", False), ("0.15.0", True), ("0.18.0rc1", True), ("1.0.0", False)])
 def test_an_untested_megatron_warns_once(version, tested):
-    with model_parallel():
-        versions.warn_if_untested.cache_clear()
-        another = mock.patch.object(megatron.core, "__version__", version)
-        with another, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with patched():
-                patch(chunk_size=2)
-        versions.warn_if_untested.cache_clear()
+    versions.warn_if_untested.cache_clear()
+    another = mock.patch.object(megatron.core, "__version__", version)
+    with another, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with patched():
+            patch(chunk_size=2)
+    versions.warn_if_untested.cache_clear()
     tested_with = f"is tested with Megatron-Core {versions.TESTED[0]} to {versions.TESTED[-1]}"
     said = [w for w in caught if tested_with in str(w.message)]
     assert len(said) == (0 if tested else 1)
@@ -175,7 +173,7 @@ def mxfp8_layer(model):
     return r"multiplies in MXFP8 .fp8_output_proj.*set fp8_output_proj=False"
 
 
-@ranks(2)
+@on_gpt(tp=2)
 @pytest.mark.parametrize(
     "change",
     [
@@ -185,9 +183,8 @@ def mxfp8_layer(model):
         *slow(custom_layer, layer_with_hooks, instance_forward, rounded_logits, weight_in_pieces, mxfp8_layer),
     ],
 )
-def test_unknown_linear_cross_entropy_stays_with_megatron(change):
-    with model_parallel(tp=2), mock.patch.dict(vars(transformer_engine)):
-        model, labels = one_gpt(), batch()[1]
+def test_unknown_linear_cross_entropy_stays_with_megatron(model, labels, change):
+    with mock.patch.dict(vars(transformer_engine)):
         reason = change(model)
         try:
             stock = run(model, labels)
@@ -350,10 +347,10 @@ def test_kept_logits_are_those_of_the_step_or_refused():
         kept[2].argmax(-1)
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("asks", [False, True], ids=["loss", "logits"])
 def test_hidden_states_changed_before_the_loss_are_refused(asks):
-    with model_parallel(tp=2), patched():
+    with patched():
         model, seen = later_gpt(), []
 
         def change(logits):

@@ -15,9 +15,8 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.megatron.fusion_report import fusion_report
-from tests.gpt import grouped, model_parallel
+from tests.gpt import grouped
 from tests.megatron.patching import assert_same, batch, grads_of, on_gpt, one_gpt, patched, run
-from tests.ranks import ranks
 from tests.transparent import Transparent
 
 
@@ -309,24 +308,22 @@ def test_quantizers_in_bfloat16_keep_their_own_loss():
     assert fusion_report().losses_fused == 0
 
 
-@ranks(1)
-def test_hooks_of_all_modules_see_one_call_of_the_output_layer():
+@on_gpt()
+def test_hooks_of_all_modules_see_one_call_of_the_output_layer(model, labels):
     seen = []
-    with model_parallel():
-        model, labels = one_gpt(), batch()[1]
 
-        def hook(module, inputs, outputs):
-            if module is not model.output_layer:
-                return None
-            seen.append(outputs[0].shape)
-            return 2 * outputs[0], outputs[1]
+    def hook(module, inputs, outputs):
+        if module is not model.output_layer:
+            return None
+        seen.append(outputs[0].shape)
+        return 2 * outputs[0], outputs[1]
 
-        with register_module_forward_hook(hook):
-            stock = run(model, labels)
-            wanted = grads_of(model, stock)
-            with patched():
-                loss = run(model, labels)
-                found = grads_of(model, loss)
+    with register_module_forward_hook(hook):
+        stock = run(model, labels)
+        wanted = grads_of(model, stock)
+        with patched():
+            loss = run(model, labels)
+            found = grads_of(model, loss)
     torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
     assert_same(found, wanted)
     assert len(seen) == 2

@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.megatron.fusion_report import fusion_report
 from megatron_ext.megatron.output_processors import NextTokenLogProbs
-from tests.gpt import grouped, model_parallel
+from tests.gpt import grouped
 from tests.megatron.patching import (
     assert_fused_is_stock,
     assert_same,
@@ -21,7 +21,6 @@ from tests.megatron.patching import (
     run,
     unpatch,
 )
-from tests.ranks import ranks
 
 
 @on_gpt()
@@ -185,7 +184,7 @@ def with_layer_under_no_grad(model):
     return run(model, batch()[1])
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize(
     "losses_of",
     [
@@ -196,17 +195,16 @@ def with_layer_under_no_grad(model):
     ids=["detached", "scaled", "layer"],
 )
 def test_the_loss_of_detached_logits_has_no_gradient(losses_of):
-    with model_parallel():
-        expected = losses_of(one_gpt())
-        with patched():
-            loss = losses_of(one_gpt())
+    expected = losses_of(one_gpt())
+    with patched():
+        loss = losses_of(one_gpt())
     assert not expected.requires_grad
     assert not loss.requires_grad
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
-@ranks(2)
+@grouped(2)
 def test_a_collective_reads_the_logits():
     """Megatron's gather is an autograd function that gives logits to C++ as they are."""
     from megatron_on_cpu import megatron_on_cpu
@@ -221,6 +219,5 @@ def test_a_collective_reads_the_logits():
             read.append(gather_from_tensor_model_parallel_region(logits).clone())
         return logits
 
-    with model_parallel(tp=2):
-        assert_as_stock(one_gpt(), gather)
+    assert_as_stock(one_gpt(), gather)
     assert torch.equal(*read)

@@ -19,7 +19,6 @@ from tests.megatron.patching import (
     counting_logits,
     next_token_loss,
     on_gpt,
-    one_gpt,
     patched,
     run,
 )
@@ -115,10 +114,9 @@ def test_a_loss_that_megatron_binds_once(model):
 
 
 @pytest.mark.slow
-@ranks(1)
-def test_classes_made_after_the_patch():
-    with model_parallel(), patched(chunk_size=3):
-        model = one_gpt()
+@on_gpt()
+def test_classes_made_after_the_patch(model):
+    with patched(chunk_size=3):
 
         class Later(type(model)):
             def _postprocess(self, hidden_states, *args, labels=None, **kwargs):

@@ -22,7 +22,7 @@ from megatron_ext.megatron.layer_specs import gpt_layer_spec
 from megatron_ext.megatron.spec_head import with_fused_head
 from megatron_ext.memory import __main__ as memory
 from megatron_ext.memory.sizes import Sizes
-from tests.gpt import VOCAB, causal_mask, data_parallel, grouped, model_parallel, stock_spec, tiny_batches, tiny_gpt
+from tests.gpt import VOCAB, causal_mask, data_parallel, grouped, stock_spec, tiny_batches, tiny_gpt
 from tests.marks import slow
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import (
@@ -39,7 +39,6 @@ from tests.megatron.patching import (
     run,
     unpatch,
 )
-from tests.ranks import ranks
 from tests.stub_modules import stub_modules
 
 CHANGED = {"z_loss": 0.03, "label_smoothing": 0.2, "softcap": 0.4, "temperature": 0.7}
@@ -61,12 +60,12 @@ def reads_shape(module, args, outputs):
     assert outputs[0].shape[:2] == (SEQ, 2)
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("build", [later_gpt, *slow(one_gpt, tiny_hybrid)])
 @pytest.mark.parametrize("made", [False, True], ids=["fused", "made"])
 def test_options_of_the_loss(build, made):
     """Also of logits that a hook has asked for: the options are not lost with the promise."""
-    with model_parallel(tp=2), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, labels = build(sequence_parallel=True), batch()[1]
         for options in (CHANGED, {"z_loss": 0.1}, {"softcap": 0.3}):
@@ -196,7 +195,7 @@ def training_script(rank, *, writes):
     )
 
 
-@ranks(2)
+@grouped(2)
 def test_z_loss_entropy_and_counts_in_megatrons_log():
     """By the script's own weights of the tokens, and in the form in which the script logs its loss."""
     mask = torch.ones(2, SEQ)
@@ -217,44 +216,43 @@ def test_z_loss_entropy_and_counts_in_megatrons_log():
 
         return output, loss
 
-    with model_parallel(tp=2):
-        for form, way in (("pair", "patch"), ("mean", "spec")):
-            written, script = training_script(torch.distributed.get_rank(), writes=way == "patch")
-            reset_fusion_report()
-            try:
-                spec = None
-                if way == "spec":
-                    spec = with_fused_head(get_gpt_layer_local_spec(), z_loss=0.1, entropy=True, chunk_tokens=6)
-                else:
-                    patch(z_loss=0.1, entropy=True, chunk_size=3)
-                chunks = data_parallel(tiny_gpt(spec), distributed_optimizer=False)
-                tokens = tiny_batches(batch=4, seq=SEQ)[0]
-                with stub_modules({"megatron.training.global_vars": script}):
-                    for forward_only in (True, False):
-                        with torch.set_grad_enabled(not forward_only):
-                            logs = get_forward_backward_func()(
-                                forward_step_func=step,
-                                data_iterator=[iter(tokens.split(2))],
-                                model=chunks,
-                                num_microbatches=2,
-                                seq_length=SEQ,
-                                micro_batch_size=2,
-                                forward_only=forward_only,
-                            )
-                        assert ("entropy" in logs[0]) != forward_only
-            finally:
-                unpatch()
-            for part, log in zip(tokens.split(2), logs, strict=True):
-                logits = run(chunks[0], tokens=part[:, :-1], runtime_gather_output=True)
-                loss, z_loss = reference(logits, part[:, 1:], z_loss=0.1)
-                entropy = torch.distributions.Categorical(logits=logits).entropy()
-                for name, expected in (("lm loss", loss), ("z loss", z_loss), ("entropy", entropy)):
-                    total = (expected * mask).sum()
-                    torch.testing.assert_close(log[name], forms(total, mask.sum())[form], rtol=2e-6, atol=1e-6)
-            assert not megatron_log._last, "a later step would log it again"
-            counts = {"fused losses": 2, "losses by Megatron": 0, "logits made": 0}
-            writes = way == "patch" and torch.distributed.get_rank() == 1
-            assert written == ([(name, count, 6) for name, count in counts.items()] + [(counts, 6)]) * writes
+    for form, way in (("pair", "patch"), ("mean", "spec")):
+        written, script = training_script(torch.distributed.get_rank(), writes=way == "patch")
+        reset_fusion_report()
+        try:
+            spec = None
+            if way == "spec":
+                spec = with_fused_head(get_gpt_layer_local_spec(), z_loss=0.1, entropy=True, chunk_tokens=6)
+            else:
+                patch(z_loss=0.1, entropy=True, chunk_size=3)
+            chunks = data_parallel(tiny_gpt(spec), distributed_optimizer=False)
+            tokens = tiny_batches(batch=4, seq=SEQ)[0]
+            with stub_modules({"megatron.training.global_vars": script}):
+                for forward_only in (True, False):
+                    with torch.set_grad_enabled(not forward_only):
+                        logs = get_forward_backward_func()(
+                            forward_step_func=step,
+                            data_iterator=[iter(tokens.split(2))],
+                            model=chunks,
+                            num_microbatches=2,
+                            seq_length=SEQ,
+                            micro_batch_size=2,
+                            forward_only=forward_only,
+                        )
+                    assert ("entropy" in logs[0]) != forward_only
+        finally:
+            unpatch()
+        for part, log in zip(tokens.split(2), logs, strict=True):
+            logits = run(chunks[0], tokens=part[:, :-1], runtime_gather_output=True)
+            loss, z_loss = reference(logits, part[:, 1:], z_loss=0.1)
+            entropy = torch.distributions.Categorical(logits=logits).entropy()
+            for name, expected in (("lm loss", loss), ("z loss", z_loss), ("entropy", entropy)):
+                total = (expected * mask).sum()
+                torch.testing.assert_close(log[name], forms(total, mask.sum())[form], rtol=2e-6, atol=1e-6)
+        assert not megatron_log._last, "a later step would log it again"
+        counts = {"fused losses": 2, "losses by Megatron": 0, "logits made": 0}
+        writes = way == "patch" and torch.distributed.get_rank() == 1
+        assert written == ([(name, count, 6) for name, count in counts.items()] + [(counts, 6)]) * writes
 
 
 @grouped(2)

@@ -17,7 +17,7 @@ from megatron_ext.tensor_parallel._layers.initialization import (
     piece_of,
 )
 from megatron_ext.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from tests.gpt import model_parallel, tiny_config
+from tests.gpt import grouped, model_parallel, tiny_config
 from tests.marks import slow
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import no_tracker
@@ -80,12 +80,12 @@ def test_each_rank_draws_from_its_own_stream(is_expert, whose):
         assert torch.equal(layer.weight, torch.randn(N // size, D, generator=generator))
 
 
-@ranks(1, 2, 4)
+@grouped(1, 2, 4)
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("stride", [2, *slow(1)])
 def test_megatrons_own_weights(stride, on_cpu):
     """To the bit; and random numbers go on alike, each rank's own and those of all."""
-    with model_parallel(tp=dist.get_world_size()), no_tracker():
+    with no_tracker():
         config = tiny_config(use_cpu_initialization=on_cpu, params_dtype=torch.bfloat16)
         results = []
         for package in (ours, stock):

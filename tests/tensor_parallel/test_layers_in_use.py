@@ -23,7 +23,7 @@ from megatron_ext.tensor_parallel.layers import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from tests.gpt import grouped, model_parallel, ours_everywhere, tiny_config
+from tests.gpt import grouped, ours_everywhere, tiny_config
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import CLASSES, Config, build, numbers, piece, world
 from tests.tensor_parallel.test_layers import B, D, N, S, column, init, row
@@ -274,7 +274,7 @@ def test_layers_call_a_replaced_linear_function(home, frozen):
         torch.testing.assert_close(results[ours, kind], results[stock, kind])
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize(
     "module, name",
     [
@@ -286,7 +286,7 @@ def test_layers_call_a_replaced_linear_function(home, frozen):
 )
 @pytest.mark.parametrize("substituted", [False, True])
 def test_a_replaced_function_that_layers_do_not_call_is_told(module, name, substituted):
-    with model_parallel(), ours_everywhere() if substituted else contextlib.nullcontext():
+    with ours_everywhere() if substituted else contextlib.nullcontext():
         home = importlib.import_module(f"megatron.core.tensor_parallel.{module}")
         layer, x = build("column", D, N, config=tiny_config()), numbers(S, B, D, seed=1)
         plain = layer(x)[0]
@@ -303,11 +303,11 @@ def test_a_replaced_function_that_layers_do_not_call_is_told(module, name, subst
         assert torch.equal(layer(x)[0], plain)
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize("place", ["layers.reduce_from_tensor_model_parallel_region", "mappings._reduce"])
 @pytest.mark.parametrize("substituted", [False, True])
 def test_a_replaced_sum_of_an_embedding_is_told(place, substituted):
-    with model_parallel(), ours_everywhere() if substituted else contextlib.nullcontext():
+    with ours_everywhere() if substituted else contextlib.nullcontext():
         layer, ids = build("embedding", 8, D, config=tiny_config()), torch.arange(6).view(2, 3)
         plain = layer(ids)
         module, name = place.split(".")

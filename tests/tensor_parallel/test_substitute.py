@@ -217,7 +217,7 @@ def test_other_names_are_none_of_the_package():
         importlib.import_module("megatron_ext").nothing  # noqa: B018
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize(
     "place",
     [
@@ -230,7 +230,7 @@ def test_other_names_are_none_of_the_package():
 )
 def test_substitution_refuses_what_users_replaced(place):
     """A decorator that copies names is no Megatron function; ours would stand there without a word."""
-    with model_parallel(), pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch:
         path, last = f"megatron.core.{place}".rsplit(".", 1)
         owner = pkgutil.resolve_name(path)
         original = getattr(owner, last)
@@ -256,9 +256,9 @@ def test_substitution_refuses_code_without_a_file():
             substitute_tensor_parallel()
 
 
-@ranks(1)
+@grouped(1)
 def test_substitution_calls_a_replaced_linear_function():
-    with model_parallel(), pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch:
         original = layers.linear_with_grad_accumulation_and_async_allreduce
         calls = []
 
