@@ -100,10 +100,8 @@ class InferenceLayerNormColumnParallelLinear(InferenceColumnParallelLinear):
 
 
 class InferenceRowParallelLinear(RowParallelLinear):
-    """`x @ weight.T`, summed over the ranks, plus a residual where one is given: a `RowParallelLinear` for decoding.
-
-    Arguments as for `RowParallelLinear`. In evaluation mode no gradients are kept; in training mode it is a layer like
-    any other.
+    """`x @ weight.T`, summed over the ranks, plus a residual where one is given: a `RowParallelLinear` for decoding,
+    with the same arguments. In evaluation mode no gradients are kept.
 
     Communicates, evaluating: one all-reduce at R > 1, or one reduce-scatter with sequence parallelism.
     """
@@ -155,17 +153,12 @@ class InferenceLinear(ParallelLayer):
     Megatron's mixture of experts has one before and one after experts that work in a smaller space.
 
     Args:
-        input_size, output_size: numbers of features.
-        parallel_mode: None or "duplicated": every rank has the whole weight.
-        config: Megatron's `ModelParallelConfig`, or anything with those of its attributes that matter.
-        init_method: fills a tensor in place with first values, the same on all tensor-parallel ranks.
-        bias: have one, `[output_size]`, zero at first.
-        skip_bias_add: return the bias instead of adding it.
-        skip_weight_param_allocation: False.
-        is_expert: False.
+        parallel_mode: None or "duplicated": every rank has the whole weight, the same at first.
+        skip_weight_param_allocation, is_expert: False.
         tp_comm_buffer_name, symmetric_ar_type: accepted and not used: nothing is communicated.
         tp_group: the ranks that hold copies; None: Megatron's tensor-parallel group.
-        name, pg_collection: as of `ColumnParallelLinear`.
+
+    The other arguments are as of `ColumnParallelLinear`; the bias is `[output_size]`.
 
     Raises:
         ValueError: the weight is to be cut by tensor parallelism, absent, or an expert's; or generalized tensor

@@ -287,18 +287,13 @@ def _gather_and_multiply(
 def _own_rows_first(
     x_tD: Tensor, w_DN: Tensor, group: Group, bias: Tensor | None, gathering: Pending
 ) -> tuple[Tensor, Tensor]:
-    t, ranks = x_tD.shape[0], group_size(group)
-    y_TN = x_tD.new_empty(t * ranks, w_DN.shape[1])
+    t = x_tD.shape[0]
+    y_TN = x_tD.new_empty(t * group_size(group), w_DN.shape[1])
     start = t * group_rank(group)
-
-    def multiply(rows_D: Tensor, rows: slice) -> None:
-        if rows_D.shape[0]:
-            torch.mm(rows_D, w_DN, out=y_TN[rows])
-
-    multiply(x_tD, slice(start, start + t))
+    torch.mm(x_tD, w_DN, out=y_TN[start : start + t])
     x_TD = gathering.wait()
     for rows in (slice(0, start), slice(start + t, None)):
-        multiply(x_TD[rows], rows)
+        torch.mm(x_TD[rows], w_DN, out=y_TN[rows])
     return y_TN if bias is None else y_TN.add_(bias), x_TD
 
 

@@ -117,8 +117,7 @@ class ParallelLayer(ShardedLayer):
     """The base of the column-parallel and the row-parallel layer.
 
     Attributes:
-        symmetric: the layer multiplies and communicates in one, through symmetric memory: what Megatron's
-            `config.tp_comm_overlap` asks for, under sequence parallelism and where the machine has it.
+        symmetric: the layer multiplies and communicates in one, through symmetric memory.
         path: which way its communication takes, in words; `repr` shows it.
         sharded_axes: along which dim each parameter is cut; the others are whole on every rank.
     """

@@ -61,8 +61,7 @@ def checkpointing() -> Iterator[None]:
 class FlatCall:
     """`function(*args, **kwargs)` as a function of its tensors alone that returns a tuple of tensors.
 
-    Containers on both sides are those that `torch.utils._pytree` knows: tuples, lists, dicts, named tuples, nested in
-    any way. Everything else passes through untouched. `flatten` hands out the argument tensors; they are not kept.
+    Containers are those that `torch.utils._pytree` knows; everything else passes through. No argument tensors are kept.
     """
 
     def __init__(self, function: Callable[..., Any], leaves: list[Any], spec: TreeSpec | type, keywords: bool):
