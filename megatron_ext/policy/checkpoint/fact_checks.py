@@ -16,7 +16,7 @@ def refuse_fact(path: str | Path, name: str, value: Any, rule: str) -> None:
 
 
 def check_kinds(path: str | Path, facts: Any) -> None:
-    """Raises ValueError unless the facts of an optimizer are there, and no others, and the state of a `LossScale`, which
+    """Raises ValueError unless the facts of an optimizer are there alone, with the state of a `LossScale`, which
     is empty of one that is always 1."""
     names = sorted(map(str, facts)) if isinstance(facts, Mapping) else facts
     if names not in (["groups", "loss_scale", "scheduler"], ["loss_scale", "numbers", "scheduler"]):
