@@ -2,9 +2,9 @@
 
 Each loss runs forward and backward as it is by default, with all that the head can keep, with the least memory, and as
 Liger has it where that is installed, all in one process; losses of log-probabilities beside `linear_log_probs` alone,
-at `cache=1`. For each way its error (loss and both gradients, relative, of norms, against plain PyTorch in fp64), the
-largest sum of bytes that it holds at a time beside its arguments, and, by turns, the CPU time of the process. A way
-whose loss or gradients are wrong gets neither.
+at `cache=1`. For each way its error (loss and both gradients, relative, of norms, against the loss of whole logits in
+fp64), the largest sum of bytes that it holds at a time beside its arguments, and, by turns, the CPU time of a process.
+A way whose loss or gradients are wrong gets neither.
 """
 
 import functools
