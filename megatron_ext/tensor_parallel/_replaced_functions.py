@@ -118,7 +118,7 @@ def refuse_replaced(by: str) -> None:
 
 
 def parts_of(name: str, value: Any) -> list[tuple[str, Any]]:
-    """What stands under a name, and what a class holds, each by its name; classes within a class aside."""
+    """List the value under a name, and all that a class holds but classes, each by its name."""
     inside = vars(value).items() if isinstance(value, type) else ()
     return [(name, value), *((f"{name}.{key}", part) for key, part in inside if not isinstance(part, type))]
 

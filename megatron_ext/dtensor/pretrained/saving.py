@@ -35,7 +35,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of(cls, meshes: Sequence[DeviceMesh | None]) -> "Ranks":
-        """Those of these meshes together."""
+        """The ranks of these meshes together."""
         found = [mesh for mesh in meshes if mesh is not None]
         groups = [group for mesh in found for group in mesh.get_all_groups()]
         return cls(groups, found[0].device_type if found else "cpu")
