@@ -115,10 +115,13 @@ def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[
 
     stub: Any = HeadLike(head) if is_sharded(head) else stub_of(head)
     before, own = dict(vars(stub)), weakref.ref(stub)  # which a cycle would keep alive, with a graph
+    changed: set[str] = set()  # also once the stub is gone, where a checkpoint runs its forward again
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        told = {name: x for name, x in vars(own()).items() if name != "forward" and before.get(name, before) is not x}
-        if told or any(x is not None for x in (*args, *kwargs.values())):
+        now = getattr(own(), "__dict__", {})
+        told = {name: x for name, x in now.items() if name != "forward" and before.get(name, before) is not x}
+        changed.update(told)
+        if changed or any(x is not None for x in (*args, *kwargs.values())):
             vars(head).update(told)
             return (head if is_sharded(head) else head.forward)(hidden, *args, **kwargs)
         call = call_of(hidden)
