@@ -1,8 +1,5 @@
 """From tokens to a number per token: the decoder, and our head on the shard of the lm head's weight. No logits.
 
-The first call proves on a few tokens that this equals what the model's own logits give. Where it does not they are
-made, and read in shards.
-
 Whole sequences go in and whole results come out on every tensor- and context-parallel rank; padding, splitting and
 joining happen here, so that context parallelism does not show outside.
 
