@@ -144,11 +144,8 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
         elif x.dim() == 1 and x.shape[0] == rows and rows > 1:
             sample[name] = x[:1]
     if isinstance(ids, Tensor):
-        several = ids.flatten().repeat(-(-count // ids.numel()))[: max(count, 1)].view(1, -1)
-        known = embedding(model).weight.shape[0]
-        sample["input_ids"] = (
-            several.clamp(0, known - 1) if short or ids.dim() == 1 else ids[:1, :count].clamp(0, known - 1)
-        )
+        several = ids.flatten().repeat(-(-count // ids.numel()))[:count].view(1, -1)
+        sample["input_ids"] = several.clamp(0, embedding(model).weight.shape[0] - 1)
         targets = sample["input_ids"].clamp(max=columns - 1).clone()
     else:
         targets = labels.flatten()[:count].view(1, -1).clamp(0, columns - 1).clone()
