@@ -4,14 +4,14 @@ A launch takes the longer of two times: its FLOPs and bytes at the GPU's rates (
 its joules at the card's limit of power. `benchmarks/plan.py` prints each launch.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 from megatron_ext.head.call.gpu_properties import DEVICES, NAMES, Device, product_seconds
-from megatron_ext.memory.byte_counter import ByteCounter
+from megatron_ext.memory.byte_counter import ByteCounter, tensors_in
 
 aten = torch.ops.aten
 # The limit of an H100's or H200's power, and what an H200 takes while it computes nothing.
@@ -59,8 +59,8 @@ class LaunchCounter(ByteCounter):
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts an operator: it reads its inputs and writes its results once, or some elements of them."""
-        read = {name: value for name, value in kwargs.items() if name != "out"}
-        packet, given, results = func.overloadpacket, _tensors((args, read)), _tensors(out)
+        read = [value for name, value in kwargs.items() if name != "out"]
+        packet, given, results = func.overloadpacket, [*tensors_in((*args, *read))], [*tensors_in((out,))]
         if func.namespace != "aten" or packet in _NO_LAUNCH:
             return
         changes = func._schema.is_mutable
@@ -70,7 +70,7 @@ class LaunchCounter(ByteCounter):
         if packet in _PICKING:
             nbytes = 3 * _nbytes(results)  # places are read, and elements read and written
         elif packet in _PLACING:
-            nbytes = 3 * _nbytes(_tensors(args[2:]))
+            nbytes = 3 * _nbytes(tensors_in(args[2:]))
         elif packet in _WRITING_ONLY:
             nbytes = _nbytes(given)
         flops, seconds = 0, nbytes / self.device.bytes_per_s
@@ -82,7 +82,7 @@ class LaunchCounter(ByteCounter):
 
     def kernel(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         """Counts a Triton kernel: each tensor that it is given is read or written once."""
-        nbytes = _nbytes(_tensors(arguments))
+        nbytes = _nbytes(tensors_in(arguments.values()))
         self._add(nbytes / self.device.bytes_per_s, 0, nbytes)
 
     def _add(self, seconds: float, flops: int, nbytes: int) -> None:
@@ -95,9 +95,5 @@ def joules(flops: int, nbytes: int) -> float:
     return JOULES_PER_FLOP * flops + JOULES_PER_BYTE * nbytes
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree_iter(values) if isinstance(x, Tensor)]
-
-
-def _nbytes(tensors: list[Tensor]) -> int:
+def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
