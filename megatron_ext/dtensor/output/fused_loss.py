@@ -1,8 +1,7 @@
 """Losses without logits where transformers computes them: in the forward of a model that is given labels.
 
 So they reach whatever calls that forward: a loop, `transformers.Trainer`, accelerate, DDP, FSDP2, PEFT's adapters. The
-model's own forward runs to its end; its lm head alone gives promised logits. What is read from them without making them
-is compared with the model's own loss before it is used.
+model's own forward runs to its end; its lm head alone gives promised logits.
 """
 
 import functools
