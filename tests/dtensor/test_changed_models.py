@@ -19,6 +19,7 @@ from megatron_ext.dtensor import causal_lm_loss, restore_own_loss, use_fused_los
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import batch, check_gradients, check_step, error, loss_and_gradients, make, told
+from tests.dtensor.test_fused_loss import Delegating
 
 
 class ScaledHead(nn.Linear):
@@ -132,21 +133,21 @@ def test_hooks_that_no_stand_in_can_run_leave_a_model_its_loss(hook, first):
         check_step(model, found, expected, gradients, tolerance=0.0)
 
 
-def test_attributes_set_by_others_during_a_forward_stay():
-    """A loss that counts its calls on the model itself, and one of a part of the model."""
-    model = use_fused_loss(make("llama"))
-    model.calls, own = 0, model.loss_function
+def test_attributes_set_during_a_forward_stay():
+    """Calls that a forward counts on itself, and a loss on the model."""
+    model = use_fused_loss(Delegating(make("llama").config))
+    model.losses, own = 0, model.loss_function
 
     def loss_function(*args, **kwargs):
-        model.calls += 1
+        model.losses += 1
         return own(*args, **kwargs)
 
     model.loss_function = loss_function
     model(**batch())
-    before = model.calls
+    before = model.calls, model.losses
     for _ in range(3):
         model(**batch())
-    assert model.calls == before + 3
+    assert (model.calls, model.losses) == (before[0] + 3, before[1] + 3)
 
 
 class Counting(nn.Module):

@@ -183,14 +183,6 @@ def test_a_forward_of_the_models_own_is_followed(name):
     check_fused(FUSED[name](), **batch())
 
 
-def test_attributes_that_a_forward_sets_are_the_models():
-    model = use_fused_loss(Delegating(make("llama").config))
-    model(**batch())
-    before = model.calls
-    model(**batch())
-    assert model.calls == before + 1
-
-
 @pytest.mark.parametrize(
     "change,said",
     [
