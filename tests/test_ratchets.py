@@ -20,7 +20,7 @@ PRONOUN_DOCSTRINGS = 0
 LONG_TEST_NAMES = 0
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1495,
+    "megatron_ext/*.py": 1497,
     "megatron_ext/distributed": 859,
     "megatron_ext/dtensor": 5037,
     "megatron_ext/experimental": 2546,
@@ -34,7 +34,7 @@ LINES = {
     "megatron_ext/policy": 7200,
     "megatron_ext/proof": 760,
     "megatron_ext/sequence": 1511,
-    "megatron_ext/tensor_parallel": 4703,
+    "megatron_ext/tensor_parallel": 4723,
     "megatron_ext/verify": 395,
     "megatron_on_cpu/*.py": 1395,
     "megatron_on_cpu/nccl_rules": 2119,
