@@ -144,7 +144,8 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
         elif x.dim() == 1 and x.shape[0] == rows and rows > 1:
             sample[name] = x[:1]
     if isinstance(ids, Tensor):
-        several = ids.flatten().repeat(-(-count // ids.numel()))[:count].view(1, -1)
+        tokens = ids.reshape(-1, *ids.shape[2:])
+        several = torch.cat([tokens] * -(-count // len(tokens)))[:count].unsqueeze(0)
         sample["input_ids"] = several.clamp(0, embedding(model).weight.shape[0] - 1)
         targets = sample["input_ids"].clamp(max=columns - 1).clone()
     else:
