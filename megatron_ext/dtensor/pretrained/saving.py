@@ -35,7 +35,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of(cls, meshes: Sequence[DeviceMesh]) -> "Ranks":
-        """Those of these meshes together."""
+        """Groups of these meshes together."""
         return cls([group for mesh in meshes for group in mesh.get_all_groups()], meshes[0].device_type)
 
     @property
