@@ -96,6 +96,11 @@ class GRPOLoss(LogProbLoss):
                 "epsilon_high is None with loss_type 'cispo', which weighs a token by min(ratio, epsilon_high): pass "
                 "the largest weight, as 5.0"
             )
+        for name in {"cispo": ("delta",), "sapo": ("delta", "epsilon_high")}.get(self.loss_type, ()):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"{name} is {value} with loss_type {self.loss_type!r}, which has no use for it; pass None"
+                )
         if self.loss_type in ("cispo", "sapo") and self.importance_sampling_level == "sequence":
             raise ValueError(
                 f"importance_sampling_level is 'sequence' with loss_type {self.loss_type!r}, which weighs tokens; "

@@ -292,8 +292,8 @@ class KTOLoss(LogProbLoss):
         Args:
             log_probs, mask, reference_log_probs: as for `DPOLoss`.
             desirable: bool `[B]`.
-            kl: how far the policy is from the reference: the mean of x over rows with answers to other prompts, not
-                below 0. It gets no gradient.
+            kl: how far the policy is from the reference: the mean of x over rows with answers to other prompts, or 0
+                where that is below 0. It gets no gradient.
             count: rows that the sum is divided by, those of all micro-batches and ranks; None: those of this call that
                 have a token that counts.
         """
@@ -304,7 +304,7 @@ class KTOLoss(LogProbLoss):
         apart_B = row_means(apart_BS, mask_BS) if self.average_log_prob else row_sums(apart_BS, mask_BS)
         sign_B = torch.where(desirable, 1.0, -1.0)
         weights_B = torch.where(desirable, self.desirable_weight, self.undesirable_weight)
-        baseline = kl.detach() if isinstance(kl, Tensor) else kl
+        baseline = kl.detach().clamp(min=0) if isinstance(kl, Tensor) else max(kl, 0.0)
         losses_B = weights_B * (1 - torch.sigmoid(self.beta * (apart_B - baseline) * sign_B))
         some_B = (mask_BS > 0).any(1)
         loss = divide(losses_B.where(some_B, 0.0).sum(), some_B.sum() if count is None else count)

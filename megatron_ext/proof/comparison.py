@@ -48,13 +48,15 @@ class Sides(NamedTuple):
 
     The first gradient is that of the hidden states, the second that of the parameter with a row for each column of the
     logits, if there is one that trains. `underflow`: what a gradient may be that is 0 on the other side. `dtype`: that
-    of the losses before they became fp64 here.
+    of the losses before they became fp64 here. `unreached`: they have gradients, none of which reaches the head, as one
+    that is called in a reentrant checkpoint.
     """
 
     losses: Tensor
     gradients: dict[str, Tensor]
     underflow: float = 0.0
     dtype: torch.dtype = torch.float64
+    unreached: bool = False
 
 
 def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Proof:
@@ -93,7 +95,7 @@ def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tenso
     largest = max(losses, *gradients.values())
     # Written so that a NaN is no proof.
     equal = losses <= allowed.losses and all(difference <= allowed.gradients for difference in gradients.values())
-    if equal and not columns_missing(mine, ours):
+    if equal and not columns_missing(mine, ours) and not mine.unreached:
         return Proof("proved", tokens=tokens, largest_difference=largest)
     return Proof.refused(why_different(mine, ours, allowed.losses, allowed.gradients), tokens, largest)
 
@@ -119,7 +121,8 @@ def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
                 gradient = main_grads[name] if added or gradient is None else gradient + main_grads[name]
             gradients[name] = _projected(gradient, x)
         underflow = max(1e3 * torch.finfo(x.dtype).tiny for x in asked)
-        return Sides(losses.detach().double(), gradients, underflow, losses.dtype)
+        unreached = total.requires_grad and all(x is None for x in found)
+        return Sides(losses.detach().double(), gradients, underflow, losses.dtype, unreached)
 
 
 def _kept(x: Tensor) -> Tensor:
@@ -231,6 +234,8 @@ def why_different(own: Sides, fused: Sides, of_losses: float, of_gradients: floa
         return "its loss of a sample is not finite"
     if not bool(fused.losses.isfinite().all()):
         return "the fused loss of a sample is not finite"
+    if own.unreached:
+        return "its gradients do not reach what goes into its lm head, where they would be compared"
     if (ratio := _factor(own.losses, fused.losses, of_losses)) is not None:
         return f"differs by a factor {ratio:.6g}"
     if missing := columns_missing(own, fused):

@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from megatron_ext import fused_loss_report
 from megatron_ext.dtensor import causal_lm_loss, restore_own_loss, use_fused_loss
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.sequence.next_token import next_tokens
-from tests.dtensor.models import batch, check_gradients, check_step, error, loss_and_gradients, make, told
+from tests.dtensor.models import VOCAB, batch, check_gradients, check_step, error, loss_and_gradients, make, told
 from tests.dtensor.test_fused_loss import Delegating
 
 
@@ -77,6 +79,46 @@ def test_what_a_head_holds_is_looked_at_again(change, way):
     assert error(before, expected) > 1e-2
     assert error(found, expected) < 3e-6
     assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
+
+
+class PowerHead(nn.Linear):
+    """A head that is told more than hidden states."""
+
+    power = 1.0
+
+    def forward(self, hidden, power=None):
+        return super().forward(hidden) * (self.power if power is None else power)
+
+
+class TellingModel(LlamaForCausalLM):
+    """A model that tells its head a number, as an argument or, with `sets`, as an attribute."""
+
+    power, sets = None, False
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        if self.sets and self.power is not None:
+            self.lm_head.power = self.power
+        told = {} if self.sets or self.power is None else {"power": self.power}
+        logits = self.lm_head(hidden, **told)
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("way", ["use_fused_loss", "read"])
+@pytest.mark.parametrize("first", [None, 2.0])
+@pytest.mark.parametrize("sets", [False, True])
+def test_a_head_that_is_told_more_than_hidden_states(first, sets, way):
+    model = TellingModel(make("llama").config)
+    model.sets = sets
+    model.lm_head = PowerHead(model.lm_head.in_features, VOCAB, bias=False)
+    model = use_fused_loss(model) if way == "use_fused_loss" else model
+    for power in (first, 2.0, 3.0):
+        model.power = power
+        expected, gradients = loss_and_gradients(restore_own_loss(copy.deepcopy(model)), **batch())
+        found, of_ours = read(way, model)
+        assert error(found, expected) < 3e-6
+        assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
 
 
 def test_dropout_of_a_head_first_called_in_eval_mode():
@@ -146,8 +188,9 @@ def test_attributes_set_during_a_forward_stay():
     model(**batch())
     before = model.calls, model.losses
     for _ in range(3):
-        model(**batch())
+        out = model(**batch())
     assert (model.calls, model.losses) == (before[0] + 3, before[1] + 3)
+    assert out.beside == model.calls
 
 
 class Counting(nn.Module):
@@ -212,6 +255,30 @@ def test_a_first_call_inside_of_a_checkpoint(reentrant):
     assert error(losses[1], losses[0]) < 3e-6
     check_gradients(model, {name: p.grad for name, p in true.named_parameters()})
     assert fused_loss_report(model).proofs[0].fused
+
+
+class ThirdOfGradients(nn.Linear):
+    def forward(self, hidden):
+        hidden = hidden / 3 + hidden.detach() * 2 / 3
+        return super().forward(hidden)
+
+
+class CheckpointedHead(LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        def loss_of(hidden):
+            return self.loss_function(logits=self.lm_head(hidden), labels=labels, vocab_size=VOCAB)
+
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        return CausalLMOutputWithPast(loss=checkpoint(loss_of, hidden, use_reentrant=True))
+
+
+def test_gradients_of_a_head_in_a_reentrant_checkpoint():
+    model = CheckpointedHead(make("llama").config)
+    model.lm_head = ThirdOfGradients(model.lm_head.in_features, VOCAB, bias=False)
+    expected, gradients = loss_and_gradients(model, **batch())
+    found, of_ours = loss_and_gradients(use_fused_loss(model), **batch())
+    assert error(found, expected) < 3e-6
+    assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
 
 
 @pytest.mark.parametrize("proved", [False, True])

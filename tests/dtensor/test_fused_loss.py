@@ -153,6 +153,7 @@ class Delegating(LlamaForCausalLM):
         self.calls = getattr(self, "calls", 0) + 1
         out = super().forward(*args, **kwargs)
         out.loss = 2 * out.loss + 0.5
+        out.beside = self.calls
         return out
 
 
@@ -357,8 +358,10 @@ def test_what_a_forward_sets_comes_back_to_the_model():
     model.gone = around.count = 1
     with standing_in(around, "0.1", torch.nn.Identity()) as stub:
         stub[0].seen = 5
+        stub[0].made = made = torch.nn.Identity()
         del stub[0].gone
         around.count += 1
     assert (model.seen, model.kept, around.count) == (5, kept, 2)
+    assert model.made is made
     assert isinstance(model[1], torch.nn.Linear)
     assert not hasattr(model, "gone")

@@ -330,6 +330,32 @@ def test_labels_of_another_forward_are_its_own_affair():
     assert use_fused_loss(model)(drawn(2, 9), labels=labels).loss == expected
 
 
+def test_a_row_of_one_embedding():
+    model, labels = make("llama"), drawn(2, 1)
+    given = {"inputs_embeds": torch.randn(2, 1, SIZES["hidden_size"]), "labels": labels, "shift_labels": labels}
+    expected = model(**given).loss
+    torch.testing.assert_close(use_fused_loss(model)(**given).loss, expected)
+
+
+class OfImages(LlamaForCausalLM):
+    """A model with token ids below 0 where images stand, as those of LLaVA's first code."""
+
+    def forward(self, input_ids=None, images=None, **kwargs):
+        embedded = self.get_input_embeddings()(input_ids.clamp(min=0))
+        embedded = embedded if images is None else embedded.where((input_ids >= 0).unsqueeze(-1), images[:, None])
+        return super().forward(inputs_embeds=embedded, **kwargs)
+
+
+def test_token_ids_of_another_forward_may_stand_for_images():
+    model, given = OfImages(make("llama").config), batch()
+    given["input_ids"][:, 1] = -200
+    given["images"] = torch.randn(len(given["input_ids"]), SIZES["hidden_size"])
+    expected, true = loss_and_gradients(model, **given)
+    loss, gradients = loss_and_gradients(use_fused_loss(model), **given)
+    torch.testing.assert_close((loss, gradients), (expected, true))
+    assert "fused (proved" in str(fused_loss_report(model))
+
+
 @pytest.mark.parametrize("way", ["label_smoothing_factor", "compute_loss_func"])
 def test_a_trainer_that_takes_the_labels_out_is_told(way, tmp_path):
     def compute(outputs, labels, num_items_in_batch=None):

@@ -203,7 +203,9 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
     if torch._C._are_functorch_transforms_active():
         _say_that_logits_are_made(self, "a transform of torch.func runs it, where nothing can be compared", fused.read)
         return own(self, *args, **kwargs)
-    if str(getattr(own, "__module__", "")).startswith("transformers."):  # another forward may have other labels
+    # Another forward may have other labels, and token ids that stand for images.
+    known = str(getattr(own, "__module__", "")).startswith("transformers.")
+    if known:
         _check_labels(self, given)
     if given.get("labels") is None:  # which a forward asks for before it looks for a loss
         given["labels"] = given["shift_labels"] = given["shift_labels"].contiguous()
@@ -212,7 +214,8 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
         _refuse_own_loss(self, proof)
         _say_that_logits_are_made(self, proof.reason, fused.read)
         return _explaining(own, given)(self, *args, **kwargs)
-    _check_token_ids(self, given)
+    if known:
+        _check_token_ids(self, given)
     return _answer(self, own, fused, given, anew)
 
 
@@ -380,5 +383,8 @@ def _without_promises(output: Any) -> Any:
         return tuple(real(x) for x in output if real(x) is not None or x is None)
     if isinstance(output, dict):
         kept = {name: real(x) for name, x in output.items()}
-        return type(output)(**{name: x for name, x in kept.items() if x is not None})
+        found = type(output)(**{name: x for name, x in kept.items() if x is not None})
+        for name, x in getattr(output, "__dict__", {}).items():  # what a forward has added
+            vars(found).setdefault(name, real(x))
+        return found
     return output

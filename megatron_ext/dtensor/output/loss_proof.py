@@ -150,7 +150,7 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
         targets = sample["input_ids"].clamp(max=columns - 1).clone()
     else:
         targets = labels.flatten()[:count].view(1, -1).clamp(0, columns - 1).clone()
-    targets[:, 1] = given.get("ignore_index", -100) if isinstance(given.get("ignore_index", -100), int) else -100
+    targets[:, 1:2] = given.get("ignore_index", -100) if isinstance(given.get("ignore_index", -100), int) else -100
     for name in ("labels", "shift_labels"):
         if given.get(name) is not None:
             sample[name] = targets.to(given[name].dtype)
@@ -158,7 +158,7 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
 
 
 class SampleHead(HeadLike):
-    """In the place of an lm head: makes logits of given hidden states by another head, whatever it is called with.
+    """In the place of an lm head: makes logits of given hidden states by another head, whatever those are that come.
 
     Without any given it makes those of what it is called with, and keeps that.
     """
@@ -175,7 +175,7 @@ class SampleHead(HeadLike):
         else:
             hidden = self.given
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.head(hidden)
+            return self.head(hidden, *args, **kwargs)
 
 
 class SampleDecoder(nn.Module):

@@ -10,6 +10,7 @@ their own weights.
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.dtensor.output.promised_logits import DeferredLogits, promise_of
+from megatron_ext.dtensor.output.promised_logits import promise_of
 from megatron_ext.dtensor.output.reads import HeadCall
 from megatron_ext.proof import why_fusion_is_off
 
@@ -73,6 +74,7 @@ def standing_in(model: nn.Module, path: str, head: nn.Module) -> Iterator[Any]:
         yield stub
     finally:
         for own, copy, old in before:
+            own._modules |= {name: x for name, x in copy._modules.items() if name not in own._modules}
             for name, x in vars(copy).items():
                 if old.get(name, own) is not x:
                     vars(own)[name] = x
@@ -105,14 +107,24 @@ def is_sharded(head: nn.Module) -> bool:
 
 
 def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[HeadCall], None]) -> nn.Module:
-    """`head`, with its hooks, which gives promises instead of logits; `keep` is told of each call."""
+    """`head`, with its hooks, which gives promises instead of logits; `keep` is told of each call.
 
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> DeferredLogits:
+    A call with more than hidden states, or after the model's forward has set an attribute of the head, of which nothing
+    is known here, gives logits.
+    """
+
+    stub: Any = HeadLike(head) if is_sharded(head) else stub_of(head)
+    before, own = dict(vars(stub)), weakref.ref(stub)  # which a cycle would keep alive, with a graph
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        told = {name: x for name, x in vars(own()).items() if name != "forward" and before.get(name, before) is not x}
+        if told or any(x is not None for x in (*args, *kwargs.values())):
+            vars(head).update(told)
+            return (head if is_sharded(head) else head.forward)(hidden, *args, **kwargs)
         call = call_of(hidden)
         keep(call)
         return promise_of(call)
 
-    stub: Any = HeadLike(head) if is_sharded(head) else stub_of(head)
     stub.__dict__["forward"] = forward
     return stub
 
