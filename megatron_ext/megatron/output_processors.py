@@ -90,7 +90,7 @@ class _Processor:
         """Return the model's result, from the hidden states of `terms`; `given` is that of the call."""
         raise NotImplementedError
 
-    def read_head(self, terms: Terms, *readouts: ReadOut, **options: Any) -> Any:
+    def _read_head(self, terms: Terms, *readouts: ReadOut, **options: Any) -> Any:
         """The results `[S, B, ...]` of the model's head, by a call of its output layer, which gathers the weight."""
         settings = HeadSettings(**{field.name: getattr(self, field.name) for field in fields(_Processor)})
 
@@ -119,7 +119,7 @@ class NextTokenLogProbs(_Processor):
         labels_SB = labels_BS.transpose(0, 1)
         counts = labels_SB != log_probs.IGNORE_INDEX if self.return_entropy else None
         readouts = log_prob_readouts(labels_SB, log_probs.IGNORE_INDEX, counts, False)
-        found, fault = or_refuse(lambda: self.read_head(terms, *readouts), labels_SB.shape, terms.hidden)
+        found, fault = or_refuse(lambda: self._read_head(terms, *readouts), labels_SB.shape, terms.hidden)
         first, *more = found if isinstance(found, tuple) else (found,)
         result = parts.gather_or_refuse(first.transpose(0, 1).contiguous(), 1, fault)[:, :-1]
         return (result, *(parts.gather(x.transpose(0, 1).contiguous(), 1)[:, :-1] for x in more)) if more else result
@@ -142,7 +142,7 @@ class ReadOuts(_Processor):
     at_most: int | None = None
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Any:
-        found = self.read_head(terms, *self.readouts, counts=self.counts, at_most=self.at_most)
+        found = self._read_head(terms, *self.readouts, counts=self.counts, at_most=self.at_most)
         return tree_map(lambda x: x.transpose(0, 1).contiguous(), found)
 
 

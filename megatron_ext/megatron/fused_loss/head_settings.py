@@ -12,7 +12,6 @@ from megatron_ext.head.checks import Bits, Cache, bits_or_mode, repeatable
 from megatron_ext.head.layer_facts import head_facts
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.logits import Logits
-from megatron_ext.head.training_loss import LossSettings
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, tp_group
 from megatron_ext.proof import ProofMode, proof_mode
 
@@ -173,12 +172,9 @@ class HeadSettings:
         """Tokens per chunk."""
         return self.chunk_tokens if self.nemo_rl_chunk_size is None else self.nemo_rl_chunk_size * batch_size
 
-    def loss(self, hits: bool) -> LossSettings:
-        """The options of a training loss; `hits`: whether labels with the largest logit are wanted."""
-        skip, entropy = self.skip_ignored, self.entropy
-        return LossSettings(
-            -100, self.label_smoothing, z_loss=self.z_loss, hits=hits, entropy=entropy, skip_ignored=skip
-        )
+    def loss(self) -> dict[str, Any]:
+        """The options of `training_loss`, whether hits are wanted aside."""
+        return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "entropy": self.entropy}
 
     def beyond_megatron(self) -> str | None:
         """The options that Megatron's own loss does not have, as "z_loss=0.0001, bits='batch'", or None."""

@@ -105,8 +105,8 @@ class RowParallelLinear(ParallelLayer):
         Raises:
             ValueError: shapes, dtypes or devices don't fit.
         """
-        check_tensor("input", input_)
         if not self.input_is_parallel:
+            check_tensor("input", input_)
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         self._mark_for_offloading(input_)
         bias: Tensor | None = None if self.skip_bias_add else self.bias
