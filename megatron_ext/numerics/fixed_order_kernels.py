@@ -62,20 +62,10 @@ def _read(out_ptr, out_stride, rows, columns, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _write(
-    total,
-    out_ptr,
-    out_stride,
-    rows,
-    columns,
-    ADDS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+def _write(total, out_ptr, out_stride, rows, columns, ADDS: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """A tile, or the first `rows` and `columns` of it."""
     if ADDS:
-        total += _read(out_ptr, out_stride, rows, columns, M, N).to(DTYPE)
+        total += _read(out_ptr, out_stride, rows, columns, M, N).to(total.dtype)
     m, n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     inside = (m < rows) & (n < columns)
     tl.store(out_ptr + m * out_stride + n, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -131,11 +121,11 @@ def fixed_product_kernel(
     if ADDS:  # by halves, for which there are registers
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = total.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
-        _write(left, out_ptr, out_stride, rows - first_m, columns - first_n, True, DTYPE, BLOCK_M, HALF)
+        _write(left, out_ptr, out_stride, rows - first_m, columns - first_n, True, BLOCK_M, HALF)
         rest = columns - first_n - HALF
-        _write(right, out_ptr + HALF, out_stride, rows - first_m, rest, True, DTYPE, BLOCK_M, HALF)
+        _write(right, out_ptr + HALF, out_stride, rows - first_m, rest, True, BLOCK_M, HALF)
     else:
-        _write(total, out_ptr, out_stride, rows - first_m, columns - first_n, False, DTYPE, BLOCK_M, BLOCK_N)
+        _write(total, out_ptr, out_stride, rows - first_m, columns - first_n, False, BLOCK_M, BLOCK_N)
 
 
 def fixed_product(dtype: torch.dtype, goes_on: bool) -> dict[str, Any]:

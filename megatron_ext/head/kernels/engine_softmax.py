@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
-from megatron_ext.head.kernels.logits import logits, packed, rowwise
+from megatron_ext.head.kernels.logits import kernel_options, logits, packed, rowwise, writable
 from megatron_ext.numerics.launches import launch
 
 _BLOCK = tl.constexpr(1024)
@@ -24,8 +24,6 @@ def _sums_kernel(
     peak_ptr,
     sum_ptr,
     z_stride,
-    peak_stride,
-    sum_stride,
     counted,
     softcap: tl.float64,
     temperature: tl.float64,
@@ -39,13 +37,13 @@ def _sums_kernel(
     z_ptr += token * z_stride
     softcap, temperature = tl.full([], softcap, tl.float32), tl.full([], temperature, tl.float32)
     row = (z_ptr, bias_ptr, counted, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
-    peak = tl.load(peak_ptr + token * peak_stride)
+    peak = tl.load(peak_ptr + token)
     peak = tl.where(peak > float("-inf"), peak, 0.0)
     total = 0.0
     for start in range(0, counted, _BLOCK):
         columns = tl.max_contiguous(start + tl.arange(0, _BLOCK), TOGETHER)
         total += tl.sum(tl.exp(logits(row, columns, True) - peak), 0)
-    tl.store(sum_ptr + token * sum_stride, total)
+    tl.store(sum_ptr + token, total)
 
 
 @triton.jit
@@ -65,22 +63,17 @@ def write_sums(
 ) -> None:
     """Write the sums of exponentials below the maxima in `stats_KT`, over those that are there. Arguments as for
     `row_statistics`, in fp32."""
-    z_TV, peak_T, sum_T = rowwise(z_TV), stats_KT[MAX], stats_KT[SUM_EXP]
+    z_TV = rowwise(z_TV)
     launch(
         _sums_kernel,
         (len(z_TV) if counted else 0,),
         z_TV,
         packed(bias_V),
-        peak_T,
-        sum_T,
+        writable(stats_KT)[MAX],
+        stats_KT[SUM_EXP],
         z_TV.stride(0),
-        peak_T.stride(0),
-        sum_T.stride(0),
-        counted,
-        1.0 if softcap is None else softcap,
-        temperature,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_TEMPERATURE=temperature != 1.0,
+        counted=counted,
+        **kernel_options(softcap, temperature),
         # Of fp32 logits in rows of a multiple of 16 columns Triton has a thread load 16 bytes at a time.
         TOGETHER=4 if counted % 16 == 0 else 1,
         num_warps=4,

@@ -63,11 +63,8 @@ def long_row_kernel(
     stats_ptr,
     exp_ptr,
     shift_ptr,
-    bias_ptr,
     z_stride,
-    target_stride,
-    stats_stride_k,
-    stats_stride_t,
+    stats_stride,
     exp_stride,
     kept_columns,
     counted,
@@ -75,20 +72,21 @@ def long_row_kernel(
     temperature: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
-    WITH_MEAN: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_HITS: tl.constexpr,
     STEPS: tl.constexpr,
     LANES: tl.constexpr,
     SAMPLED: tl.constexpr,
+    bias_V=None,
+    with_mean: tl.constexpr = False,
+    with_entropy: tl.constexpr = False,
+    with_hits: tl.constexpr = False,
 ):
     """A row by blocks of STEPS * LANES columns, the last of which may reach past its end."""
     token = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = stats_ptr.dtype.element_ty
-    target = tl.load(target_ptr + token * target_stride).to(tl.int32)
+    target = tl.load(target_ptr + token).to(tl.int32)
     z_ptr += token * z_stride
     softcap, temperature = tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE)
-    row = (z_ptr, bias_ptr, counted, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
+    row = (z_ptr, bias_V, counted, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
     if exp_ptr is not None:
         exp_ptr += token * exp_stride
     at_target, slope = label_logit(row, target)
@@ -109,24 +107,23 @@ def long_row_kernel(
             z = logits(row, start + block, PAST_END)
             if SAMPLED:
                 _keep(z - sample, start + block, kept_columns, exp_ptr, not PAST_END)
-            found = _seen(z, start + block, found, WITH_MEAN, WITH_ENTROPY, WITH_HITS)
+            found = _seen(z, start + block, found, with_mean, with_entropy, with_hits)
     peak, total, inner, mean_sum, finite_count, first = found
 
     base = tl.max(peak, 0)
     moved = tl.maximum(peak - base, FAR)
     fade = exp(moved)
-    if WITH_ENTROPY:
+    if with_entropy:
         inner = fade * (inner + moved * total)
-    if WITH_MEAN:
+    if with_mean:
         mean_sum += tl.where(finite_count > 0, finite_count * (peak - base), 0.0)
-    if WITH_HITS:
+    if with_hits:
         first = tl.where(peak == base, first, NOWHERE)
     all_total = tl.sum(fade * total, 0)
     mean_sum, finite_count, inner = tl.sum(mean_sum, 0), tl.sum(finite_count, 0), tl.sum(inner, 0)
     highest = tl.where(all_total == 0.0, float("-inf"), base)
     statistics = (highest, all_total, at_target, mean_sum, finite_count, inner, tl.min(first, 0) == target, slope)
-    stats_ptr += token * stats_stride_t
-    write_statistics(stats_ptr, stats_stride_k, statistics, WITH_MEAN, WITH_ENTROPY, WITH_HITS, HAS_SOFTCAP)
+    write_statistics(stats_ptr + token, stats_stride, statistics, with_mean, with_entropy, with_hits, HAS_SOFTCAP)
 
     shift = tl.where(all_total == 0.0, 0.0, base)
     if exp_ptr is not None:

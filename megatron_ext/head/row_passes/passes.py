@@ -22,6 +22,7 @@ What a logit goes through before anything else, in the accumulation dtype (fp32;
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -392,11 +393,11 @@ def _without_triton() -> RowPasses:
 
 def _operator(plain: Callable[..., None], *written: str) -> Any:
     """An operator of a pass, by its own annotations. Its fake does nothing: a pass returns nothing."""
-    name = plain.__name__
+    name, names = plain.__name__, [*inspect.signature(plain).parameters]
 
     @functools.wraps(plain)
-    def run(x: Tensor, *arguments: Tensor, **options: Any) -> None:
-        getattr(passes_of(x), name)(x, *arguments, **options)
+    def run(x: Tensor, *arguments: Tensor, **options: Any) -> None:  # torch passes by place what it can
+        getattr(passes_of(x), name)(x, **dict(zip(names[1:], arguments, strict=False)), **options)
 
     operator = torch.library.custom_op(f"megatron_ext::{name}", run, mutates_args=written)
     operator.register_fake(lambda *arguments, **options: None)

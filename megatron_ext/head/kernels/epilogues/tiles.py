@@ -58,10 +58,10 @@ def launch(
     kernel: Any,
     x_TD: Tensor,
     w_VD: Tensor,
-    temperature: float,
-    bias_V: Tensor | None,
     by_rows: bool,
-    sm_margin: int,
+    bias_V: Tensor | None = None,
+    temperature: float = 1.0,
+    sm_margin: int = 0,
     **arguments: Any,
 ) -> None:
     """Start as many programs as the device has multiprocessors, but for `sm_margin`, for the tiles of `x @ W.T`.
@@ -88,7 +88,7 @@ def launch(
             K=_STEP,
             num_warps=8,
             num_stages=3,
-            **arguments,
+            **{name: x.contiguous() if isinstance(x, Tensor) else x for name, x in arguments.items()},
         )
 
 
