@@ -21,19 +21,6 @@ from megatron_ext.numerics.launches import launch
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def _rows_keep_bits() -> bool:
-    """Return whether rows of numpy's products keep their bits: Triton's interpreter multiplies by numpy."""
-    import numpy as np
-
-    own = np.random.default_rng(0)
-    a_MK, b_KN = (own.standard_normal(shape, np.float32) for shape in ((128, 64), (64, 256)))
-    return all(bool((np.roll(a_MK @ b_KN, by, 0) == np.roll(a_MK, by, 0) @ b_KN).all()) for by in (1, 2, 4, 8, 27))
-
-
-# Where the interpreter's rows do not keep bits in fp32, it makes a step of a product in fp64, rounded when it is added.
-_IN_DOUBLE = tl.constexpr(INTERPRETED.value and not _rows_keep_bits())
-
-
 @triton.jit
 def place(tile, down, across, together):
     """The row and the column of a tile, of `down` and `across`: neighbours are `together` tiles of rows of the same
@@ -46,11 +33,9 @@ def place(tile, down, across, together):
 
 @triton.jit
 def _summed(a, b, total, DTYPE: tl.constexpr):
-    if _IN_DOUBLE:
+    if INTERPRETED:  # rows of numpy's products in fp32 may have other bits at other places, and of bf16 it knows none
         step = tl.dot(a.to(tl.float64), b.to(tl.float64), input_precision="ieee", out_dtype=tl.float64)
         return total + step.to(DTYPE)
-    if INTERPRETED:  # it would multiply the bits of bf16 as integers; products of fp32 are as exact
-        a, b = a.to(DTYPE), b.to(DTYPE)
     return tl.dot(a, b, total, input_precision="ieee", out_dtype=DTYPE)
 
 
