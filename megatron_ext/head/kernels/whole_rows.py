@@ -8,6 +8,8 @@ from megatron_ext.head.kernels.logits import FAR, bend, exp, logits, lowest, raw
 
 NOWHERE = tl.constexpr(2147483647)
 
+# `wants`, as these functions take it: whether the mean, the entropy and the hits are wanted, and there is a softcap.
+
 
 @triton.jit
 def label_logit(row, target):
@@ -21,9 +23,10 @@ def label_logit(row, target):
 
 
 @triton.jit
-def sums(z, reference, axis: tl.constexpr, WITH_MEAN: tl.constexpr, WITH_ENTROPY: tl.constexpr):
+def sums(z, reference, axis: tl.constexpr, wants):
     """Exponentials relative to `reference`, and over `axis` their sum, sum e (z - reference), sum (z - reference) and
     count of the finite."""
+    WITH_MEAN, WITH_ENTROPY, _, _ = wants
     far = z - reference
     e = exp(far)
     total = tl.sum(e, axis)
@@ -38,15 +41,8 @@ def sums(z, reference, axis: tl.constexpr, WITH_MEAN: tl.constexpr, WITH_ENTROPY
 
 
 @triton.jit
-def write_statistics(
-    stats_ptr,
-    stats_stride,
-    found,
-    WITH_MEAN: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_HITS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
+def write_statistics(stats_ptr, stats_stride, found, wants):
+    WITH_MEAN, WITH_ENTROPY, WITH_HITS, HAS_SOFTCAP = wants
     peak, total, at_target, mean_sum, finite_count, inner, hit, slope = found
     tl.store(stats_ptr, peak)
     tl.store(stats_ptr + stats_stride, total)
@@ -110,6 +106,7 @@ def whole_row_kernel(
         exp_ptr += token * exp_stride
     softcap, temperature = tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE)
     row = (z_ptr, bias_V, counted, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
+    wants = (with_mean, with_entropy, with_hits, HAS_SOFTCAP)
     at_target, slope = label_logit(row, target)
     columns = tl.arange(0, FIRST)
     z = logits(row, columns, not FIRST_WHOLE)
@@ -119,18 +116,18 @@ def whole_row_kernel(
         more_z = logits(row, more_columns, True)
         peak = tl.maximum(peak, tl.max(more_z, 0))
     base = tl.maximum(peak, lowest(DTYPE))
-    e, total, inner, mean_sum, finite_count = sums(z, base, 0, with_mean, with_entropy)
+    e, total, inner, mean_sum, finite_count = sums(z, base, 0, wants)
     first = NOWHERE
     if with_hits:
         first = tl.min(tl.where(z == peak, columns, NOWHERE), 0)
     if REST:
-        more_e, more_total, more_inner, more_mean_sum, more_count = sums(more_z, base, 0, with_mean, with_entropy)
+        more_e, more_total, more_inner, more_mean_sum, more_count = sums(more_z, base, 0, wants)
         total, inner = total + more_total, inner + more_inner
         mean_sum, finite_count = mean_sum + more_mean_sum, finite_count + more_count
         if with_hits:
             first = tl.minimum(first, tl.min(tl.where(more_z == peak, more_columns, NOWHERE), 0))
     found = (peak, total, at_target, mean_sum, finite_count, inner, first == target, slope)
-    write_statistics(stats_ptr + token, stats_stride, found, with_mean, with_entropy, with_hits, HAS_SOFTCAP)
+    write_statistics(stats_ptr + token, stats_stride, found, wants)
     if shift_ptr is not None:
         tl.store(shift_ptr + token, tl.where(peak > float("-inf"), peak, 0.0))
     if exp_ptr is not None:
