@@ -29,11 +29,11 @@ class LoRA(NamedTuple):
     """A low-rank part of an lm head's logits, `scaling * dropout(hidden) @ A.T @ B.T`.
 
     Attributes:
-        A: `[r, D]`, the same on every rank that shares the vocabulary; its gradient is, too.
-        B: `[V/R, r]`, the rows of this rank's vocabulary shard, as the head's weight.
+        A: `[r, D]`, the same on every rank that shares the vocabulary, as is its gradient.
+        B: `[V/R, r]`, the rows of this rank's vocabulary shard, as of the head's weight.
         scaling: PEFT's `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora`.
-        dropout: the probability with which an entry of the hidden states is left out here, and the rest scaled up, as
-            PEFT does while a module trains; 0 outside of training. Hidden states and a mask are held for it.
+        dropout: the probability with which an entry of the hidden states is left out of this part, the rest scaled up,
+            as in PEFT while a module trains; 0 outside of training. It keeps hidden states and a mask for backward.
     """
 
     A: Tensor

@@ -39,11 +39,9 @@ class HeadSettings:
 
     Attributes:
         chunk_tokens: tokens per chunk; None lets the head choose. It changes memory, not results.
-        cache: how much of forward's work is kept for backward, as in `linear_cross_entropy`: 1 is fastest, 0 takes
-            least memory, "bounded" no more than the weight and its fp32 gradient, "auto" looks at what is
-            free, under Megatron's `deterministic_mode` it is "bounded".
-        logit_dtype: the dtype of the hidden states, if that has 16 bits, for logits that are rounded to it, as in
-            `LmHead`; torch.float32: not rounded; None: as Megatron's own setting of that name says, else not rounded.
+        cache: how much of forward's work is kept for backward, as in `LmHead`; under Megatron's `deterministic_mode`
+            "auto" is "bounded".
+        logit_dtype: as in `LmHead`, but None: as Megatron's own setting of that name says, else not rounded.
         z_loss: factor of `lse^2` in the loss that gradients are of. The losses that the model returns are without it,
             as Megatron's lm loss is without those of experts and of multi-token prediction: see `megatron_log`.
         label_smoothing: e of `(1 - e) nll - e mean_log_prob`, in [0, 1), as in `torch.nn.functional.cross_entropy`.
