@@ -7,7 +7,7 @@ import torch
 from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head import Entropy, IsArgmax, LmHead, LogProbs
 from megatron_ext.head.call.statistics import statistics_rows
-from megatron_ext.head.kernels.triton_passes import TRITON as twin
+from megatron_ext.head.kernels import TRITON as twin
 from megatron_ext.head.row_passes.passes import PYTORCH as plain
 
 ALL = {"temperature": 0.7, "with_entropy": True, "with_hits": True}

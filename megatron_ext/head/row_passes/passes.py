@@ -375,7 +375,7 @@ def triton_passes() -> RowPasses | None:
     """The passes in Triton; None where it is not installed, or has no device."""
     if importlib.util.find_spec("triton") is None or (torch.version.cuda is None and not _interpreted()):
         return None
-    found: RowPasses = importlib.import_module("megatron_ext.head.kernels.triton_passes").TRITON
+    found: RowPasses = importlib.import_module("megatron_ext.head.kernels").TRITON
     return found
 
 
@@ -441,4 +441,4 @@ def engine_combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: Re
 
 
 def _kernels() -> Any:
-    return importlib.import_module("megatron_ext.head.kernels.engine_softmax")
+    return importlib.import_module("megatron_ext.head.kernels.fixed_order_sums")
