@@ -206,7 +206,7 @@ def test_fused_epilogues_on_hopper():
             for kept in (None, e):
                 product_statistics(x, w, target, torch.zeros(5, tokens), f, kept, **given, **sums)
         product_gradient(x, w, target, f, e, counted=columns)
-        product_gradient(x, w, target, f, e, f, f, **bends)
+        product_gradient(x, w, target, f, e, scale_T=f, slope_T=f, **bends)
     counts = []
     for launch in found:
         launch.check_spills()
