@@ -221,7 +221,7 @@ def _check_token_ids(
     alone = group_size(cp_group) == 1
     if alone and tells_of_token_ids(rows):
         return args, kwargs
-    refusal.fault = token_id_fault(rows.weight.shape[0], tokens)
+    refusal.fault = token_id_fault(rows, tokens)
     if alone and refusal.fault is not None:
         raise refusal.fault
     if not alone:

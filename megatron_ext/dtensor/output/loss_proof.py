@@ -18,7 +18,7 @@ from megatron_ext.dtensor.decoder import embedding
 from megatron_ext.dtensor.output.promised_logits import HeadCall
 from megatron_ext.dtensor.output.reads import PLAIN, head_call
 from megatron_ext.dtensor.output.stand_ins import HeadLike, is_registered, is_sharded, promising, stub_of, with_head
-from megatron_ext.dtensor.sequence_arguments import SequenceLayout
+from megatron_ext.dtensor.sequence_arguments import SequenceLayout, rows_of
 from megatron_ext.proof import SAMPLE_TOKENS, Proof, compare
 from megatron_ext.proof.comparison import state_put_back
 from megatron_ext.proof.values import HOOKS
@@ -156,10 +156,9 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
             sample[name] = x[:1]
     if isinstance(ids, Tensor):
         several = ids.flatten().repeat(-(-count // ids.numel()))[: max(count, 1)].view(1, -1)
-        known = embedding(model).weight.shape[0]
-        sample["input_ids"] = (
-            several.clamp(0, known - 1) if short or ids.dim() == 1 else ids[:1, :count].clamp(0, known - 1)
-        )
+        known = rows_of(embedding(model))
+        first = several if short or ids.dim() == 1 else ids[:1, :count]
+        sample["input_ids"] = first.clamp(0, None if known is None else known - 1)
         targets = sample["input_ids"].clamp(max=columns - 1).clone()
     else:
         targets = labels.flatten()[:count].view(1, -1).clamp(0, columns - 1).clone()
