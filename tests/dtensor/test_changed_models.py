@@ -80,6 +80,31 @@ def test_what_a_head_holds_is_looked_at_again(change, way):
     assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
 
 
+class BorrowingHead(nn.Module):
+    """A head with the embedding's weight, which is no parameter of its own."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = [rows]
+
+    @property
+    def weight(self):
+        return self.rows[0].weight
+
+    def forward(self, hidden):
+        return F.linear(hidden, self.weight)
+
+
+@pytest.mark.parametrize("way", ["use_fused_loss", "read"])
+def test_a_head_without_parameters(way):
+    model = make("llama")
+    model.lm_head = BorrowingHead(model.model.embed_tokens)
+    expected, gradients = loss_and_gradients(model, **batch())
+    found, of_ours = read(way, use_fused_loss(model) if way == "use_fused_loss" else model)
+    assert error(found, expected) < 3e-6
+    assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
+
+
 class PowerHead(nn.Linear):
     """A head that is told more than hidden states."""
 

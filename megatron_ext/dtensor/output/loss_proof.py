@@ -61,6 +61,8 @@ def prove(
     nothing is sent.
     """
     head = whole_copy(model.get_submodule(path))
+    if next(head.parameters(), None) is None:
+        return Proof.not_comparable("its lm head has no parameter of its own")
     device = next(iter(head.parameters())).device
     sample = sample_of(model, given, next(iter(head.parameters())).shape[0])
     made_for_inference = {name: x.clone() for name, x in sample.items() if isinstance(x, Tensor) and x.is_inference()}
