@@ -289,6 +289,47 @@ def test_a_first_call_inside_of_a_checkpoint(reentrant):
     assert fused_loss_report(model).proofs[0].fused
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return 2 * logits
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class AddedUp(Doubled):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits + logits
+
+
+@pytest.mark.parametrize("function", [Doubled, AddedUp])
+@pytest.mark.parametrize("made", [False, True])
+def test_a_function_of_the_logits_of_some_batches(made, function):
+    """It may be left out of a sample."""
+
+    def loss(logits, labels, vocab_size, **others):
+        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        if len(labels) > 64:
+            logits = function.apply(logits + 0 if made else logits)
+        return F.cross_entropy(logits, labels)
+
+    given = {name: x.repeat(12, 1) for name, x in batch().items()}
+    plain, model = make("llama"), use_fused_loss(make("llama"))
+    plain.loss_function = model.loss_function = loss
+    if made:
+        expected, true = loss_and_gradients(plain, **given)
+        found = model(**given).loss
+        found.backward()
+        assert error(found, expected) < 3e-6
+        check_gradients(model, true)
+    else:
+        with pytest.raises(ValueError, match=r"an autograd.Function was applied to logits .* apply it to logits \+ 0"):
+            model(**given).loss.backward()
+
+
 class ThirdOfGradients(nn.Linear):
     def forward(self, hidden):
         hidden = hidden / 3 + hidden.detach() * 2 / 3

@@ -60,6 +60,7 @@ class HeadCall:
         redeem: from hidden states `[..., D]`, targets, the transform and the number of columns to a cross entropy.
         in_slices: hidden states are a slice, so that tokens cannot be chosen among them; then it is `whole`.
         whole: the cross entropy of some tokens is read as one of all: ranks send alike, whatever a loss leaves out.
+        trains: whether hidden states or the head take a gradient.
         made: the head's logits, once somebody asked for them; `read_by` names the function that did.
         redeemed: the arguments of the last cross entropy that was read from hidden states.
         promises: all that were given, as far as they live.
@@ -73,6 +74,7 @@ class HeadCall:
     redeem: Callable[..., Tensor] = field(repr=False)
     in_slices: bool = False
     whole: bool = False
+    trains: bool = False
     made: Tensor | None = field(default=None, repr=False)
     read_by: str | None = None
     redeemed: CrossEntropyArguments | None = None
@@ -131,6 +133,9 @@ class DeferredLogits(Tensor):
         promise.call, promise.state, promise.source, promise.made = call, state, source, None
         promise.with_grad = torch.is_grad_enabled() and (source is None or source.with_grad)
         call.promises.append(weakref.ref(promise))
+        if promise.with_grad and call.trains:  # an autograd.Function's gradient is for it, which torch does not ask
+            with torch._C.DisableTorchFunctionSubclass():
+                promise.requires_grad_().register_hook(_refuse_function)
         return promise
 
     def logits(self, asked_by: str) -> Tensor:
@@ -163,6 +168,10 @@ class DeferredLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         promise = next((x for x in args if isinstance(x, DeferredLogits)), None)
+        if promise is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                if promise.grad_fn is not None:  # a Function has made it
+                    _refuse_function()
         if promise is not None and promise.made is None and func in _FOLLOWED:
             followed = _FOLLOWED[func](promise, func, args, kwargs)
             if isinstance(followed, _State):
@@ -172,6 +181,13 @@ class DeferredLogits(Tensor):
         name = getattr(func, "__name__", str(func))
         args, kwargs = tree_map(lambda x: x.logits(name) if isinstance(x, DeferredLogits) else x, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _refuse_function(gradient: Tensor | None = None) -> None:
+    raise ValueError(
+        "an autograd.Function was applied to logits that the fused head has not made, and its gradient would not reach "
+        "them: apply it to logits + 0, which makes the logits, or call restore_own_loss(model)"
+    )
 
 
 def _then(promise: DeferredLogits, func: Any, rest: tuple, kwargs: dict, **changes: Any) -> _State:

@@ -188,7 +188,8 @@ def head_call(head: Any, read: Read, hidden: Tensor, given: dict[str, Any], whol
         with torch.autocast(hidden.device.type, enabled=False) if whole else nullcontext():
             return _cross_entropy(head, read, hidden, targets, logits.facts(1.0), (columns, given, divisor, tokens))
 
-    return HeadCall(hidden, tokens, columns, dtype, make, redeem, in_slices, ranks > 1)
+    trains = hidden.requires_grad or any(x.requires_grad for x in head.parameters())
+    return HeadCall(hidden, tokens, columns, dtype, make, redeem, in_slices, ranks > 1, trains)
 
 
 def with_arguments(read: Read, own: CrossEntropyArguments) -> Read:
