@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.dtensor.output.promised_logits import HeadCall
+from megatron_ext.dtensor.output.promised_logits import promise_of
+from megatron_ext.dtensor.output.reads import HeadCall
 from megatron_ext.proof import why_fusion_is_off
 
 REGISTERED = "_megatron_ext_head"  # where a model that `parallelize` made has its reading from hidden states
@@ -122,7 +123,7 @@ def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[
             return (head if is_sharded(head) else head.forward)(hidden, *args, **kwargs)
         call = call_of(hidden)
         keep(call)
-        return call.promise()
+        return promise_of(call)
 
     stub.__dict__["forward"] = forward
     return stub
@@ -171,14 +172,11 @@ class _OfInstance:
     def __init__(self, model: Any, forward: Callable[..., Any]):
         # A method of another object computes with what that one has, and a proxy of a method adds something to it.
         own = type(forward) is MethodType and forward.__self__ is model
-        self.function = forward.__func__ if own else None  # type: ignore[attr-defined]
-        self.forward = None if own else forward
+        self.takes_model = own
+        self.forward = forward.__func__ if own else forward  # type: ignore[attr-defined]
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.function is not None:
-            return self.function(model, *args, **kwargs)
-        assert self.forward is not None
-        return self.forward(*args, **kwargs)
+        return self.forward(model, *args, **kwargs) if self.takes_model else self.forward(*args, **kwargs)
 
 
 def forward_of(model: Any) -> Callable[..., Any]:
