@@ -285,7 +285,7 @@ def _on_whole_sequences(
             labels_BS = labels_BS.masked_fill(F.pad(left_out[:, 1:], (0, 1)) | left_out, IGNORE_INDEX)
     ranks, length = group_size(cp_group), tokens_BS.shape[1]
     # On one rank the hook of `use_attention` looks at them.
-    fault = token_id_fault(embedding(model).weight.shape[0], tokens_BS) if hook is None or ranks > 1 else None
+    fault = token_id_fault(embedding(model), tokens_BS) if hook is None or ranks > 1 else None
     if fault is not None and hook is None:
         raise fault
     if fault is not None:

@@ -81,6 +81,31 @@ def test_what_a_head_holds_is_looked_at_again(change, way):
     assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
 
 
+class BorrowingHead(nn.Module):
+    """A head with the embedding's weight, which is no parameter of its own."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = [rows]
+
+    @property
+    def weight(self):
+        return self.rows[0].weight
+
+    def forward(self, hidden):
+        return F.linear(hidden, self.weight)
+
+
+@pytest.mark.parametrize("way", ["use_fused_loss", "read"])
+def test_a_head_without_parameters(way):
+    model = make("llama")
+    model.lm_head = BorrowingHead(model.model.embed_tokens)
+    expected, gradients = loss_and_gradients(model, **batch())
+    found, of_ours = read(way, use_fused_loss(model) if way == "use_fused_loss" else model)
+    assert error(found, expected) < 3e-6
+    assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
+
+
 class PowerHead(nn.Linear):
     """A head that is told more than hidden states."""
 
@@ -255,6 +280,47 @@ def test_a_first_call_inside_of_a_checkpoint(reentrant):
     assert error(losses[1], losses[0]) < 3e-6
     check_gradients(model, {name: p.grad for name, p in true.named_parameters()})
     assert fused_loss_report(model).proofs[0].fused
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return 2 * logits
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class AddedUp(Doubled):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits + logits
+
+
+@pytest.mark.parametrize("function", [Doubled, AddedUp])
+@pytest.mark.parametrize("made", [False, True])
+def test_a_function_of_the_logits_of_some_batches(made, function):
+    """It may be left out of a sample."""
+
+    def loss(logits, labels, vocab_size, **others):
+        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        if len(labels) > 64:
+            logits = function.apply(logits + 0 if made else logits)
+        return F.cross_entropy(logits, labels)
+
+    given = {name: x.repeat(12, 1) for name, x in batch().items()}
+    plain, model = make("llama"), use_fused_loss(make("llama"))
+    plain.loss_function = model.loss_function = loss
+    if made:
+        expected, true = loss_and_gradients(plain, **given)
+        found = model(**given).loss
+        found.backward()
+        assert error(found, expected) < 3e-6
+        check_gradients(model, true)
+    else:
+        with pytest.raises(ValueError, match=r"an autograd.Function was applied to logits .* apply it to logits \+ 0"):
+            model(**given).loss.backward()
 
 
 class ThirdOfGradients(nn.Linear):

@@ -323,8 +323,8 @@ def _is_text_alone(model: Any) -> bool:
 
 def _check_token_ids(model: Any, given: dict[str, Any]) -> None:
     rows, tokens = embedding(model), given.get("input_ids")
-    looks = _is_text_alone(model) and rows.weight.dim() == 2 and not tells_of_token_ids(rows)
-    if looks and isinstance(tokens, Tensor) and (unknown := token_id_fault(rows.weight.shape[0], tokens)) is not None:
+    looks = _is_text_alone(model) and not tells_of_token_ids(rows)
+    if looks and isinstance(tokens, Tensor) and (unknown := token_id_fault(rows, tokens)) is not None:
         raise unknown
 
 
