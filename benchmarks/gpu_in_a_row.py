@@ -1,8 +1,8 @@
 """`python -m benchmarks.gpu_in_a_row`: what a step costs among others like it, in time, joules and clocks.
 
 A short burst of a product runs at a clock that the card cannot hold: here each step runs for `--seconds` without a
-pause, first the three products of a head, one after the other, then heads, last with logits of more than size 1, of
-which most gradients are 0.
+pause, first the three products of a head, one after the other, then heads, then a mean of so many tokens that forward
+makes its gradient, and last a head with logits of more than size 1, of which most gradients are 0.
 """
 
 import argparse
@@ -17,11 +17,12 @@ import torch
 
 from benchmarks import gpu, gpu_run, record
 from benchmarks.cases import GPU_CASES, Case
-from benchmarks.implementations import fused_epilogue, ours
+from benchmarks.implementations import MEAN, fused_epilogue, kept_by_default, ours
 from benchmarks.measure import Inputs, drawn, run_once
 from benchmarks.nvml import Nvml, StandIn
 
 LARGE = 8.0  # size of logits
+LONG = Case("32768 x 4096 x 128256", 32768, 4096, 128256, 1, torch.bfloat16, "cuda")
 
 
 def three_products(inputs: Inputs) -> Callable[[], object]:
@@ -39,16 +40,18 @@ def three_products(inputs: Inputs) -> Callable[[], object]:
 
 
 def in_a_row(machine: gpu_run.Machine, card: Any, step: Callable[[], object], seconds: float) -> list[gpu_run.Row]:
-    """Rows of one step, repeated for so long; the clock and what holds it are read while steps run."""
+    """Rows of one step, repeated for so long; the clock and what holds it are read while steps run: the share of the
+    readings in which each reason was there, of the power limit even if it never was."""
     step()
     machine.synchronize()
-    clocks, held, steps = [], [], 0
+    clocks, held, steps = [], {"power limit": 0}, 0
     joules, began = card.joules(), time.perf_counter()
     while not steps or time.perf_counter() - began < seconds:
         for _ in range(3):
             step()
         clocks.append(card.megahertz())
-        held.append("power limit" in card.held_by())
+        for reason in card.held_by():
+            held[reason] = held.get(reason, 0) + 1
         machine.synchronize()
         steps += 3
     elapsed, spent = time.perf_counter() - began, card.joules() - joules
@@ -57,20 +60,27 @@ def in_a_row(machine: gpu_run.Machine, card: Any, step: Callable[[], object], se
         ("energy of a step", "J", [spent / steps]),
         ("power", "W", [spent / elapsed]),
         ("clock", "MHz", clocks),
-        ("held by the power limit", "1", [sum(held) / len(held)]),
+        *((f"held by the {reason}", "1", [times / len(clocks)]) for reason, times in held.items()),
     ]
 
 
 def steps_of(case: Case, size: float) -> dict[str, Callable[[], object]]:
     """What is measured of a case, whose logits are of about this size."""
     inputs = drawn(case, size)
-    known = {f"ours, cache {cache}": ours(cache).build(case, None) for cache in (1, 0)}
-    fused = [fused_epilogue(cache) for cache in (1, 0)]
-    known |= {head.name: head.build(case, None) for head in fused}
-    heads = {name: lambda head=head: run_once(head, inputs) for name, head in known.items()}
+    measured, products = [ours(1), ours(0), fused_epilogue(1), fused_epilogue(0)], True
     if size != 1:
-        return {f"{name}, logits of {size:g}": step for name, step in heads.items()}
-    return {"three products": three_products(inputs)} | heads
+        measured, products = [ours(1)], False
+    elif kept_by_default(case) < 1:
+        measured, products = [ours(None), MEAN], False
+    suffix = "" if size == 1 else f", logits of {size:g}"
+    known = {f"{implementation.name}{suffix}": implementation.build(case, None) for implementation in measured}
+    heads = {name: lambda head=head: run_once(head, inputs) for name, head in known.items()}
+    return ({"three products": three_products(inputs)} if products else {}) | heads
+
+
+def measured_of(cases: list[Case], long: Case) -> list[tuple[Case, float]]:
+    """Cases in order, each with the size of its logits."""
+    return [*((case, 1.0) for case in [*cases, long]), *((case, LARGE) for case in cases)]
 
 
 def main() -> None:
@@ -83,18 +93,18 @@ def main() -> None:
         if options.rehearse:
             from benchmarks.stand_in import stood_in_for_cuda
 
-            machine, cases, card = stack.enter_context(stood_in_for_cuda()), gpu.REHEARSAL, StandIn()
+            machine, card = stack.enter_context(stood_in_for_cuda()), StandIn()
+            measured = measured_of(gpu.REHEARSAL, replace(gpu.REHEARSAL[0], name="rehearsal, long", tokens=200))
             origin, seconds = replace(record.Origin.here("cpu"), device="rehearsal"), 0.0
         else:
-            machine, cases, card = gpu_run.cuda(), GPU_CASES, Nvml()
+            machine, card, measured = gpu_run.cuda(), Nvml(), measured_of(GPU_CASES, LONG)
             origin, seconds = record.Origin.here("cuda"), options.seconds
         run = gpu_run.Run(machine, origin, options.out, seconds)
-        for size in (1.0, LARGE):
-            for case in cases:
-                for name, step in steps_of(case, size).items():
-                    row = f"in a row: {name}"
-                    if not run.measured(case, row):
-                        run.attempt(case, row, lambda step=step: in_a_row(machine, card, step, seconds))
+        for case, size in measured:
+            for name, step in steps_of(case, size).items():
+                row = f"in a row: {name}"
+                if not run.measured(case, row):
+                    run.attempt(case, row, lambda step=step: in_a_row(machine, card, step, seconds))
 
 
 if __name__ == "__main__":
