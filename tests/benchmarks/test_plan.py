@@ -1,6 +1,7 @@
 """The plan's committed rows are what the code launches now, its budgets hold, and its arithmetic is right."""
 
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -112,6 +113,26 @@ def test_a_mean_takes_the_memory_of_cache_0_and_an_fp32_dw(case):
     (made, peak), (_, least) = plan.plan(case, plan.MEAN), plan.plan(case, 0)
     assert sum(launch.flops for launch in made.launches) == 6 * case.nvh
     assert peak <= least + 4 * case.columns * case.width
+
+
+def test_the_page_tells_where_the_default_takes_more_than_all_exponentials():
+    """In time and memory. At B, where a half would, the default keeps all."""
+    half, whole = (committed(plan.B, cache) for cache in (0.5, 1))
+    assert half[plan.PEAK] > whole[plan.PEAK]
+    assert plan.kept_by_default(plan.B) == 1
+    page = " ".join((DOCS / "head.md").read_text().split())
+    (told,) = re.findall(
+        r"On one rank of 8, at (.*), the default takes more time and a higher peak than `cache=1`", page
+    )
+    found = []
+    for case in plan.CASES:
+        if plan.kept_by_default(case) < 1:
+            least, default, mean = (committed(case, head) for head in (1, plan.ours(None), plan.MEAN))
+            if default[plan.PEAK] > least[plan.PEAK]:
+                assert default[plan.SUSTAINED] > least[plan.SUSTAINED]
+                assert mean[plan.PEAK] < least[plan.PEAK]
+                found.append(case.name.removesuffix(", one rank of 8"))
+    assert told == " and ".join(found)
 
 
 def test_the_note_shows_the_committed_rows():
@@ -284,6 +305,7 @@ def test_checks_are_launches_too(ranks, assertions):
     names = [launch.name for launch in plan.plan(case, 1)[0].launches]
     assert names.count("_assert_async") == assertions
     assert names.count("ids_exist_kernel") == names.count("columns_kernel") == 1
+    assert names.count("exchange_checks_kernel") == (ranks > 1), "what ranks sent is checked in one launch"
     assert names.count("ids_checksum_kernel") == (ranks > 1), "labels are told by a checksum"
 
 
