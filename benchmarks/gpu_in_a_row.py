@@ -1,28 +1,27 @@
-"""`python -m benchmarks.gpu_in_a_row`: what a step costs among others like it, in time, joules and clocks.
+"""`python -m benchmarks.run gpu --only in-a-row`: what a step costs among others like it, in time, joules and clocks.
 
 A short burst of a product runs at a clock that the card cannot hold: here each step runs for `--seconds` without a
 pause, first the three products of a head, one after the other, then heads, then a mean of so many tokens that forward
 makes its gradient, and last a head with logits of more than size 1, of which most gradients are 0.
 """
 
-import argparse
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import gpu, gpu_run, record
-from benchmarks.cases import GPU_CASES, Case
+from benchmarks import gpu_run
+from benchmarks.cases import Case
 from benchmarks.implementations import MEAN, fused_epilogue, kept_by_default, ours
 from benchmarks.measure import Inputs, drawn, run_once
 from benchmarks.nvml import Nvml, StandIn
 
 LARGE = 8.0  # size of logits
+# Of so many tokens that the default does not keep all exponentials, and of so many in a rehearsal.
 LONG = Case("32768 x 4096 x 128256", 32768, 4096, 128256, 1, torch.bfloat16, "cuda")
+REHEARSED_TOKENS = 200
 
 
 def three_products(inputs: Inputs) -> Callable[[], object]:
@@ -78,34 +77,19 @@ def steps_of(case: Case, size: float) -> dict[str, Callable[[], object]]:
     return ({"three products": three_products(inputs)} if products else {}) | heads
 
 
-def measured_of(cases: list[Case], long: Case) -> list[tuple[Case, float]]:
-    """Cases in order, each with the size of its logits."""
+def measured_of(cases: list[Case]) -> list[tuple[Case, float]]:
+    """Cases in order, each with the size of its logits: those that are given, of a GPU or rehearsed, and a long one."""
+    long = LONG
+    if cases[0].device != LONG.device:
+        long = replace(cases[0], name=f"{cases[0].name}, long", tokens=REHEARSED_TOKENS)
     return [*((case, 1.0) for case in [*cases, long]), *((case, LARGE) for case in cases)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="the CSV")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each step (default: %(default)s)")
-    parser.add_argument("--rehearse", action="store_true", help="the same on a CPU, at toy sizes")
-    options = parser.parse_args()
-    with ExitStack() as stack:
-        if options.rehearse:
-            from benchmarks.stand_in import stood_in_for_cuda
-
-            machine, card = stack.enter_context(stood_in_for_cuda()), StandIn()
-            measured = measured_of(gpu.REHEARSAL, replace(gpu.REHEARSAL[0], name="rehearsal, long", tokens=200))
-            origin, seconds = replace(record.Origin.here("cpu"), device="rehearsal"), 0.0
-        else:
-            machine, card, measured = gpu_run.cuda(), Nvml(), measured_of(GPU_CASES, LONG)
-            origin, seconds = record.Origin.here("cuda"), options.seconds
-        run = gpu_run.Run(machine, origin, options.out, seconds)
-        for case, size in measured:
-            for name, step in steps_of(case, size).items():
-                row = f"in a row: {name}"
-                if not run.measured(case, row):
-                    run.attempt(case, row, lambda step=step: in_a_row(machine, card, step, seconds))
-
-
-if __name__ == "__main__":
-    main()
+def measure(run: gpu_run.Run, cases: list[Case]) -> None:
+    """Rows of each step, as far as `run` lacks them."""
+    card = Nvml() if run.machine.device == "cuda" else StandIn()
+    for case, size in measured_of(cases):
+        for name, step in steps_of(case, size).items():
+            row = f"in a row: {name}"
+            if not run.measured(case, row):
+                run.attempt(case, row, lambda step=step: in_a_row(run.machine, card, step, run.seconds))

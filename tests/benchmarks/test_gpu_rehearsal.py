@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_in_a_row, gpu_run, gpu_steps, nvml, record, wheels
+from benchmarks import gpu, gpu_in_a_row, gpu_probes, gpu_run, gpu_steps, nvml, record, wheels
 from benchmarks.cases import GPU_CASES
 from benchmarks.gpu_run import NOT_MEASURED
 from benchmarks.gpu_steps import Step
@@ -23,13 +23,15 @@ from tests.passed import Passed
 
 FAILING = """
 import sys
+from functools import partial
 from pathlib import Path
 from benchmarks import gpu
 from benchmarks.implementations import Implementation, ours
 def fails(case, group):
     raise ImportError("no such package")
 wrong = lambda case, group: lambda x, w, y: 2 * ours(1).build(case, group)(x, w, y)
-gpu.main(Path(sys.argv[1]), 0.0, True, [Implementation("fails", fails), Implementation("wrong", wrong)])
+more = [Implementation("fails", fails), Implementation("wrong", wrong)]
+gpu.main(Path(sys.argv[1]), 0.0, True, [partial(gpu.heads, more=more)])
 """
 
 
@@ -71,7 +73,7 @@ def test_tests_and_measurements_rehearsed(tmp_path):
         assert measured[f"in a row: {name}", "held by the power limit"].p50 == 1
     assert measured["dx: halves of K", "time"].p50 > 0
     assert measured["log-probabilities: chunks of 1024", "time"].p50 > 0
-    assert "cache 0" in (tmp_path / gpu_steps.PROFILE).read_text()
+    assert "cache 0" in (tmp_path / gpu_probes.PROFILE).read_text()
     fused = [f"ours, fused epilogue, cache {cache}" for cache in (1, 0)]
     for name in ("ours, cache 1", "ours, cache 0.5", "ours, cache 0", *fused, "megatron unfused", "megatron fused"):
         assert measured[name, "time"].p50 > 0, name
@@ -218,15 +220,12 @@ def test_steps_in_a_row_fit_into_their_seconds(tmp_path):
     """Two seconds each, and twenty to import torch and to compile kernels."""
     cases = [
         (replace(case, tokens=case.tokens // 64, width=case.width // 64, vocab=256, device="cpu"), size)
-        for case, size in gpu_in_a_row.measured_of(GPU_CASES, gpu_in_a_row.LONG)
+        for case, size in gpu_in_a_row.measured_of(GPU_CASES)
     ]
     names = [[*gpu_in_a_row.steps_of(case, size)] for case, size in cases]
     assert names[2] == ["ours, default", "ours, a mean"]
-    assert (
-        names[0]
-        == names[1]
-        == ["three products", *(f"ours, {kind}cache {n}" for kind in ("", "fused epilogue, ") for n in (1, 0))]
-    )
+    of_caches = [f"ours, {kind}cache {cache}" for kind in ("", "fused epilogue, ") for cache in (1, 0)]
+    assert names[0] == names[1] == ["three products", *of_caches]
     assert names[3] == names[4] == ["ours, cache 1, logits of 8"]
     step = next(step for step in gpu_steps.steps(tmp_path, False) if step.name == "in a row")
     assert 2 * sum(map(len, names)) + 20 <= step.seconds

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import head_memory, plan, power, record
+from benchmarks import head_memory, plan, record
 from benchmarks.launches import LEAST_SECONDS, Launch, Plan, planned
 from megatron_ext import linear_log_probs
 from megatron_ext.head.call.gpu_properties import DEVICES, epilogue_seconds, product_seconds, waves
@@ -70,7 +70,7 @@ def test_committed_rows_of_options_are_those_of_the_code(case, head):
     rows = committed(case, head)
     for metric, value in (
         (plan.MILLISECONDS, made.seconds * 1e3),
-        (plan.SUSTAINED, power.seconds(made) * 1e3),
+        (plan.SUSTAINED, made.sustained_seconds * 1e3),
         (plan.PEAK, peak / (case.tokens * case.columns)),
         (plan.LAUNCHES, len(made.launches)),
     ):
@@ -84,7 +84,7 @@ def test_committed_rows_of_read_outs_are_those_of_the_code(case):
     assert reads.keys() == READ_BYTES.keys()
     for name, made in reads.items():
         rows = committed(case, replace(plan.TENSOR_PARALLEL, name=name))
-        for metric, value in ((plan.MILLISECONDS, made.seconds * 1e3), (plan.SUSTAINED, power.seconds(made) * 1e3)):
+        for metric, value in ((plan.MILLISECONDS, made.seconds * 1e3), (plan.SUSTAINED, made.sustained_seconds * 1e3)):
             assert rows[metric] == pytest.approx(value, rel=1e-4), f"{metric}: run `python -m benchmarks.run plan`"
         products = [launch for launch in made.launches if launch.flops]
         assert len(products) <= (1 if "fused" in name else 8)
@@ -162,8 +162,8 @@ def test_a_launch_takes_the_longer_of_its_time_and_its_joules():
     sent = replace(copied, is_collective=True)
     found = Plan(H200, [product, copied, sent])
     spent = step_time.JOULES_PER_FLOP * 1e12
-    assert power.seconds(found) == pytest.approx(spent / (power.WATTS - power.AT_REST) + 1e-3)
-    assert power.step_joules(found) <= power.WATTS * power.seconds(found)
+    assert found.sustained_seconds == pytest.approx(spent / (step_time.WATTS - step_time.AT_REST) + 1e-3)
+    assert found.joules <= step_time.WATTS * found.sustained_seconds
 
 
 FUSED, FUSED_0 = (head.name for head in plan.PEERS[:2])
