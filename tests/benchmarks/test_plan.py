@@ -115,7 +115,7 @@ def test_a_mean_takes_the_memory_of_cache_0_and_an_fp32_dw(case):
     assert peak <= least + 4 * case.columns * case.width
 
 
-def test_the_page_tells_where_the_default_takes_more_than_all_exponentials():
+def test_the_page_tells_where_the_default_is_worse_than_all():
     """In time and memory. At B, where a half would, the default keeps all."""
     half, whole = (committed(plan.B, cache) for cache in (0.5, 1))
     assert half[plan.PEAK] > whole[plan.PEAK]
