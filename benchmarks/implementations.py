@@ -165,7 +165,7 @@ def available(case: Case, on_gpu: bool = False) -> tuple[list[Implementation], l
     else:
         absent.append("megatron: megatron-core is not installed")
     if on_gpu:  # what they cost is counted at full size; on a CPU their times say little more
-        found += [*MODELS, of_bits("batch"), of_bits("tensor_parallel")]
+        found += [fused_epilogue(1), fused_epilogue(0), *MODELS, of_bits("batch"), of_bits("tensor_parallel")]
     if case.ranks == 1:  # Megatron's compares alike on several; the others know no vocabulary shards
         if stock:
             found.append(FUSED)

@@ -37,9 +37,12 @@ CASES = [
     Case("8192 x 2048 x 131072, one rank of 8", 8192, 2048, 131072, 8, torch.bfloat16),
     Case("8192 x 4096 x 262144", 8192, 4096, 262144, 1, torch.bfloat16),
 ]
+# What a GPU has measured of B with `bits="tensor_parallel"`: one rank that sums all eight leaves.
+EIGHT_LEAVES = Case("B, one shard of 8", 16384, 8192, 152064 // 8, 1, torch.bfloat16)
+TENSOR_PARALLEL = of_bits("tensor_parallel")
 CACHES = (1, 0.5, 0)
 Cache = float | None  # None: as the head has it by default
-PEERS = (fused_epilogue(1), fused_epilogue(0), of_bits("batch"), of_bits("tensor_parallel"), UNFUSED)
+PEERS = (fused_epilogue(1), fused_epilogue(0), of_bits("batch"), TENSOR_PARALLEL, UNFUSED)
 MILLISECONDS, FLOOR, ABOVE = "planned time", "floor", "above the floor"
 EPILOGUES, WORST = "of it epilogues", "planned time, worst labels"
 SUSTAINED, ENERGY, MEASURED = "time at 700 W", "energy", "measured / time at 700 W"
@@ -210,6 +213,8 @@ def summary(path: Path) -> str:
 def heads(case: Case) -> list[Cache | Implementation]:
     """Ours at each cache, by default and for a mean where the default is another than 1, and at A and B what stands
     beside ours."""
+    if case == EIGHT_LEAVES:
+        return [TENSOR_PARALLEL]
     found: list[Cache | Implementation] = [*CACHES] if case in (A, B) else [1]
     if kept_by_default(case) < 1:
         found += [None, MEAN]
@@ -220,7 +225,7 @@ def main(out: Path | None, device: Device) -> None:
     """Prints the launches of every case, writes their rows (to benchmarks/results/plan.csv for the H200)."""
     out = out or (record.RESULTS / "plan.csv" if device.name == "H200" else None)
     origin = replace(record.Origin.here("cpu"), device=f"planned for {device.name}", commit="", date="")
-    for case in CASES:
+    for case in (*CASES, EIGHT_LEAVES):
         for cache in heads(case):
             print(text(case, cache, device) + measured_beside(case, cache, device) + "\n", flush=True)
             if out is not None:
@@ -236,7 +241,9 @@ def measured_beside(case: Case, cache: Cache | Implementation, device: Device) -
 
 
 def measured_rows(case: Case, name: str, device: Device) -> list[record.Row]:
-    """Times of that device: its rows are in a file that is named for it."""
+    """Times of that device: its rows are in a file that is named for it. None of one rank's leaf."""
+    if name == TENSOR_PARALLEL.name and case.ranks > 1:
+        return []
     return [
         row
         for path in sorted(record.RESULTS.glob(f"*{device.name.lower()}*.csv"))

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_probes, gpu_run, gpu_steps, nvml, record, wheels
+from benchmarks import gpu, gpu_in_a_row, gpu_probes, gpu_run, gpu_steps, nvml, record, wheels
+from benchmarks.cases import GPU_CASES
 from benchmarks.gpu_run import NOT_MEASURED
 from benchmarks.gpu_steps import Step
 from tests.pages import ROOT
@@ -64,17 +65,21 @@ def test_tests_and_measurements_rehearsed(tmp_path):
 
     out = tmp_path / "rows.csv"
     measured = rows(out)
-    for name in ("three products", "ours, cache 1", "ours, cache 0", "ours, cache 1, logits of 8"):
+    for name in (
+        *("three products", "ours, cache 1", "ours, cache 0", "ours, fused epilogue, cache 1"),
+        *("ours, default", "ours, a mean", "ours, cache 1, logits of 8"),
+    ):
         assert measured[f"in a row: {name}", "energy of a step"].p50 > 0, name
         assert measured[f"in a row: {name}", "held by the power limit"].p50 == 1
     assert measured["dx: halves of K", "time"].p50 > 0
     assert measured["log-probabilities: chunks of 1024", "time"].p50 > 0
     assert "cache 0" in (tmp_path / gpu_probes.PROFILE).read_text()
-    for name in ("ours, cache 1", "ours, cache 0.5", "ours, cache 0", "megatron unfused", "megatron fused"):
+    fused = [f"ours, fused epilogue, cache {cache}" for cache in (1, 0)]
+    for name in ("ours, cache 1", "ours, cache 0.5", "ours, cache 0", *fused, "megatron unfused", "megatron fused"):
         assert measured[name, "time"].p50 > 0, name
         assert measured[name, "error / plain"].p50 <= 2.5  # the interpreter cuts 16-bit results off
         assert (name, NOT_MEASURED) not in measured
-    assert {row.case.split()[0] for row in record.read(out)} == {"rehearsal", "numerics"}
+    assert {row.case.split()[0].strip(",") for row in record.read(out)} == {"rehearsal", "numerics"}
     for name in ("ours, cache 1", "ours, cache 0"):
         assert measured[name, "dx, error / plain"].p50 <= 2.5
         assert measured[name, "dW, error / plain"].p50 <= 2.5
@@ -206,6 +211,37 @@ def test_the_steps_fit_into_one_call(tmp_path):
     assert names.index("in a row") == 0
     assert names.index("measurements") < names.index("tests") < names.index("peers from wheels")
     assert {step.name for step in gpu_steps.steps(tmp_path, True)} < {*names}
+    commands = {step.name: step.command for step in found}
+    assert commands["tests"][-2:] == ["-n", "12"]
+    assert "--seconds 2 " in " ".join(commands["measurements"])
+
+
+def test_steps_in_a_row_fit_into_their_seconds(tmp_path):
+    """Two seconds each, and twenty to import torch and to compile kernels."""
+    cases = [
+        (replace(case, tokens=case.tokens // 64, width=case.width // 64, vocab=256, device="cpu"), size)
+        for case, size in gpu_in_a_row.measured_of(GPU_CASES)
+    ]
+    names = [[*gpu_in_a_row.steps_of(case, size)] for case, size in cases]
+    assert names[2] == ["ours, default", "ours, a mean"]
+    of_caches = [f"ours, {kind}cache {cache}" for kind in ("", "fused epilogue, ") for cache in (1, 0)]
+    assert names[0] == names[1] == ["three products", *of_caches]
+    assert names[3] == names[4] == ["ours, cache 1, logits of 8"]
+    step = next(step for step in gpu_steps.steps(tmp_path, False) if step.name == "in a row")
+    assert 2 * sum(map(len, names)) + 20 <= step.seconds
+
+
+def test_a_row_tells_what_holds_the_clock(monkeypatch):
+    """Each reason with the share of the readings that it was in; the power limit even if it never was."""
+    reasons = iter([["heat, by software"], [], ["heat, by software", "power limit"], ["heat, by software"]])
+    card = nvml.StandIn()
+    monkeypatch.setattr(card, "held_by", lambda: next(reasons))
+    machine, ticks = gpu_run.Machine("cpu", *6 * [lambda: None]), iter(range(100))
+    monkeypatch.setattr(gpu_in_a_row.time, "perf_counter", lambda: next(ticks))
+    found = {metric: values for metric, _, values in gpu_in_a_row.in_a_row(machine, card, lambda: None, 4.0)}
+    assert found["held by the heat, by software"] == [0.75]
+    assert found["held by the power limit"] == [0.25]
+    assert len(found["clock"]) == 4
 
 
 def test_wheels_travel_in_parts(tmp_path, monkeypatch):
@@ -281,13 +317,13 @@ def test_steps_run_in_the_time_there_is(tmp_path, capfd):
     says, fails, sleeps, ends = (Step(name, 20.0, [sys.executable, "-S", "-c", line]) for name, line in code.items())
     absent = Step("absent", 20.0, ["no-such-program"])
     assert gpu_steps.run([says, fails, absent, ends], tmp_path, 60) == gpu_steps.FAILED
-    assert (tmp_path / "says.log").read_text() == "this\n"
-    assert (tmp_path / "ends.log").read_text() == "that\n"
+    log = tmp_path / gpu_steps.LOG
+    assert log.read_text() == "this\nthat\n"
     assert "absent: no-such-program is not installed" in capfd.readouterr().out
     assert gpu_steps.run([replace(sleeps, seconds=0.5), ends], tmp_path, 60) == gpu_steps.SHORT_OF_TIME
-    assert (tmp_path / "ends.log").read_text() == "that\nthat\n"
+    assert log.read_text() == "this\nthat\nthat\n"
     assert gpu_steps.run([sleeps, ends], tmp_path, 0.5) == gpu_steps.SHORT_OF_TIME
-    assert (tmp_path / "ends.log").read_text() == "that\nthat\n", "not begun"
+    assert log.read_text() == "this\nthat\nthat\n", "not begun"
     time.sleep(2)
     assert not child.exists()
 

@@ -513,7 +513,7 @@ QUICK = {
         (compare_products, (_FP32, False, True)),
         (compare_products, (torch.float64, False, False)),
     ],
-    "fused products": [(compare_fused_products, CASES[-1])],
+    "fused products": [(compare_fused_products, case) for case in CASES],
     "fixed sums": [(compare_fixed_sums, (dtype,)) for dtype in (_FP32, torch.float64)],
     "engine softmax": [
         (compare_engine_softmax, (None, 1.0, False)),
