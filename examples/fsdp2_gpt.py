@@ -10,12 +10,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from job import megatron_job
+from job import adam, megatron_job, small_config
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
 from usage import take_no_arguments
 
 from megatron_ext.megatron.fusion_report import fusion_report
@@ -27,18 +25,7 @@ TEXT = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint
 
 
 def build_model(reshard: bool = True) -> TorchFullyShardedDataParallel:
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        transformer_impl="local",
-        gradient_accumulation_fusion=False,  # these three need Apex or CUDA kernels
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-    )
+    config = small_config(transformer_impl="local")
     gpt = GPTModel(
         config,
         get_gpt_layer_local_spec(),
@@ -56,9 +43,7 @@ def train(reshard: bool = True) -> list[float]:
     """The loss of each step, the mean over ranks, which read texts of their own."""
     torch.manual_seed(1)
     model = build_model(reshard)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-3, use_distributed_optimizer=False), [model], use_gloo_process_groups=False
-    )
+    optimizer = adam(model, distributed=False)
     positions = torch.arange(SEQ, device=torch.cuda.current_device()).expand(BATCH, SEQ)
     losses = []
     for _ in range(STEPS):

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from job import megatron_job, ranks
+from job import megatron_job
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from usage import take_no_arguments
+from world import ranks
 
 from megatron_ext import linear_cross_entropy
 

@@ -14,17 +14,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from job import megatron_job, ranks
+from job import adam, megatron_job, small_config
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from usage import take_no_arguments
+from world import ranks
 
 from megatron_ext.experimental import pipeline_vocabulary
 
@@ -47,17 +46,12 @@ Span = tuple[str, float, float]  # what, from, to
 def build() -> DistributedDataParallel:
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
+    config = small_config(
         num_layers=LAYERS,
         hidden_size=WIDTH,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        use_cpu_initialization=False,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pipeline_dtype=torch.float32,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
     )
     gpt = GPTModel(
         config,
@@ -113,7 +107,7 @@ def train(shared: bool) -> tuple[list[float], list[list[Span]], list[int]]:
     if shared:
         pipeline_vocabulary.share_vocabulary()
     model = build()
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model], use_gloo_process_groups=False)
+    optimizer = adam(model, distributed=False)
     shape = (STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE + 1)
     batches = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
     group = parallel_state.get_pipeline_model_parallel_group()

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from interrupt import end_on_interrupt
-from job import has_gpus, megatron_job, ranks
+from job import megatron_job
 from torch import Tensor
 from tqdm import tqdm
+from world import has_gpus, ranks
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", module=r"megatron\.core")
