@@ -271,18 +271,6 @@ def test_run_saved_at_tp2_continues_at_other_sizes(tmp_path, sizes):
 
 
 @ranks(2)
-def test_sizes_change_within_one_process():
-    """Nothing of one model's groups, seeds and trackers is left for the next."""
-    for sizes in ({"tp": 2}, {"pp": 2}, {}):
-        with model_parallel(**sizes):
-            seed_ranks()
-    with megatron_on_cpu():
-        from megatron.core import parallel_state
-
-        assert not parallel_state.model_parallel_is_initialized()
-
-
-@ranks(2)
 def test_groups_asked_for_on_nccl_are_gloo():
     with megatron_on_cpu():
         group = dist.new_group([0, 1], None, "cpu:gloo,cuda:nccl", device_id=torch.device("cuda", 0))
