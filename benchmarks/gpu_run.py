@@ -188,6 +188,15 @@ class Run:
         for impl in impls:
             self.attempt(case, impl.name, lambda impl=impl: self.head(case, group, impl, inputs, true, known))
 
+    def allocated(self, step: Callable[[], Any]) -> tuple[Any, int]:
+        """What `step` gives, and the peak bytes of the allocator beyond what was there."""
+        self.machine.synchronize()
+        self.machine.reset_peak()
+        before = self.machine.allocated()
+        answer = step()
+        self.machine.synchronize()
+        return answer, self.machine.peak() - before
+
     def product(self, inputs: Inputs, step: Callable[[], object], sizes: tuple[int, int, int, int]) -> list[Row]:
         m, n, k, element = sizes
         found = by_turns(self.machine, {"it": step}, self.seconds / 10)["it"]
@@ -205,13 +214,9 @@ class Run:
         results, costs = measured_once(head, inputs)
         found = parity(results, true, known[impl.through])
         del results
-        self.machine.synchronize()
         inputs.x_TD.grad = inputs.w_VD.grad = None
-        self.machine.reset_peak()
-        before = self.machine.allocated()
-        run_once(head, inputs)
-        self.machine.synchronize()
-        costs.peak_bytes = self.machine.peak() - before  # the meter does not see inside kernels, the allocator does
+        # The meter does not see inside kernels, the allocator does.
+        _, costs.peak_bytes = self.allocated(lambda: run_once(head, inputs))
         rows: list[Row] = [(metric, unit, [value]) for metric, unit, value in counts(case, costs)]
         rows.append(("peak of the allocator", "MiB", [costs.peak_bytes / MIB]))
         rows.append(("error / plain", "1", [found.worst]))

@@ -212,6 +212,15 @@ def ratios(times: dict[str, list[float]], to: str = MEGATRON) -> dict[str, list[
     }
 
 
+def cpu_times(steps: dict[str, Callable[[], object]], budget_s: float, base: str, called: str, least: int = 3) -> Rows:
+    """CPU time of each step, by turns, and over that of `base`, if that is one of them, as the metric calls it."""
+    times = interleaved(steps, "cpu", budget_s, clock=time.process_time, least=least)
+    rows = [(name, "CPU time", "ms", found) for name, found in times.items()]
+    if base in times:
+        rows += [(name, f"CPU time / {called}", "1", found) for name, found in ratios(times, to=base).items()]
+    return rows
+
+
 def matmuls(inputs: Inputs) -> Callable[[], object]:
     """The floor: the three matmuls of an unfused head and nothing else, 6 NVH."""
     x_TD, w_VD = inputs.x_TD.detach(), inputs.w_VD.detach()
