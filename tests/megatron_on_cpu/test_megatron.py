@@ -7,7 +7,6 @@ import copy
 import functools
 import logging
 import os
-import subprocess
 import sys
 
 import pytest
@@ -32,7 +31,8 @@ from tests.gpt import (
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron_on_cpu.test_resume import DROPOUT
 from tests.on_transformer_engine.models import plain_loss
-from tests.ranks import TIMEOUT_S, ranks
+from tests.programs import alone
+from tests.ranks import ranks
 
 pytestmark = pytest.mark.slow
 
@@ -322,10 +322,7 @@ dist.destroy_process_group()
 def test_megatron_may_be_imported_first(tmp_path):
     """In a process of its own; Megatron's compiled functions, decorated outside, must not compile here."""
     environment = {**os.environ, "STORE": str(tmp_path / "store"), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED_FIRST], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stderr
+    done = alone("-c", IMPORTED_FIRST, env=environment)
     with model_parallel():
         expected = train_steps(tiny_gpt(), tiny_batches(2), lr=LR)
     torch.testing.assert_close([float(x) for x in done.stdout.split()], expected, rtol=1e-6, atol=0)
