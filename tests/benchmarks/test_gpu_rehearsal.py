@@ -96,6 +96,11 @@ def test_tests_and_measurements_rehearsed(tmp_path):
     assert {key: row for key, row in found.items() if key[0] not in ("fails", "wrong")} == measured
 
 
+@pytest.fixture
+def run(tmp_path):
+    return gpu_run.Run(gpu_run.Machine("cpu", *6 * [lambda: None]), ORIGIN, tmp_path / "rows.csv", 0.0)
+
+
 def rows(file: Path) -> dict:
     return {(row.impl, row.metric): row for row in record.read(file)}
 
@@ -119,9 +124,8 @@ def failing(message):
 
 
 @pytest.mark.slow
-def test_the_next_call_measures_what_the_deadline_killed(tmp_path):
+def test_the_next_call_measures_what_the_deadline_killed(run, tmp_path):
     """What was measured before it stays."""
-    run = gpu_run.Run(gpu_run.Machine(*["cpu", *6 * [lambda: None]]), ORIGIN, tmp_path / "rows.csv", 0.0)
     run.write(gpu.REHEARSAL[0], "quick", [("time", "ms", [1.0])])
     for said in (gpu_run.ENDED, gpu_run.ENDED_TWICE):
         run.write(gpu.REHEARSAL[0], "slow", [(NOT_MEASURED, said, [1.0])])
@@ -130,10 +134,8 @@ def test_the_next_call_measures_what_the_deadline_killed(tmp_path):
         assert set(rows(run.out)) == {("quick", "time")}
 
 
-def test_what_ends_the_program_twice_is_left_out(tmp_path):
+def test_what_ends_the_program_twice_is_left_out(run):
     """As a crash does, or whoever kills all of it: once it is measured again, then a row says so."""
-    machine = gpu_run.Machine("cpu", *6 * [lambda: None])
-    run = gpu_run.Run(machine, ORIGIN, tmp_path / "rows.csv", 0.0)
     case = gpu.REHEARSAL[0]
     for measured, said in ((False, gpu_run.ENDED), (True, gpu_run.ENDED_TWICE)):
         with pytest.raises(KeyboardInterrupt):
@@ -204,8 +206,7 @@ def test_wheels_travel_in_parts(tmp_path, monkeypatch):
         wheels.unpack(tmp_path / "site", tmp_path)
 
 
-def test_what_was_not_installed_is_measured_later(tmp_path):
-    run = gpu_run.Run(gpu_run.Machine(*["cpu", *6 * [lambda: None]]), ORIGIN, tmp_path / "r.csv", 0.0)
+def test_what_was_not_installed_is_measured_later(run):
     case = gpu.REHEARSAL[0]
     run.write(case, "quack", [(NOT_MEASURED, "not installed: quack", [1.0])])
     assert not run.measured(case, "quack")
