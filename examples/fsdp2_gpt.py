@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from job import adam, megatron_job, small_config
+from job import adam, megatron_job, print_steps, small_config
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -64,9 +64,8 @@ def main() -> None:
         patch(chunk_tokens=16)
         patched = train()
         unpatch()
+        print_steps(stock=stock, patched=patched)
         if dist.get_rank() == 0:
-            for step, (a, b) in enumerate(zip(stock, patched, strict=True)):
-                print(f"step {step}  stock {a:.5f}  patched {b:.5f}")
             print(fusion_report())
 
 

@@ -2,12 +2,13 @@
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from world import has_gpus, ranks
 
 from megatron_on_cpu import megatron_on_cpu
@@ -17,6 +18,7 @@ with warnings.catch_warnings():  # at import Megatron says, five times, that Ape
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
     from megatron.core import parallel_state
     from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
@@ -45,6 +47,37 @@ def megatron_job(tensor: int = 1, pipeline: int = 1, *, on_gpu: bool | None = No
         torch.manual_seed(1)
         model_parallel_cuda_manual_seed(1)
         yield
+
+
+def run_schedule(model: torch.nn.Module, forward_step: Callable, batches: Sequence, sizes: tuple[int, int]) -> Tensor:
+    """Megatron's schedule over the micro-batches, forward and backward; their mean loss on every stage.
+
+    `sizes`: positions and sequences of a micro-batch.
+    """
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=sizes[0],
+        micro_batch_size=sizes[1],
+        forward_only=False,
+    )
+    mean = torch.stack(losses).mean() if losses else torch.zeros((), device=torch.cuda.current_device())
+    dist.all_reduce(mean, group=parallel_state.get_pipeline_model_parallel_group())  # other stages than the last add 0
+    return mean
+
+
+def mean_loss(per_token: Tensor) -> tuple[Tensor, Tensor]:
+    """What Megatron's schedules ask of the losses of a micro-batch."""
+    mean = per_token.mean()
+    return mean, mean.detach().clone()  # the schedule divides the first in place
+
+
+def print_steps(digits: int = 5, **losses: list[float]) -> None:
+    """A line for each step of several runs, on the first rank."""
+    for step, values in enumerate(zip(*losses.values(), strict=True) if dist.get_rank() == 0 else ()):
+        print(f"step {step}", *(f"{run} {loss:.{digits}f}" for run, loss in zip(losses, values, strict=True)), sep="  ")
 
 
 def small_config(**settings: Any) -> TransformerConfig:

@@ -9,8 +9,7 @@ Added are the lines with `patch` in them. They can come before the model is buil
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from job import adam, megatron_job, small_config
+from job import adam, megatron_job, print_steps, small_config
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -55,9 +54,7 @@ def main() -> None:
         patch(chunk_tokens=16)  # or patch(model=gpt), for one model
         patched = train()
         unpatch()  # GPTModel is as it was
-        if dist.get_rank() == 0:
-            for step, (a, b) in enumerate(zip(stock, patched, strict=True)):
-                print(f"step {step}  stock {a:.5f}  patched {b:.5f}")
+        print_steps(stock=stock, patched=patched)
 
 
 if __name__ == "__main__":

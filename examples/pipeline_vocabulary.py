@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from job import adam, megatron_job, small_config
+from job import adam, mean_loss, megatron_job, print_steps, run_schedule, small_config
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 from usage import take_no_arguments
@@ -70,13 +70,7 @@ def build() -> DistributedDataParallel:
 def forward_step(micro_batches: Iterator[Tensor], model: torch.nn.Module):
     tokens = next(micro_batches).to(torch.cuda.current_device())
     positions = torch.arange(SEQUENCE, device=tokens.device).expand(MICRO_BATCH, SEQUENCE)
-    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
-
-    def loss(per_token: Tensor):
-        mean = per_token.mean()
-        return mean, mean.detach().clone()
-
-    return losses, loss
+    return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), mean_loss
 
 
 @contextmanager
@@ -116,19 +110,8 @@ def train(shared: bool) -> tuple[list[float], list[list[Span]], list[int]]:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         with pipeline_vocabulary.recorded() if shared else passes_of_stock() as found:
-            of_micro_batches = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(batch),
-                model=[model],
-                num_microbatches=MICRO_BATCHES,
-                seq_length=SEQUENCE,
-                micro_batch_size=MICRO_BATCH,
-                forward_only=False,
-            )
+            mean = run_schedule(model, forward_step, batch, (SEQUENCE, MICRO_BATCH))
         optimizer.step()
-        mean = torch.stack(of_micro_batches).mean() if of_micro_batches else torch.zeros(())
-        mean = mean.to(torch.cuda.current_device())
-        dist.all_reduce(mean, group=group)
         losses.append(mean.item())
     own = [(run.what.kind.value, run.start, run.end) for run in found] if shared else found
     spans: list = [None] * group.size()
@@ -166,9 +149,8 @@ def main() -> None:
     with megatron_job(pipeline=ranks(2, 4)):  # layers divide by the stages
         stock, stock_spans, stock_sizes = train(shared=False)
         shared, shared_spans, shared_sizes = train(shared=True)
+        print_steps(digits=6, stock=stock, shared=shared)
         if dist.get_rank() == 0:
-            for step, (a, b) in enumerate(zip(stock, shared, strict=True), 1):
-                print(f"step {step}: loss {a:.6f} stock, {b:.6f} shared")
             print(f"parameters of each stage: {stock_sizes} stock, {shared_sizes} shared")
             draw({"Megatron-Core": stock_spans, "vocabulary shared by all stages": shared_spans}, PICTURE)
             print(f"what every stage did in the last step: {PICTURE}")
