@@ -8,13 +8,10 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from megatron_ext.head.checks import Bits, as_number, check_number, filters, one_of
+from megatron_ext.head.checks import Bits, as_number, check_number, filters, is_int, one_of
 from megatron_ext.policy.config_keys import check_keys
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Sizes of Megatron's: those that only Megatron's backend has, and one that none has.
-_MEGATRONS = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "expert_model_parallel_size")
-_ONLY_ONE = ("expert_tensor_parallel_size",)
 _ABSENT = object()
 
 
@@ -117,31 +114,33 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         raise ValueError(f"precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}")
     gives_rewards = _gives_rewards(config.get("reward_model_cfg") or {}, parallel_key)
     parallel = config.get(parallel_key) or {}
-    for key in _ONLY_ONE if parallel_key == "megatron_cfg" else (*_MEGATRONS, *_ONLY_ONE):
-        if parallel.get(key) is not None and (size := _positive(parallel, key, parallel_key)) > 1:
-            raise ValueError(
-                f"{parallel_key}.{key} is {size}: this policy has no such parallelism; set it to 1, and raise the "
-                f"tensor parallel size for a larger model"
-            )
     tp_key = "tensor_model_parallel_size" if parallel_key == "megatron_cfg" else "tensor_parallel_size"
+    ranks, experts = (_positive(parallel, key, parallel_key, 1) for key in (tp_key, "expert_parallel_size"))
+    if experts not in (1, ranks):
+        raise ValueError(
+            f"{parallel_key}.expert_parallel_size is {experts}: the tensor-parallel ranks share out the experts, so it "
+            f"must be 1 (each has a piece of every expert) or {tp_key}, {ranks} (each has whole experts)"
+        )
     rows = _positive(config, "train_micro_batch_size", "config")
     temperature = (config.get("generation") or {}).get("temperature", 1.0)
     greedy = "greedy sampling has no log-probs"
     check_number("generation.temperature", temperature, "above 0 and finite", lambda x: 0 < x < math.inf, greedy)
     top_k, top_p = _filters(config.get("generation") or {})
+    if not is_int(seed := config.get("seed", 0)):
+        raise ValueError(f"seed is {seed!r}: it must be an integer")
     max_grad_norm = config.get("max_grad_norm")
     if max_grad_norm is not None:
         check_number("max_grad_norm", max_grad_norm, "above 0", lambda x: x > 0, "None leaves gradients unclipped")
     return Settings(
         model=_required(config, "model_name", "config"),
-        seed=_seed(config.get("seed", 0)),
+        seed=seed,
         dtype=PRECISIONS[precision],
         global_batch_size=_positive(config, "train_global_batch_size", "config"),
         batching=_batching(config, rows, _positive(config, "logprob_batch_size", "config", rows)),
         max_grad_norm=max_grad_norm,
-        tensor_parallel_size=_positive(parallel, tp_key, parallel_key, 1),
+        tensor_parallel_size=ranks,
         context_parallel_size=_positive(parallel, "context_parallel_size", parallel_key, 1),
-        expert_parallel=_expert_parallel(parallel, parallel_key, tp_key),
+        expert_parallel=experts > 1,
         sequence_parallel=_flag(parallel, "sequence_parallel", parallel_key),
         cpu_offload=_flag(parallel, "cpu_offload", parallel_key),
         activation_checkpointing=_flag(parallel, "activation_checkpointing", parallel_key),
@@ -176,16 +175,10 @@ def _flag(section: Mapping[str, Any], key: str, where: str) -> bool:
     return bool(value)
 
 
-def _seed(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"seed is {value!r}: it must be an integer")
-    return value
-
-
 def _skips(value: Any) -> bool | int:
     if value is None or isinstance(value, bool):
         return bool(value)
-    if not isinstance(value, int) or value < 1:
+    if not is_int(value, 1):
         raise ValueError(
             f"skip_masked_tokens is {value!r}: it must be true, false, or a positive integer, the most tokens of a "
             f"micro-batch that count"
@@ -226,31 +219,15 @@ def _gives_rewards(config: Mapping[str, Any], parallel_key: str) -> bool:
     return True
 
 
-def _expert_parallel(parallel: Mapping[str, Any], parallel_key: str, tp_key: str) -> bool:
-    experts = _positive(parallel, "expert_parallel_size", parallel_key, 1)
-    ranks = _positive(parallel, tp_key, parallel_key, 1)
-    if parallel_key == "megatron_cfg" and experts > 1:
-        raise ValueError(
-            f"megatron_cfg.expert_parallel_size is {experts}: Megatron's experts have ranks of their own; set "
-            f"megatron_cfg.expert_model_parallel_size instead"
-        )
-    if experts not in (1, ranks):
-        raise ValueError(
-            f"{parallel_key}.expert_parallel_size is {experts}: the tensor-parallel ranks share out the experts, so it "
-            f"must be 1 (each has a piece of every expert) or {tp_key}, {ranks} (each has whole experts)"
-        )
-    return experts > 1
-
-
 def check_positive(name: str, value: Any) -> int:
     """`value`, if it is a positive integer.
 
     Raises:
         ValueError: it is not; the message calls it `name`.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_int(value, 1):
         raise ValueError(f"{name} is {value!r}: it must be a positive integer")
-    return value
+    return int(value)
 
 
 def check_kwargs(name: str, kwargs: Mapping[str, Any]) -> None:
@@ -276,17 +253,15 @@ def import_from_path(path: str) -> Any:
 
 
 def _batching(config: Mapping[str, Any], train_rows: int, logprob_rows: int) -> Batching:
-    kinds = ("dynamic_batching", "sequence_packing")
+    kinds: dict[str, Literal["dynamic", "packed"]] = {"dynamic_batching": "dynamic", "sequence_packing": "packed"}
     chosen = [key for key in kinds if _flag(config.get(key) or {}, "enabled", key)]
     if len(chosen) > 1:
         raise ValueError("dynamic_batching and sequence_packing are both enabled: they exclude each other; enable one")
-    if not chosen:
-        return Batching("fixed", train_rows, logprob_rows)
-    options = config[chosen[0]]
-    train_tokens = _positive(options, "train_mb_tokens", chosen[0])
-    logprob_tokens = _positive(options, "logprob_mb_tokens", chosen[0], train_tokens)
-    kind: Literal["dynamic", "packed"] = "dynamic" if chosen[0] == "dynamic_batching" else "packed"
-    return Batching(kind, train_rows, logprob_rows, train_tokens, logprob_tokens)
+    for key in chosen:
+        train_tokens = _positive(config[key], "train_mb_tokens", key)
+        logprob_tokens = _positive(config[key], "logprob_mb_tokens", key, train_tokens)
+        return Batching(kinds[key], train_rows, logprob_rows, train_tokens, logprob_tokens)
+    return Batching("fixed", train_rows, logprob_rows)
 
 
 def _filters(generation: Mapping[str, Any]) -> tuple[int | None, float]:

@@ -25,20 +25,15 @@ READ: dict[str, tuple[str, ...]] = {
         "logprob_batch_size max_grad_norm seed refit_buffer_bytes bits logit_dtype "
         "skip_masked_tokens"
     ),
-    # The last four are Megatron's sizes, each refused by name where it is above 1.
     "dtensor_cfg": _names(
         "enabled tensor_parallel_size context_parallel_size expert_parallel_size sequence_parallel "
-        "cpu_offload activation_checkpointing custom_parallel_plan batch_invariant_mode "
-        "pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
-        "expert_model_parallel_size expert_tensor_parallel_size"
+        "cpu_offload activation_checkpointing custom_parallel_plan batch_invariant_mode"
     ),
-    # The last three are refused by name.
     "megatron_cfg": _names(
         "enabled tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size "
         "virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage "
-        "num_layers_in_last_pipeline_stage expert_model_parallel_size expert_tensor_parallel_size "
-        "sequence_parallel activation_checkpointing batch_invariant_mode expert_parallel_size "
-        "cpu_offload custom_parallel_plan"
+        "num_layers_in_last_pipeline_stage expert_model_parallel_size "
+        "sequence_parallel activation_checkpointing batch_invariant_mode"
     ),
     "dynamic_batching": ("enabled", "train_mb_tokens", "logprob_mb_tokens"),
     "sequence_packing": ("enabled", "train_mb_tokens", "logprob_mb_tokens"),
@@ -127,6 +122,8 @@ WITHOUT_INFLUENCE: dict[str, str] = {
 _ALL_TRAIN = "all weights train; leave it out, or make a model_name function whose model has adapters or frozen weights"
 _NO_QUANTISATION = "the worker quantises nothing; leave it out"
 _OWN_OPTIMIZER = "the worker takes 'optimizer' and 'scheduler' beside it, as DTensorPolicyWorker; say it there"
+_DTENSORS = "it is DTensorPolicyWorker's; leave it out"
+_NO_SUCH_RANKS = (None, 1), "this policy has no such parallelism, the tensor parallel size makes room; set it to 1"
 _ENVIRONMENT = "the worker sets no variables of its process; pass env_vars to RayPolicy, or set them at the start"
 
 # Rules and fixes, by key: refused unless the value is off (None, False, 0, empty, or `enabled: False`).
@@ -145,6 +142,8 @@ ONLY_OFF: dict[str, str] = {
     "dtensor_cfg.automodel_kwargs.backend.fake_balanced_gate": "routes are the router's own; leave it out",
     "dtensor_cfg.automodel_kwargs.backend.gate_precision": "routers compute in the precision; leave it out",
     "dtensor_cfg.moe_parallelizer.lm_head_precision": "the head computes as 'logit_dtype' and 'bits' say; set those",
+    "megatron_cfg.cpu_offload": _DTENSORS,
+    "megatron_cfg.custom_parallel_plan": _DTENSORS,
     "megatron_cfg.peft": _ALL_TRAIN,
     "megatron_cfg.freeze_config": _ALL_TRAIN,
     **_each(
@@ -164,6 +163,12 @@ ONLY_OFF: dict[str, str] = {
 
 # Refused unless one of these values.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "dtensor_cfg.pipeline_model_parallel_size": _NO_SUCH_RANKS,
+    "dtensor_cfg.virtual_pipeline_model_parallel_size": _NO_SUCH_RANKS,
+    "dtensor_cfg.expert_model_parallel_size": _NO_SUCH_RANKS,
+    "dtensor_cfg.expert_tensor_parallel_size": _NO_SUCH_RANKS,
+    "megatron_cfg.expert_tensor_parallel_size": _NO_SUCH_RANKS,
+    "megatron_cfg.expert_parallel_size": ((None, 1), "experts are cut by expert_model_parallel_size; set it to 1"),
     "dtensor_cfg.dp_replicate_size": ((None, 1), "weights are sharded over all data-parallel ranks; set it to 1"),
     "megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32": (
         (None, True),

@@ -107,17 +107,20 @@ def refuse_replaced(by: str) -> None:
     ):
         return  # ours was called by its own name
     for home, (functions, classes) in _NOT_CALLED[by].items():
+        module = vars(sys.modules[home]) if home in sys.modules else {}
         for name in (*functions, *classes):
-            value = getattr(sys.modules.get(home), name, None)
-            parts = [(name, value)]
-            if isinstance(value, type):
-                parts += [(f"{name}.{key}", x) for key, x in vars(value).items() if not isinstance(x, type)]
-            for place, part in parts:
+            for place, part in parts_of(name, module.get(name)):
                 if not _is_ours(part) and not is_megatrons_own(part):
                     raise RuntimeError(
                         f"{home}.{place} was replaced, and megatron_ext's {by} do not call it: {_INSTEAD[by]}"
                     )
     _originals[by] = found
+
+
+def parts_of(name: str, value: Any) -> list[tuple[str, Any]]:
+    """List the value under a name, and all that a class holds but classes, each by its name."""
+    inside = vars(value).items() if isinstance(value, type) else ()
+    return [(name, value), *((f"{name}.{key}", part) for key, part in inside if not isinstance(part, type))]
 
 
 # What `torch.compiler.assume_constant_result` does, which imports torch._dynamo, and that Triton.

@@ -6,18 +6,19 @@ import os
 import re
 import signal
 import subprocess
-import sys
+import threading
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, RayPolicy, outside_wait
 from megatron_ext.policy.ray import liveness
-from megatron_ext.policy.ray.heartbeat import PERIOD_S
-from megatron_ext.policy.ray.liveness import LOOK_S, ActorLocation, HostMonitor, Liveness, RankReport
+from megatron_ext.policy.ray.actors import _worker_call
+from megatron_ext.policy.ray.liveness import LOOK_S, PERIOD_S, ActorLocation, HostMonitor, Liveness, beating
 from tests.policy.problems import tiny_batch, tiny_config
 from tests.policy.test_ray_policy import SMALL, WORKERS, ray  # noqa: F401  # a fixture
 
@@ -94,7 +95,7 @@ def test_a_stopped_and_a_hung_rank_are_named_and_life_after(ray, tmp_path):  # n
         process = policy._all("process")[1]
         os.kill(process, signal.SIGSTOP)
         start = time.monotonic()
-        stopped = rf"rank 1 of 2 \(host .*, process {process}\) is stopped \(as by SIGSTOP\), .* s; it was in "
+        stopped = rf"rank 1 of 2 \(host .*, process {process}\) is stopped \(by SIGSTOP, or .* s; it was in "
         with pytest.raises(RuntimeError, match=stopped + r".*restart\(weights_path\) goes on"):
             policy.train(data, NLLLoss())
         assert time.monotonic() - start < SOON_S
@@ -139,122 +140,131 @@ def test_a_call_that_may_take_no_longer(ray, tmp_path):  # noqa: F811
         assert not policy.is_alive()
 
 
+NODES = "ab" * 28, "cd" * 28
+PLACES = [ActorLocation(node, host, 2**30) for node, host in zip(NODES, "ab", strict=True)]
+
+
 class HostsAtOnce:
-    """What `Liveness` asks of Ray, with monitors that run in this process and answer at once, unless `silent()`."""
+    """What `Liveness` asks of Ray, with monitors that run in this process by a clock that is set by hand. They answer
+    at once, but that of the second node not while it is `silent`."""
 
     exceptions = SimpleNamespace(RayError=ConnectionError)
+    cloudpickle = SimpleNamespace(register_pickle_by_value=lambda _: None)
+    clock, silent, ended = 0.0, False, False
 
-    def __init__(self, silent=lambda: False):
-        self.cloudpickle = SimpleNamespace(register_pickle_by_value=lambda _: None)
-        self.silent = silent
+    def remote(self, num_cpus, max_restarts, scheduling_strategy):
+        assert (num_cpus, max_restarts) == (0, -1)
 
-    def remote(self, **options):
-        assert options == {"num_cpus": 0, "max_restarts": -1}
+        def make(processes):
+            monitor = HostMonitor(processes)
+            report = SimpleNamespace(remote=lambda: object.__new__(type("Answer", (), {"node": node, "of": monitor})))
+            return SimpleNamespace(report=report, note=monitor.note)
 
-        def on_node(scheduling_strategy):
-            node = scheduling_strategy.node_id
+        node = scheduling_strategy.node_id
+        return lambda _: SimpleNamespace(remote=make)
 
-            def make(here):
-                monitor = liveness.HostMonitor(here)
-                asked = SimpleNamespace(remote=lambda: (node, monitor.report()))
-                return SimpleNamespace(report=asked, note=monitor.note)
+    def wait(self, asked, num_returns, timeout):
+        assert num_returns == len(asked)
+        late = [answer for answer in asked if self.silent and answer.node == NODES[1]]
+        self.clock += timeout if late else 0.0
+        return [answer for answer in asked if answer not in late], late
 
-            return SimpleNamespace(remote=make)
-
-        return lambda _: SimpleNamespace(options=on_node)
-
-    def wait(self, asked, **_):
-        return ([], asked) if self.silent() and asked[0][0] == NODES[1] else (asked, [])
-
-    def get(self, asked):
-        return asked[1]
+    def get(self, asked, timeout=None):
+        if self.ended:
+            raise ConnectionError
+        return asked if timeout else asked.of.report()
 
 
-NODES = "ab" * 28, "cd" * 28
+@pytest.fixture
+def hosts(monkeypatch):
+    found = HostsAtOnce()
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: found.clock))  # all else keeps the time
+    return found
 
 
 @pytest.mark.parametrize(
     "what",
     [
-        r"rank 1 of 2 .* is stopped \(as by SIGSTOP\), no thread of it has run for .* s; it was in train",
-        "rank 1 of 2 .* is frozen, no thread of it has run for .* s; it was in train",
-        "no rank moves: rank 0 of 2 .* in train, at f, idle for .*; rank 1 of 2 .* in train, waiting for others in f",
+        r"rank 1 of 2 .* is stopped \(by SIGSTOP, .* no thread of it has run for .* s; it was in train",
+        "no rank moves: rank 0 of 2 .* in train, at f; rank 1 of 2 .* in train, waiting for others in f",
         r"host b with ranks \[1\] of 2 has not answered for .* s: .*network is cut; rank 1 of 2 .* in train",
     ],
-    ids=["stopped", "frozen", "hung", "lost"],
+    ids=["stopped", "hung", "lost"],
 )
 @pytest.mark.parametrize("after_s", [0.05, 0.35, 0.95])  # a second
-def test_named_within_10_seconds(monkeypatch, what, after_s):
-    """By default, with a clock that is set by hand: ranks tell where they are each `PERIOD_S`, the driver looks half as
-    seldom again as it wants to. Whether they do, and what a real process shows, is for the tests above."""
-    clock, goes_wrong_at = 0.0, 11 + after_s
+def test_named_within_10_seconds(monkeypatch, hosts, what, after_s):
+    """By default: ranks tell where they are each `PERIOD_S`, the driver looks half as seldom again as it wants to.
+    Whether they do, and what a real process shows, is for the tests above."""
+    goes_wrong_at, hang, stop, lost = 11 + after_s, "no rank" in what, "stopped" in what, "network" in what
     timeout_s = inspect.signature(RayPolicy.__init__).parameters["heartbeat_timeout_s"].default
-    hang, stop, lost = "no rank" in what, "is stopped" in what, "network" in what
 
     def wrong():
-        return clock >= goes_wrong_at
+        return hosts.clock >= goes_wrong_at
 
-    def threads(process):
-        halted = wrong() and (stop or "frozen" in what) and process == 101
-        return "T" if halted and stop else "S", 7 if halted else int(clock * 100)
+    def switches(process):
+        return 7 if wrong() and stop and process == 101 else 1 + int(hosts.clock * 100)
 
-    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: clock))  # all else keeps the time
-    monkeypatch.setattr(liveness, "_threads", threads)
-    places = [ActorLocation(NODES[rank], "ab"[rank], 100 + rank) for rank in (0, 1)]
-    watch = Liveness(HostsAtOnce(lambda: lost and wrong()), places, timeout_s)
+    monkeypatch.setattr(liveness, "_switches", switches)
+    places = [place._replace(process=100 + rank) for rank, place in enumerate(PLACES)]
+    watch = Liveness(hosts, places, timeout_s, 5)
     fault, told, moved, looked = None, 0.0, 0.0, 0.0
     while fault is None:
-        clock = round(clock + 0.05, 2)
-        if clock >= told + PERIOD_S:
-            moved = moved if hang and told >= goes_wrong_at else clock  # since the last beat
-            told = clock
-            for rank in (0, 1):
-                doing = f"in train, {('at', 'waiting for others in')[rank]} f"
-                beat = {"doing": doing, "waits": rank == 1, "idle_s": clock - moved}
+        hosts.clock = round(hosts.clock + 0.05, 2)
+        if hosts.clock >= told + PERIOD_S:
+            moved = moved if hang and told >= goes_wrong_at else hosts.clock  # since the last beat
+            told = hosts.clock
+            for rank, doing in enumerate(("at f", "waiting for others in f")):
                 if hang or not (wrong() and rank == 1):
-                    watch.monitor(rank).note(rank, beat)
-        if clock >= looked + 1.5 * LOOK_S:
-            looked, fault = clock, watch.fault([0, 1])
+                    watch.monitors[rank].note(rank, (f"in train, {doing}", rank == 1, hosts.clock - moved))
+        if hosts.clock >= looked + 1.5 * LOOK_S:
+            looked, hosts.silent = hosts.clock, lost and wrong()
+            fault = watch.fault([0, 1])
             assert fault is None or wrong(), fault
-        assert clock < goes_wrong_at + 10
+        assert hosts.clock < goes_wrong_at + 10
     assert re.match(what, fault), fault
-    assert clock >= goes_wrong_at + timeout_s - 1.5 * LOOK_S - PERIOD_S  # no earlier than it says
+    assert hosts.clock >= goes_wrong_at + timeout_s - 1.5 * LOOK_S - PERIOD_S  # no earlier than it says
 
 
-def test_a_driver_that_was_stopped_itself_takes_no_host_for_lost(monkeypatch):
-    clock = 0.0
-    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: clock))
-    quiet = False
-    watch = Liveness(HostsAtOnce(lambda: quiet), [ActorLocation(node, "host", 2**30) for node in NODES], 6)
+def test_a_rank_that_tells_nothing_is_not_hung(hosts):
+    """As in a call of C that holds the interpreter's lock; what it told last is told with its age."""
+    watch = Liveness(hosts, PLACES, 6, 5)
     assert watch.fault([0, 1]) is None
-    quiet, clock = True, 3600.0
-    assert watch.fault([0, 1]) is None
-    for _ in range(4):
-        clock += 1
+    assert watch.doing([1]).endswith("(host b, process 1073741824) is in a call of which it has told nothing yet")
+    for rank in (0, 1):
+        watch.monitors[rank].note(rank, ("in train, at f", True, 5.9))
+    for hosts.clock in range(1, 20):
+        watch.monitors[0].note(0, ("in train, at f", True, 5.9 + hosts.clock))
         assert watch.fault([0, 1]) is None
+    assert watch.doing([1]).endswith(" is in train, at f, as it told 19 s ago")
+    watch.monitors[1].note(1, ("in train, at f", True, 25.0))
+    assert "no rank moves: rank 0 of 2" in watch.fault([0, 1])
+
+
+def test_a_driver_that_was_stopped_itself_takes_no_host_for_lost(monkeypatch, hosts):
+    """The answer had come meanwhile."""
+    watch, wait = Liveness(hosts, PLACES, 6, 5), hosts.wait
+
+    def stopped(asked, num_returns, timeout):
+        found = wait(asked, num_returns, timeout)
+        hosts.silent = False
+        return found
+
+    hosts.silent = True
+    monkeypatch.setattr(hosts, "wait", stopped)
+    assert watch.fault([0, 1]) is None
+    assert hosts.clock == 6
+    monkeypatch.setattr(hosts, "wait", wait)
+    hosts.silent = True
     assert watch.fault([0]) is None  # who waits for rank 0 alone does not need that host
-    clock += 1
-    assert "host host with ranks [1] of 2 has not answered for 6 s" in watch.fault([0, 1])
+    assert "host b with ranks [1] of 2 has not answered for 6 s" in watch.fault([0, 1])
 
 
-def test_a_monitor_that_ends_leaves_its_host_known(monkeypatch):
+def test_a_monitor_that_ends_leaves_its_host_known(hosts):
     """Ray starts it again; meanwhile neither its host nor a rank is taken for lost."""
-    clock, ended = 0.0, False
-    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: clock))
-    hosts = HostsAtOnce()
-    monkeypatch.setattr(hosts, "get", lambda asked: exec("raise ConnectionError") if ended else asked[1])
-    watch = Liveness(hosts, [ActorLocation(node, "host", 2**30) for node in NODES], 6)
-    for clock in range(20):
-        ended = 4 < clock < 14
+    watch = Liveness(hosts, PLACES, 6, 5)
+    for hosts.clock in range(20):
+        hosts.ended = 4 < hosts.clock < 14
         assert watch.fault([0, 1]) is None
-
-
-def test_a_beat_in_words():
-    beat = {"doing": "in train, at f", "waits": False, "idle_s": 0.5}
-    assert liveness._doing(RankReport("S", 0.0, beat, 2.0)) == "in train, at f"
-    old = "in train, at f, as it told 4 s ago, idle for 1 s"
-    assert liveness._doing(RankReport("S", 0.0, beat | {"idle_s": 1.0}, 4.0)) == old
-    assert liveness._doing(RankReport("S", 0.0, None, 0.0)) == "in a call of which it has told nothing yet"
 
 
 @pytest.mark.parametrize(
@@ -266,30 +276,137 @@ def test_timeouts_that_cannot_be(timeouts, message):
         RayPolicy(tiny_config(), 2, **timeouts)
 
 
-def test_processes_may_end_by_themselves(tmp_path):
-    """Within their grace they are left alone; one that does not end by then is killed."""
-    code = "import pathlib, sys, time; time.sleep(float(sys.argv[2])); pathlib.Path(sys.argv[1]).touch()"
-    ended, late = tmp_path / "ended", tmp_path / "late"
-    processes = [subprocess.Popen([sys.executable, "-c", code, str(ended), "0.3"])]
-    HostMonitor({0: processes[0].pid}).end(30.0)
-    assert ended.exists()
-    processes.append(subprocess.Popen([sys.executable, "-c", code, str(late), "600"]))
-    HostMonitor({0: processes[1].pid}).end(0.2)
-    assert processes[1].wait(60) == -signal.SIGKILL
-    processes[0].wait()
-    assert not late.exists()
-
-
 def test_a_stopped_process_has_no_thread_that_runs():
     sleeper = subprocess.Popen(["sleep", "600"])
-    states = set()
-    for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL):
-        sleeper.send_signal(number)
-        if number == signal.SIGKILL:
-            sleeper.wait()
-        time.sleep(0.05)
-        states.add(liveness._threads(sleeper.pid)[0])
-    assert states == {"T", "S", ""}
-    before = liveness._threads(os.getpid())[1]
+    before = liveness._switches(sleeper.pid)
+    assert before > 0
+    sleeper.send_signal(signal.SIGSTOP)
+    time.sleep(0.05)
+    stopped = liveness._switches(sleeper.pid)
+    time.sleep(0.05)
+    assert liveness._switches(sleeper.pid) == stopped
+    sleeper.kill()
+    sleeper.wait()
+    assert liveness._switches(sleeper.pid) == 0
+    before = liveness._switches(os.getpid())
     time.sleep(0.01)
-    assert liveness._threads(os.getpid())[1] > before > 0
+    assert liveness._switches(os.getpid()) > before > 0
+
+
+IN_TORCH = compile("def wait(event): event.wait()", "/lib/torch/distributed/distributed_c10d.py", "exec")
+
+
+@pytest.fixture
+def moves(monkeypatch):
+    """A period of 10 ms, and whether the process moves as it is set here."""
+    moves = []
+    monkeypatch.setattr(liveness, "PERIOD_S", 0.01)
+    monkeypatch.setattr(liveness, "_moves", lambda *_: (bool(moves), 0))
+    return moves
+
+
+def stands(event):
+    event.wait()
+
+
+def beats_of(function, seconds=0.2):
+    """Beats of a thread in a call of `function`, which waits for `seconds`."""
+    event, sent = threading.Event(), []
+
+    def run():
+        with beating(sent.append, "train"):
+            _worker_call(function, (event,), {})
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(seconds)
+    event.set()
+    thread.join()
+    return sent
+
+
+def test_a_beat_tells_the_line_of_the_user_and_who_waits(moves):
+    words = r"in train, at Condition\.wait \(threading\.py:\d+\), from stands \(test_liveness\.py:\d+\), idle for 0 s"
+    told, waits, _ = beats_of(stands)[-1]
+    assert re.fullmatch(words, told)
+    assert not waits
+    names = {}
+    exec(IN_TORCH, names)
+    told, waits, _ = beats_of(names["wait"])[-1]
+    assert told == "in train, waiting for others in wait (distributed_c10d.py:1), idle for 0 s"
+    assert waits
+
+
+def test_beats_come_each_period_while_a_call_lasts(moves):
+    sent = beats_of(stands)
+    assert len(sent) >= 3
+    time.sleep(0.05)
+    count = len(sent)  # one may have been on its way
+    time.sleep(0.05)
+    assert len(sent) == count
+
+
+def test_beats_come_after_a_moment_without_python_frames(moves, monkeypatch):
+    """Compiled extensions have none until they call Python again."""
+    lines, looks = liveness._lines, []
+    monkeypatch.setattr(liveness, "_lines", lambda thread: looks.append(thread) or (lines(thread) if looks[1:] else []))
+    assert beats_of(stands)
+
+
+def test_a_call_is_idle_that_neither_moves_nor_waits_outside(moves):
+    def outside(event):
+        with outside_wait("a server"):
+            event.wait()
+
+    def other_lines(event):
+        while not event.is_set():
+            time.sleep(0.003)
+            time.sleep(0.003)
+
+    idle = [idle_s for *_, idle_s in beats_of(stands)]
+    assert idle == sorted(idle)
+    assert 0.05 < idle[-1] < 60
+    told, _, idle_s = beats_of(outside)[-1]
+    assert idle_s < 0.01
+    assert told.endswith(", waiting for a server")
+    assert min(idle_s for *_, idle_s in beats_of(other_lines)[1:]) < 0.05
+    moves.append(True)
+    assert max(idle_s for *_, idle_s in beats_of(stands)) < 0.05
+
+
+def test_a_process_says_what_it_has_read_and_started():
+    own = psutil.Process()
+    assert liveness._moves(own, 0)[1] > 0
+    started = subprocess.Popen(["sleep", "600"])
+    child = psutil.Process(started.pid)
+    assert child in own.children(recursive=True)
+    while child.status() != psutil.STATUS_SLEEPING:  # it is being loaded
+        time.sleep(0.01)
+    idle = {"cpu_percent": lambda: 0.0, "num_threads": lambda: 1, "status": child.status}
+    sleeper = SimpleNamespace(children=lambda recursive: [child], **idle)
+    assert liveness._moves(sleeper, 0) == (False, 0)
+    started.kill()
+    started.wait()
+    assert liveness._moves(sleeper, 0)[0], "a process that has just ended has moved"
+
+
+@pytest.mark.parametrize(
+    "change, moves",
+    [
+        ({}, False),
+        ({"status": "running"}, True),
+        ({"child": "running"}, True),
+        ({"child": "disk-sleep"}, True),
+        ({"percent": 7}, True),
+        ({"percent": 5}, False),  # 3 % of a processor, and 0.3 % for each thread, are idle
+        ({"nbytes": 1 << 16}, False),
+        ({"nbytes": (1 << 16) + 1}, True),
+    ],
+)
+def test_a_process_moves_that_computes_reads_or_writes(change, moves):
+    at = {"status": "sleeping", "child": "sleeping", "percent": 0, "nbytes": 0} | change
+    child = SimpleNamespace(status=lambda: at["child"])
+    process = SimpleNamespace(num_threads=lambda: 10, status=lambda: at["status"], children=lambda recursive: [child])
+    process.cpu_percent = lambda: at["percent"]
+    process.io_counters = lambda: SimpleNamespace(read_chars=7, write_chars=at["nbytes"])
+    assert liveness._moves(process, 7) == (moves, 7 + at["nbytes"])

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.distributed import collectives
-from megatron_ext.distributed.groups import Group, VocabShard, group_rank, tensor_parallel_group
+from megatron_ext.distributed.groups import Group, VocabShard, group_rank, group_size, tensor_parallel_group
 from megatron_ext.head import ReadOut, batch_invariant_mode
 from megatron_ext.policy import device_memory
 from megatron_ext.policy.config import Settings, check_positive
 from megatron_ext.policy.data.batch import BatchedDataDict, Rows
 from megatron_ext.policy.data.batch_plan import MicroBatchBounds, RankCoordinates, Step
+from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 T = TypeVar("T")
 Read = Callable[[BatchedDataDict], Tensor]
@@ -206,21 +206,12 @@ def whole_vocabulary(logits: Tensor, tp_group: Group, vocab: VocabShard) -> Tens
 
     Communicates: forward 1 all-gather, backward nothing.
     """
-    found: Tensor = _WholeVocabulary.apply(logits, tensor_parallel_group(tp_group), vocab)
-    return found
-
-
-class _WholeVocabulary(torch.autograd.Function):
-    """The gradient of each rank is its own shard's."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, group: Group, vocab: VocabShard) -> Tensor:
-        ctx.vocab = vocab
-        width = -(-vocab.start // group_rank(group)) if group_rank(group) else vocab.columns
-        padded = F.pad(logits, (0, width - logits.shape[-1]))
-        return collectives.all_gather(padded, group, dim=logits.dim() - 1)[..., : vocab.size].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        own = grads[0][..., ctx.vocab.start : ctx.vocab.stop]
-        return F.pad(own, (0, ctx.vocab.columns - own.shape[-1])), None, None
+    group = tensor_parallel_group(tp_group)
+    if group_size(group) == 1:
+        return logits
+    width = (
+        -(-vocab.start // group_rank(group)) if group_rank(group) else vocab.columns
+    )  # the first shard's, the widest
+    padded = F.pad(logits, (0, width - logits.shape[-1])) if width > logits.shape[-1] else logits
+    found = gather_from_tensor_model_parallel_region(padded, group)
+    return found if found.shape[-1] == vocab.size else found[..., : vocab.size].contiguous()

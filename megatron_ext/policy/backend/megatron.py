@@ -89,10 +89,6 @@ class MegatronBackend(Backend):
 
     def build_model(self) -> None:
         settings = self.settings
-        if settings.cpu_offload or settings.custom_parallel_plan is not None:
-            raise ValueError(
-                "megatron_cfg: cpu_offload and custom_parallel_plan are DTensorPolicyWorker's; leave them out"
-            )
         config: Any = None
         state: dict[str, Tensor] = {}
 

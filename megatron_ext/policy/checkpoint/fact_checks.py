@@ -15,26 +15,14 @@ def refuse_fact(path: str | Path, name: str, value: Any, rule: str) -> None:
     raise ValueError(f"the checkpoint {path} has {name} = {value!r}: it must be {rule}; load another one")
 
 
-def check_keys(path: str | Path, facts: Any) -> None:
-    """Raises ValueError unless the facts of an optimizer are there, and no others."""
-    if not isinstance(facts, Mapping):
-        refuse_fact(path, "facts", facts, "a mapping")
-    state = "groups" if "groups" in facts else "numbers"
-    wanted = ["scheduler", "loss_scale", state]
-    if sorted(map(str, facts)) != sorted(wanted):
-        raise ValueError(
-            f"the checkpoint {path} has facts {sorted(map(str, facts))}: they must be {', '.join(wanted)}; "
-            f"load another one"
-        )
-
-
-def check_loss_scale(path: str | Path, state: Any) -> None:
-    """Raises ValueError unless this is the state of a `LossScale`, which is empty of one that is always 1."""
-    if not isinstance(state, Mapping) or (state and state.keys() != {"value", "good_steps"}):
-        refuse_fact(path, "loss_scale", state, "empty, or a mapping of value and good_steps")
-    if state:
-        check_like(path, "loss_scale.value", state["value"], 1.0)
-        check_like(path, "loss_scale.good_steps", state["good_steps"], 0)
+def check_kinds(path: str | Path, facts: Any) -> None:
+    """Raises ValueError unless the facts of an optimizer are there alone, with the state of a `LossScale`, which
+    is empty of one that is always 1."""
+    names = sorted(map(str, facts)) if isinstance(facts, Mapping) else facts
+    if names not in (["groups", "loss_scale", "scheduler"], ["loss_scale", "numbers", "scheduler"]):
+        refuse_fact(path, "facts", names, "loss_scale, scheduler, and groups or numbers")
+    if (state := facts["loss_scale"]) != {}:
+        check_like(path, "loss_scale", state, {"value": 1.0, "good_steps": 0})
         if state["value"] <= 0:
             refuse_fact(path, "loss_scale.value", state["value"], "above 0")
 

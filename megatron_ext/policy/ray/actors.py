@@ -16,8 +16,7 @@ from typing import Any, NoReturn, Self
 
 from megatron_ext.distributed.store_server import loopback_interface, serve_store
 from megatron_ext.policy.data.agreement_of_ranks import FailedElsewhere
-from megatron_ext.policy.ray.heartbeat import PERIOD_S, beating
-from megatron_ext.policy.ray.liveness import LOOK_S, ActorLocation, Liveness
+from megatron_ext.policy.ray.liveness import LOOK_S, PERIOD_S, ActorLocation, Liveness, beating
 
 _POLL_S = LOOK_S / 2
 # How long the other ranks may go on once one has raised: a worker's errors come on all ranks together.
@@ -93,15 +92,13 @@ class RayActors:
 
     def shutdown(self) -> None:
         """Ends the actors and gives their resources back, whatever they are doing."""
-        grace_s = 0.0
         try:
             if self._failure is None:
                 self._collect(self._begin("shutdown"), _GRACE_S)
-                grace_s = _GRACE_S  # they answer: Ray's own way to end them will do
         except RuntimeError:  # stuck or dead; they are ended anyway
             pass
         finally:
-            self._kill("shutdown() ended the actors", grace_s)
+            self._kill("shutdown() ended the actors")
 
     def _start(self, weights_path: str | None, optimizer_path: str | None) -> None:
         self._failure = None
@@ -110,12 +107,11 @@ class RayActors:
             found = self._collect([actor.where.remote() for actor in self._actors], self._timeouts.start_s)
             places, address = [place for place, _ in found], found[0][1]
             if self._timeouts.heartbeat_s is not None:
-                self._liveness = Liveness(self._ray, places, self._timeouts.heartbeat_s)
+                self._liveness = Liveness(self._ray, places, self._timeouts.heartbeat_s, self._timeouts.start_s)
             make = self._make | {"weights_path": weights_path, "optimizer_path": optimizer_path}
-            begun = []
-            for rank, actor in enumerate(self._actors):
-                monitor = None if self._liveness is None else self._liveness.monitor(rank)
-                begun.append(actor.build.remote(rank, self.world_size, address, self._worker_cls, make, monitor))
+            monitors = [None] * self.world_size if self._liveness is None else self._liveness.monitors
+            given = self.world_size, address, self._worker_cls, make
+            begun = [actor.build.remote(rank, *given, monitors[rank]) for rank, actor in enumerate(self._actors)]
             self._collect(begun, self._timeouts.start_s)
         except BaseException as error:
             self._kill(f"the actors did not start: {type(error).__name__}: {error}")
@@ -206,18 +202,12 @@ class RayActors:
         self._kill(what)
         raise RuntimeError(f"{what}. The other workers were ended; restart(weights_path) goes on from a checkpoint")
 
-    def _kill(self, why: str, grace_s: float = 0.0) -> None:
-        """Ends the actors, and has every later call say why: the first reason since they were started.
-
-        `grace_s`: how long they may take to end as Ray asks them to; then they are killed.
-        """
+    def _kill(self, why: str) -> None:
+        """Ends the actors, and has every later call say why: the first reason since they were started."""
         self._failure = self._failure or why
-        for actor in self._actors:
+        for actor in [*self._actors, *([] if self._liveness is None else self._liveness.monitors)]:
             self._ray.kill(actor)
-        self._actors = []
-        if self._liveness is not None:
-            self._liveness.end(grace_s)
-            self._liveness = None
+        self._actors, self._liveness = [], None
         if self._placement is not None:
             from ray.util.placement_group import remove_placement_group
 
@@ -266,7 +256,7 @@ class _Actor:
 
 
 def _worker_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The frame in which a call begins, for `heartbeat._lines`."""
+    """The frame in which a call begins, for `liveness._lines`."""
     return function(*args, **kwargs)
 
 

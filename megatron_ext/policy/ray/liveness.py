@@ -1,28 +1,100 @@
 """Decides twice a second during a call whether a rank is lost, stopped or hung; a busy one may take any time.
 
     lost      its host answers nothing: it is down or frozen, or its network is cut
-    stopped   the operating system does not run the process (SIGSTOP, a frozen container)
+    stopped   the operating system runs no thread of its process (SIGSTOP, a frozen container)
     hung      no rank moves, and at least one waits for the others in a collective
 
 Where a rank waits by spinning, as for a collective on a GPU, it looks busy: NCCL's own timeout ends that.
 """
 
 import logging
+import math
 import os
 import re
-import signal
 import sys
+import sysconfig
+import threading
 import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ext.policy.ray.heartbeat import PERIOD_S
+from megatron_ext.policy import outside_waits
 
-LOOK_S = 0.5  # seconds between two calls of `fault`; a fault is known at most three calls and a beat after its timeout
+PERIOD_S = 1.0  # between two beats of a rank
+LOOK_S = 0.5  # between two calls of `fault`: a fault is known at most two calls and a beat after its timeout
+_OLD_S = 3.0  # a beat that is older says nothing of now
 _LOG = logging.getLogger(__name__)
-_OLD_S = 3.0  # a beat, or a look at a process, that is older says nothing of now
+# Where a call that does not move waits for other ranks; autograd's engine runs collectives without a Python frame.
+_WAITS_IN = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/autograd/graph.py",
+    "megatron_ext/distributed/collectives.py",
+    "megatron/core/pipeline_parallel/p2p_communication.py",
+    "megatron/core/distributed/param_and_grad_buffer.py",
+)
+_LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
+# A call in words; whether it waits for others; seconds without another line or a move.
+Beat = tuple[str, bool, float]
+
+
+@contextmanager
+def beating(send: Callable[[Beat], object], call: str) -> Iterator[None]:
+    """While it lasts, `send` gets a beat of this thread each `PERIOD_S`; in `outside_wait` it moves."""
+    import psutil  # comes with Ray's extra
+
+    thread, ended, process = threading.get_ident(), threading.Event(), psutil.Process()
+
+    def beat() -> None:
+        before, since, nbytes = None, 0.0, 0
+        while not ended.wait(PERIOD_S):
+            if not (lines := _lines(thread)):  # before its first line, or in compiled code that has no frames
+                continue
+            moves, nbytes = _moves(process, nbytes)
+            if moves or lines != before or outside_waits.now:
+                before, since = lines, time.monotonic()
+            waits_in = next((line for file, line in lines if file.endswith(_WAITS_IN)), None)
+            own = next((line for file, line in lines if not file.startswith(_LIBRARIES) or "megatron_ext" in file), "")
+            told = f"in {call}, {'waiting for others in' if waits_in else 'at'} {waits_in or lines[0][1]}"
+            told += f", from {own}" if own not in told else ""
+            told += "".join(f", waiting for {what}" for what in outside_waits.now[-1:])
+            idle_s = time.monotonic() - since
+            told += f", idle for {idle_s:.0f} s" if idle_s >= PERIOD_S else ""
+            send((told, waits_in is not None, idle_s))
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _lines(thread: int) -> list[tuple[str, str]]:
+    """File and line of each frame of a call, innermost first, without Ray's."""
+    frame, found = sys._current_frames().get(thread), []
+    while frame is not None and frame.f_code.co_name != "_worker_call":
+        code, file = frame.f_code, os.path.basename(frame.f_code.co_filename)
+        found.append((code.co_filename, f"{code.co_qualname} ({file}:{frame.f_lineno})"))
+        frame = frame.f_back
+    return found
+
+
+def _moves(process: Any, before: int) -> tuple[bool, int]:
+    """Return whether the process has computed, read or written, or it or one that it has started runs; and the bytes
+    that it has read and written until now."""
+    nbytes = 0
+    with suppress(Exception):  # macOS has no counters, and a system may refuse them
+        counters = process.io_counters()
+        nbytes = counters.read_chars + counters.write_chars
+    # In percent since the last time: idle threads wake a hundred times a second each, and gloo has several a group.
+    if process.cpu_percent() > 3 + 0.3 * process.num_threads() or nbytes - before > 1 << 16:
+        return True, nbytes
+    with suppress(Exception):  # one of them has ended
+        family = [process, *process.children(recursive=True)]
+        return any(one.status() in ("running", "disk-sleep") for one in family), nbytes
+    return True, nbytes
 
 
 class ActorLocation(NamedTuple):
@@ -33,15 +105,6 @@ class ActorLocation(NamedTuple):
     process: int
 
 
-class RankReport(NamedTuple):
-    """Report of a rank: its process's state in /proc, seconds without a running thread, its last beat and its age."""
-
-    state: str
-    still_s: float
-    beat: dict[str, Any] | None
-    age_s: float
-
-
 class HostMonitor:
     """Process beside the ranks of a host, which answers also while they are stopped, or hold their interpreter's lock.
 
@@ -49,129 +112,84 @@ class HostMonitor:
     """
 
     def __init__(self, processes: dict[int, int]):
-        self._processes = processes
-        self._beats: dict[int, tuple[float, dict[str, Any]]] = {}
-        self._looks: dict[int, tuple[float, float, int]] = {}  # time of the last one, since when it is still, switches
+        nothing = math.inf, ("in a call of which it has told nothing yet", False, 0.0)
+        self._processes, self._beats = processes, dict.fromkeys(processes, nothing)
+        self._ran = dict.fromkeys(processes, (0.0, 0))  # when a thread ran last, and the switches of all until then
 
-    def note(self, rank: int, beat: dict[str, Any]) -> None:
+    def note(self, rank: int, beat: Beat) -> None:
         self._beats[rank] = time.monotonic(), beat
 
-    def report(self) -> dict[int, RankReport]:
-        return {rank: self._look(rank, process) for rank, process in self._processes.items()}
-
-    def _look(self, rank: int, process: int) -> RankReport:
-        now, (state, switches) = time.monotonic(), _threads(process)
-        looked, since, before = self._looks.get(rank, (now, now, 0))
-        if state in ("", "R", "D") or switches != before or now - looked > _OLD_S:
-            since = now
-        self._looks[rank] = now, since, switches
-        came, beat = self._beats.get(rank, (now, None))
-        return RankReport(state, now - since, beat, now - came)
-
-    def end(self, grace_s: float) -> None:
-        """Ends the ranks: a stopped one does not hear Ray's request. Of one that ends by itself Ray prints no error."""
-        until = time.monotonic() + grace_s
-        while time.monotonic() < until and any(_threads(one)[0] not in ("", "Z") for one in self._processes.values()):
-            time.sleep(0.05)
-        for process in self._processes.values():
-            with suppress(OSError):  # it has ended
-                os.kill(process, signal.SIGKILL)
+    def report(self) -> dict[int, tuple[Beat, float]]:
+        """For each rank its last beat, and the seconds for which no thread of its process has run."""
+        found, now = {}, time.monotonic()
+        for rank, process in self._processes.items():
+            switches = _switches(process)
+            if not switches or switches != self._ran[rank][1]:
+                self._ran[rank] = now, switches
+            came, beat = self._beats[rank]
+            if now - came >= _OLD_S:
+                beat = f"{beat[0]}, as it told {now - came:.0f} s ago", False, 0.0
+            found[rank] = beat, now - self._ran[rank][0]
+        return found
 
 
-def _threads(process: int) -> tuple[str, int]:
-    """State of the main thread ("": unknown), and how often all threads have given up a processor, both as of /proc."""
+def _switches(process: int) -> int:
+    """Count how often all threads of a process have given up a processor, as of /proc; 0: unknown."""
     with suppress(OSError):
-        folder = Path(f"/proc/{process}")
-        status = [path.read_text() for path in (folder / "status", *folder.glob("task/*/status"))]
-        switches = re.findall(r"ctxt_switches:\s*(\d+)", "".join(status[1:]))
-        return re.findall(r"State:\s*(\w)", status[0])[0], sum(map(int, switches))
-    return "", 0
+        status = "".join(path.read_text() for path in Path(f"/proc/{process}/task").glob("*/status"))
+        return sum(map(int, re.findall(r"ctxt_switches:\s*(\d+)", status)))
+    return 0
 
 
 class Liveness:
     """Liveness of the actors at `places`, by rank. `timeout_s`: how long one may be lost or stopped, or all hung.
 
-    Starts a process on each host, which needs no CPU of Ray's.
+    Starts a process on each host, which needs no CPU of Ray's: `monitors` has for each rank that of its host.
     """
 
-    def __init__(self, ray: Any, places: Sequence[ActorLocation], timeout_s: float):
+    def __init__(self, ray: Any, places: Sequence[ActorLocation], timeout_s: float, start_timeout_s: float):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        monitor = ray.remote(num_cpus=0, max_restarts=-1)(HostMonitor)
-        self._ray, self._places, self._timeout_s = ray, places, timeout_s
-        self._monitors, self._looked = {}, time.monotonic()
+        self._ray, self._places, self._timeout_s, self._of_node = ray, places, timeout_s, {}
         for node in sorted({place.node for place in places}):
             here = {rank: place.process for rank, place in enumerate(places) if place.node == node}
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            self._monitors[node] = monitor.options(scheduling_strategy=there).remote(here)
-        self._asked = {node: monitor.report.remote() for node, monitor in self._monitors.items()}
-        self._silent_s: dict[str, float] = {}  # of those that have ever answered, as far as somebody looked
-        self._reports: dict[int, RankReport] = {}
-
-    def monitor(self, rank: int) -> Any:
-        """The actor that wants the beats of this rank."""
-        return self._monitors[self._places[rank].node]
+            there = ray.remote(
+                num_cpus=0, max_restarts=-1, scheduling_strategy=NodeAffinitySchedulingStrategy(node, False)
+            )
+            self._of_node[node] = there(HostMonitor).remote(here)
+        self.monitors = [self._of_node[place.node] for place in places]
+        self._names = [f"rank {i} of {len(places)} (host {x.host}, process {x.process})" for i, x in enumerate(places)]
+        ray.get([monitor.report.remote() for monitor in self._of_node.values()], timeout=start_timeout_s)
+        self._reports: dict[int, tuple[Beat, float]] = {}
 
     def fault(self, pending: Collection[int]) -> str | None:
-        """Return what is wrong with the ranks that have not answered yet; None: nothing. Does not wait."""
-        self._collect()
-        for node, silent_s in self._silent_s.items():
-            if silent_s >= self._timeout_s and (lost := [r for r in pending if self._places[r].node == node]):
+        """Return what is wrong with the ranks that have not answered yet; None: nothing. Waits for monitors alone."""
+        ray, asked = self._ray, {monitor.report.remote(): node for node, monitor in self._of_node.items()}
+        for timeout_s in (self._timeout_s, LOOK_S):  # again: this process may have been stopped itself
+            done, silent = ray.wait([*asked], num_returns=len(asked), timeout=timeout_s)
+        for answer in done:
+            try:
+                self._reports |= ray.get(answer)
+            except ray.exceptions.RayError as error:  # Ray starts the monitor again; it tells of a dead host
+                _LOG.warning("the monitor of a host does not answer (%s): its ranks are not watched", error)
+        for answer in silent:
+            if lost := [rank for rank in pending if self._places[rank].node == asked[answer]]:
                 return (
                     f"host {self._places[lost[0]].host} with ranks {lost} of {len(self._places)} has not answered for "
-                    f"{silent_s:.0f} s: it is down or frozen, or its network is cut{self.doing(lost)}"
+                    f"{self._timeout_s:.0f} s: it is down or frozen, or its network is cut{self.doing(lost)}"
                 )
         reports = {rank: self._reports[rank] for rank in pending if rank in self._reports}
-        for rank, report in reports.items():
-            if report.still_s >= self._timeout_s:
-                how = "stopped (as by SIGSTOP)" if report.state == "T" else "frozen"
-                since = f"no thread of it has run for {report.still_s:.0f} s"
-                return f"{self._name(rank)} is {how}, {since}; it was {_doing(report)}"
-        beats = [report.beat for report in reports.values() if report.beat and report.age_s < _OLD_S]
-        idle = len(beats) == len(pending) and all(beat["idle_s"] >= self._timeout_s for beat in beats)
-        if idle and any(beat["waits"] for beat in beats) and max(self._silent_s.values()) < _OLD_S:
+        for rank, ((told, _, _), still_s) in reports.items():
+            if still_s >= self._timeout_s:
+                why = "stopped (by SIGSTOP, or a frozen container)"
+                return f"{self._names[rank]} is {why}, no thread of it has run for {still_s:.0f} s; it was {told}"
+        idle = len(reports) == len(pending) and all(s >= self._timeout_s for (_, _, s), _ in reports.values())
+        if idle and not silent and any(waits for (_, waits, _), _ in reports.values()):
             return "no rank moves" + self.doing(pending).replace(";", ":", 1)
         return None
 
     def doing(self, ranks: Collection[int]) -> str:
         """Describe what the ranks did when they told it last: first who does not wait for others, the likely cause."""
-        self._collect()
-        reports = [(rank, self._reports[rank]) for rank in ranks if rank in self._reports]
-        reports.sort(key=lambda item: bool(item[1].beat and item[1].beat["waits"]))
-        return "".join(f"; {self._name(rank)} is {_doing(report)}" for rank, report in reports)
-
-    def _name(self, rank: int) -> str:
-        place = self._places[rank]
-        return f"rank {rank} of {len(self._places)} (host {place.host}, process {place.process})"
-
-    def end(self, grace_s: float = 0.0) -> None:
-        """Ends the processes of the actors, also stopped ones, and those on the hosts.
-
-        `grace_s`: how long actors that Ray has asked to end may take to.
-        """
-        begun = [monitor.end.remote(grace_s) for monitor in self._monitors.values()]
-        self._ray.wait(begun, num_returns=len(begun), timeout=grace_s + PERIOD_S)
-        for monitor in self._monitors.values():
-            self._ray.kill(monitor)
-
-    def _collect(self) -> None:
-        """Takes what the hosts have answered, and asks them again."""
-        now = time.monotonic()
-        passed_s, self._looked = min(now - self._looked, PERIOD_S), now  # less, where this process was stopped itself
-        for node, asked in self._asked.items():
-            if node in self._silent_s:
-                self._silent_s[node] += passed_s
-            if self._ray.wait([asked], timeout=0)[0]:
-                self._silent_s[node], self._asked[node] = 0.0, self._monitors[node].report.remote()
-                try:
-                    self._reports |= self._ray.get(asked)
-                except self._ray.exceptions.RayError as error:  # Ray starts the monitor again; it tells of a dead host
-                    _LOG.warning("the monitor of a host does not answer (%s): its ranks are not watched", error)
-
-
-def _doing(report: RankReport) -> str:
-    if report.beat is None:
-        return "in a call of which it has told nothing yet"
-    told = report.beat["doing"] + (f", as it told {report.age_s:.0f} s ago" if report.age_s >= _OLD_S else "")
-    return told + (f", idle for {report.beat['idle_s']:.0f} s" if report.beat["idle_s"] >= PERIOD_S else "")
+        told = [(waits, rank, words) for rank, ((words, waits, _), _) in self._reports.items() if rank in ranks]
+        return "".join(f"; {self._names[rank]} is {words}" for _, rank, words in sorted(told))

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from megatron_ext.policy import checkpoint
 from megatron_ext.policy.backend.base import Backend
-from megatron_ext.policy.checkpoint.fact_checks import check_keys, check_like, check_loss_scale, refuse_fact
+from megatron_ext.policy.checkpoint.fact_checks import check_kinds, check_like, refuse_fact
 from megatron_ext.policy.checkpoint.sharded_files import Found, Part
 from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.losses.worker_protocol import Timer, timed
@@ -64,10 +64,14 @@ class Checkpoints:
                 self.tokenizer.save_pretrained(tokenizer_path)
 
         with timed(timer, "save_checkpoint"):
-            self._save(weights_path, optimizer_path)
+            parts = [Part("weights", weights_path, self.backend.state(), {})]
+            if optimizer_path is not None:
+                parts.append(self._optimizer_part(optimizer_path))
+            checkpoint.save_together(*parts)
             if tokenizer_path is not None:
                 agree(save_tokenizer)
 
+    @torch.no_grad()
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Reads what `save_checkpoint` wrote, in this or another layout. Executes nothing of it.
 
@@ -77,29 +81,6 @@ class Checkpoints:
         """
         self.backend.refuse_reference("load_checkpoint()")
         self.trainer.refuse_open_step("load_checkpoint()")
-        self._load(weights_path, optimizer_path)
-
-    def _save(self, weights_path: str, optimizer_path: str | None) -> None:
-        """Writes both, or leaves what the paths held."""
-        parts = [Part("weights", Path(weights_path), self.backend.state(), {})]
-        if optimizer_path is not None:
-            optimizer, scheduler = self._optimizer()
-            tensors: dict[str, Tensor] = {}
-            facts: dict[str, Any] = {
-                "scheduler": scheduler.state_dict(),
-                "loss_scale": self.trainer.loss_scale.state_dict(),
-            }
-            if optimizer.state:
-                tensors, numbers = self._optimizer_state(optimizer)
-                facts["numbers"] = _of_all_ranks(numbers)
-            else:  # DCP would take a step to have something to save
-                facts["groups"] = _groups(optimizer)
-            parts.append(Part("optimizer", Path(optimizer_path), self._as_global(tensors), facts))
-        checkpoint.save_together(*parts)
-
-    @torch.no_grad()
-    def _load(self, weights_path: str, optimizer_path: str | None) -> None:
-        """Check both folders and compare them with the policy, before either is read."""
         weights = self.backend.state()
         if optimizer_path is None:
             [saved] = checkpoint.find(weights=weights_path)
@@ -122,6 +103,14 @@ class Checkpoints:
             self._load_both(optimizer, saved, saved_optimizer)
         scheduler.load_state_dict(facts["scheduler"])
         self.trainer.loss_scale.load_state_dict(facts["loss_scale"])
+
+    def _optimizer_part(self, path: str) -> Part:
+        optimizer, scheduler = self._optimizer()
+        facts = {"scheduler": scheduler.state_dict(), "loss_scale": self.trainer.loss_scale.state_dict()}
+        if not optimizer.state:  # DCP would take a step to have something to save
+            return Part("optimizer", path, {}, {**facts, "groups": _groups(optimizer)})
+        tensors, numbers = self._optimizer_state(optimizer)
+        return Part("optimizer", path, self._as_global(tensors), {**facts, "numbers": _of_all_ranks(numbers)})
 
     def _load_both(self, optimizer: Optimizer, weights: Found, state: Found) -> None:
         fresh = not optimizer.state
@@ -163,8 +152,7 @@ class Checkpoints:
 
 def _check_facts(path: str, facts: Any, schedule: Mapping[str, Any]) -> None:
     """Refuse facts that can be told without the optimizer's own state."""
-    check_keys(path, facts)
-    check_loss_scale(path, facts["loss_scale"])
+    check_kinds(path, facts)
     _same_keys(path, "schedule", facts["scheduler"], schedule)
     check_like(path, "scheduler", facts["scheduler"], schedule)
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.dtensor import clip_grad_by_total_norm_
@@ -31,11 +30,12 @@ from megatron_ext.policy.config import check_positive
 from megatron_ext.policy.data.agreement_of_ranks import RuntimeErrorElsewhere
 from megatron_ext.policy.data.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Counts, MicroBatchBounds, Step, training_steps
-from megatron_ext.policy.losses.worker_protocol import LossFunction, LossType, Timer, timed
+from megatron_ext.policy.losses.worker_protocol import LossFunction, LossType, MetricNormalizer, Timer, timed
 from megatron_ext.policy.worker.optimizer import LossScale, make_optimizer, make_scheduler
 from megatron_ext.policy.worker.reader import LossInputs, MicroBatchReader, loss_inputs
 
 Metrics = list[dict[str, float]]  # of each micro-batch
+MetricsByName = defaultdict[str, list[float]]
 
 
 @dataclass
@@ -56,49 +56,16 @@ class OpenStep:
         self.counts = Counts(*(a + b for a, b in zip(self.counts, counts, strict=True)))
         self.metrics += metrics
 
-    def scale(self, name: str) -> float:
-        """Return the factor of a metric of this name."""
+    def scale(self, name: str | None = None) -> float:
+        """Return the factor of a metric of this name; None: of the loss, a mean as its `loss_type` says."""
         kinds = getattr(self.loss_fn, "metric_normalizations", None)
         kind = kinds.get(name) if isinstance(kinds, Mapping) else None
-        return self.scale_of_loss if kind is None else 1 / self._divisors()[kind.value]
-
-    @property
-    def scale_of_loss(self) -> float:
-        """Return the factor that makes the loss a mean: over rows or tokens, as its `loss_type` says."""
-        kind = getattr(getattr(self.loss_fn, "loss_type", None), "value", None)
-        return 1 / self._divisors()["sequences" if kind == LossType.SEQUENCE_LEVEL.value else "tokens"]
-
-    def _divisors(self) -> dict[str, float]:
-        """By the names of NeMo-RL's `MetricNormalizer`; where nothing counts 1, of sums that are 0."""
+        if kind is None:
+            of_rows = getattr(getattr(self.loss_fn, "loss_type", None), "value", None) == LossType.SEQUENCE_LEVEL.value
+            kind = MetricNormalizer.SEQUENCES if of_rows else MetricNormalizer.TOKENS
         rows, tokens = self.counts
-        return {"tokens": tokens or 1.0, "sequences": rows or 1.0, "none": 1.0}
-
-
-class StepMetrics:
-    """The metrics of micro-batches by name, as `train` returns them."""
-
-    def __init__(self, optimizer: Optimizer | None):
-        self._optimizer = optimizer
-        self._found: defaultdict[str, list[float]] = defaultdict(list)
-
-    def add(self, found: Metrics, counts: Counts, scale: Callable[[str], float]) -> None:
-        """The metrics of micro-batches, times `scale` of their names, without those of which no row counts."""
-        for numbers in found:
-            valid = numbers.pop("num_valid_samples", 1.0)
-            if valid <= 0:
-                continue
-            row = {}
-            for name, value in numbers.items():
-                extreme = "_min" in name or "_max" in name  # these are not added up, as in NeMo-RL
-                row[name] = value if extreme else value * scale(name)
-            row |= {"num_valid_samples": valid, **counts._asdict()}
-            if self._optimizer is not None:
-                row["lr"] = self._optimizer.param_groups[0]["lr"]
-            for name, value in row.items():
-                self._found[name].append(value)
-
-    def by_name(self) -> dict[str, list[float]]:
-        return dict(self._found)
+        # By the names of NeMo-RL's own enum, too; where nothing counts 1, of sums that are 0.
+        return 1 / {"tokens": tokens or 1.0, "sequences": rows or 1.0, "none": 1.0}[kind.value]
 
 
 class Trainer:
@@ -153,7 +120,7 @@ class Trainer:
             self._check_trains("train()")
         backend = self.backend
         global_batch_size = self.settings.global_batch_size if gbs is None else check_positive("gbs", gbs)
-        losses, norms, metrics = [], [], StepMetrics(self.optimizer)
+        losses, norms, metrics = [], [], MetricsByName(list)
         with timed(timer, "train"), torch.set_grad_enabled(not eval_mode):
             steps = training_steps(data, loss_fn, global_batch_size, self._bounds(mbs), backend.coordinates)
             batch = BatchedDataDict(data).to(backend.device)
@@ -163,7 +130,7 @@ class Trainer:
                 backend.zero_grad()
                 loss, found = self._loss_pass(inputs, number, step, batch, step.counts)
                 losses.append(loss)
-                metrics.add(found, step.counts, lambda name: 1 / len(steps))
+                self._add_metrics(metrics, found, step.counts, lambda name: 1 / len(steps))
                 if not eval_mode:
                     norms.append(self._update(number))
             if eval_mode:
@@ -233,11 +200,11 @@ class Trainer:
             raise RuntimeError(
                 "finish_train_step() before any train_microbatch(): there are no gradients; call it first"
             )
-        metrics = StepMetrics(self.optimizer)
+        metrics = MetricsByName(list)
         with timed(timer, "finish_train_step"):
             self.open_step = None
-            metrics.add(step.metrics, step.counts, step.scale)
-            factor = step.scale_of_loss
+            self._add_metrics(metrics, step.metrics, step.counts, step.scale)
+            factor = step.scale()
             norm = self._update(0, factor)
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -339,12 +306,28 @@ class Trainer:
         backend.zero_grad()
         return norm
 
-    def _report(self, losses: list[float], norms: list[float] | None, metrics: StepMetrics) -> dict[str, Any]:
+    def _add_metrics(
+        self, metrics: MetricsByName, found: Metrics, counts: Counts, scale: Callable[[str], float]
+    ) -> None:
+        """Add those of micro-batches, times `scale` of their names, without those of which no row counts."""
+        for numbers in found:
+            valid = numbers.pop("num_valid_samples", 1.0)
+            if valid <= 0:
+                continue
+            row = {}
+            for name, value in numbers.items():
+                extreme = "_min" in name or "_max" in name  # these are not added up, as in NeMo-RL
+                row[name] = value if extreme else value * scale(name)
+            rate = {} if self.optimizer is None else {"lr": self.optimizer.param_groups[0]["lr"]}
+            for name, value in {**row, "num_valid_samples": valid, **counts._asdict(), **rate}.items():
+                metrics[name].append(value)
+
+    def _report(self, losses: list[float], norms: list[float] | None, metrics: MetricsByName) -> dict[str, Any]:
         return {
             "global_loss": torch.tensor(losses),
             "grad_norm": None if norms is None else torch.tensor(norms),
             "rank": self.backend.rank,
-            "all_mb_metrics": metrics.by_name(),
+            "all_mb_metrics": dict(metrics),
         }
 
 

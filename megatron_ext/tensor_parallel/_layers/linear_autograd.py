@@ -186,7 +186,7 @@ class ParallelLinear(torch.autograd.Function):
 
         early_bias = bias if plan.output == "sharded" else None
         with without_autocast(x) if autocast else NOTHING:
-            shard = distributed_weights.gather_in_forward(weight) if plan.in_pieces else weight
+            shard = ctx.parameter.materialize_group_for_forward() if plan.in_pieces else weight
             if _keeps_leading_dims(kept, plan):
                 added = None if early_bias is None else _cast(early_bias, dtype)
                 y = plan.reduce_output(cpu_products.linear(kept, _cast(shard, dtype), added))
@@ -232,7 +232,7 @@ class ParallelLinear(torch.autograd.Function):
 
             dy_TN, reducing = dy_tN, None
             if needs_x:
-                shard = distributed_weights.gather_in_backward(ctx.parameter) if plan.in_pieces else weight
+                shard = ctx.parameter.materialize_group_for_backward() if plan.in_pieces else weight
                 w_ND = _cast(shard, ctx.dtype)
                 if plan.output == "sequence":
                     dx_TD, dy_TN = _gather_and_multiply(dy_tN, w_ND, plan)
@@ -298,18 +298,13 @@ def _gather_and_multiply(
 def _own_rows_first(
     x_tD: Tensor, w_DN: Tensor, group: Group, bias: Tensor | None, gathering: Pending
 ) -> tuple[Tensor, Tensor]:
-    t, ranks = x_tD.shape[0], group_size(group)
-    y_TN = x_tD.new_empty(t * ranks, w_DN.shape[1])
+    t = x_tD.shape[0]
+    y_TN = x_tD.new_empty(t * group_size(group), w_DN.shape[1])
     start = t * group_rank(group)
-
-    def multiply(rows_D: Tensor, rows: slice) -> None:
-        if rows_D.shape[0]:
-            torch.mm(rows_D, w_DN, out=y_TN[rows])
-
-    multiply(x_tD, slice(start, start + t))
+    torch.mm(x_tD, w_DN, out=y_TN[start : start + t])
     x_TD = gathering.wait()
     for rows in (slice(0, start), slice(start + t, None)):
-        multiply(x_TD[rows], rows)
+        torch.mm(x_TD[rows], w_DN, out=y_TN[rows])
     return y_TN if bias is None else y_TN.add_(bias), x_TD
 
 
