@@ -15,7 +15,7 @@ from benchmarks import gpu_run
 from benchmarks.cases import Case
 from benchmarks.implementations import fused_epilogue, ours
 from benchmarks.measure import Inputs, drawn, run_once
-from benchmarks.nvml import Nvml, StandIn
+from benchmarks.nvml import STAND_IN, Nvml
 
 LARGE = 8.0  # size of logits
 
@@ -71,7 +71,7 @@ def steps_of(case: Case, size: float) -> dict[str, Callable[[], object]]:
 
 def measure(run: gpu_run.Run, cases: list[Case]) -> None:
     """Rows of each step, as far as `run` lacks them."""
-    card = Nvml() if run.machine.device == "cuda" else StandIn()
+    card = Nvml() if run.machine.device == "cuda" else STAND_IN
     for size in (1.0, LARGE):
         for case in cases:
             for name, step in steps_of(case, size).items():

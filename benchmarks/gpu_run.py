@@ -100,29 +100,15 @@ def products(inputs: Inputs) -> dict[str, tuple[Callable[[], object], tuple[int,
     g_TV = torch.rand(tokens, columns, device=x_TD.device).to(x_TD.dtype)
     part, block = min(tokens, 1024), min(columns, 4096)
     sum_TD = torch.zeros(tokens, width, dtype=torch.float32, device=x_TD.device)
-
-    def forward() -> object:
-        return torch.mm(x_TD[:part], w_VD.t(), out_dtype=torch.float32)
-
-    def recomputed() -> object:
-        return torch.mm(x_TD[:part], w_VD[:block].t(), out_dtype=torch.float32)
-
-    def dx() -> object:
-        return torch.mm(g_TV, w_VD, out_dtype=torch.float32)
-
-    def dx_of_a_block() -> object:
-        terms = g_TV[:, :block], w_VD[:block]
-        return torch.addmm(sum_TD, *terms, out_dtype=torch.float32, out=sum_TD)
-
-    def dw() -> object:
-        return torch.mm(g_TV.t(), x_TD)
-
+    narrow_PD, block_CD = x_TD[:part], w_VD[:block]
+    of_block = g_TV[:, :block], block_CD
+    wide: dict[str, Any] = {"out_dtype": torch.float32}
     return {
-        "logits of a chunk": (forward, (part, columns, width, 4)),
-        "logits of a block": (recomputed, (part, block, width, 4)),
-        "dx": (dx, (tokens, width, columns, 4)),
-        "dx of a block": (dx_of_a_block, (tokens, width, block, 8)),
-        "dW": (dw, (columns, width, tokens, 2)),
+        "logits of a chunk": (lambda: torch.mm(narrow_PD, w_VD.t(), **wide), (part, columns, width, 4)),
+        "logits of a block": (lambda: torch.mm(narrow_PD, block_CD.t(), **wide), (part, block, width, 4)),
+        "dx": (lambda: torch.mm(g_TV, w_VD, **wide), (tokens, width, columns, 4)),
+        "dx of a block": (lambda: torch.addmm(sum_TD, *of_block, out=sum_TD, **wide), (tokens, width, block, 8)),
+        "dW": (lambda: torch.mm(g_TV.t(), x_TD), (columns, width, tokens, 2)),
     }
 
 

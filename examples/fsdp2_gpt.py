@@ -24,7 +24,7 @@ STEPS, BATCH, SEQ, VOCAB = 10, 4, 32, 256  # the vocabulary are all bytes
 TEXT = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
 
 
-def build_model(reshard: bool = True) -> TorchFullyShardedDataParallel:
+def build_model() -> TorchFullyShardedDataParallel:
     config = small_config(transformer_impl="local")
     gpt = GPTModel(
         config,
@@ -35,14 +35,14 @@ def build_model(reshard: bool = True) -> TorchFullyShardedDataParallel:
         share_embeddings_and_output_weights=False,  # as Megatron-LM demands with FSDP2
     )
     settings = DistributedDataParallelConfig()
-    settings.reshard_after_forward = reshard  # Megatron-LM sets it so
+    settings.reshard_after_forward = True  # Megatron-LM sets it so
     return TorchFullyShardedDataParallel(config, settings, gpt.to(torch.cuda.current_device()))
 
 
-def train(reshard: bool = True) -> list[float]:
+def train() -> list[float]:
     """The loss of each step, the mean over ranks, which read texts of their own."""
     torch.manual_seed(1)
-    model = build_model(reshard)
+    model = build_model()
     optimizer = adam(model, distributed=False)
     positions = torch.arange(SEQ, device=torch.cuda.current_device()).expand(BATCH, SEQ)
     losses = []
