@@ -265,7 +265,7 @@ def _label_rows(given: dict[str, Any]) -> Traffic:
     """A row of dW for each label, or every one with label smoothing. Of one label a program adds all windows' sums."""
     out_VD, x_TD = given["out_ptr"], given["x_ptr"]
     tokens = _owned(given, x_TD.shape[0])
-    rows = out_VD if given["EVERY_ROW"] else out_VD[:tokens]
+    rows = out_VD[:tokens] if given["common_ptr"] is None else out_VD
     longest = max(given["WINDOW"], -(-tokens // given["WINDOW"])) if given["worst_labels"] else 1
     return _bytes(rows) + _bytes(x_TD[:tokens]), _bytes(rows), -(-min(longest, tokens) // given["AHEAD"])
 
