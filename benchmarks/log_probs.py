@@ -148,7 +148,7 @@ def measure_ways(case: Case, budget_s: float, known: dict[str, Way] | None = Non
     rows, refused, right = [], [], []
     for name, error in worst_errors(case, rank, known).items():
         rows.append((name, "error / plain", "1", [error]))
-        if any_rank(not error <= ERROR_LIMIT, case.device):  # NaN is wrong
+        if any_rank(not error <= ERROR_LIMIT):  # NaN is wrong
             refused.append(f"{name}: its error is {error:.3g} x that of plain PyTorch, so its time does not count")
         else:
             right.append(name)
@@ -161,4 +161,4 @@ def measure_ways(case: Case, budget_s: float, known: dict[str, Way] | None = Non
 
 def measure(seconds: float = 3.0) -> Iterator[Found]:
     for case in cases():
-        yield case.name, *run_world(case.ranks, case.device, measure_ways, case, seconds)
+        yield case.name, *run_world(case.ranks, measure_ways, case, seconds)
