@@ -16,7 +16,7 @@ from benchmarks import gpu_run
 from benchmarks.cases import Case
 from benchmarks.implementations import MEAN, fused_epilogue, kept_by_default, ours
 from benchmarks.measure import Inputs, drawn, run_once
-from benchmarks.nvml import Nvml, StandIn
+from benchmarks.nvml import STAND_IN, Nvml
 
 LARGE = 8.0  # size of logits
 # Of so many tokens that the default does not keep all exponentials, and of so many in a rehearsal.
@@ -87,7 +87,7 @@ def measured_of(cases: list[Case]) -> list[tuple[Case, float]]:
 
 def measure(run: gpu_run.Run, cases: list[Case]) -> None:
     """Rows of each step, as far as `run` lacks them."""
-    card = Nvml() if run.machine.device == "cuda" else StandIn()
+    card = Nvml() if run.machine.device == "cuda" else STAND_IN
     for case, size in measured_of(cases):
         for name, step in steps_of(case, size).items():
             row = f"in a row: {name}"

@@ -18,6 +18,7 @@ from benchmarks import gpu_reads, record
 from benchmarks.cases import GPU_CASES, Case
 from benchmarks.implementations import MEAN, UNFUSED, Implementation, fused_epilogue, kept_by_default, of_bits, ours
 from benchmarks.launches import Launch, Plan, planned
+from benchmarks.measure import empty
 from benchmarks.meter import measure
 from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.call.gpu_properties import DEVICES, Device
@@ -60,16 +61,14 @@ def plan(
     implementation = _implementation(cache)
     alone = isinstance(cache, Implementation) and case.ranks == 1
     with fake_world(1) if alone else nullcontext(), planned(device, case.ranks, worst_labels) as (recorder, group):
-        x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
-        w_VD = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
-        labels_T = torch.empty(case.tokens, dtype=torch.int64)
+        inputs = empty(case)
         upstream_T = torch.empty(case.tokens)
         head = implementation.build(case, group)
         with torch.autograd.set_multithreading_enabled(False), measure() as costs, recorder:
-            loss = head(x_TD, w_VD, labels_T)
+            loss = head(*inputs)
             recorder.phase = "backward"
             given = upstream_T if loss.dim() else upstream_T[0]
-            torch.autograd.grad(loss, [x_TD, w_VD], given)  # `backward` would copy fake gradients into `.grad`
+            torch.autograd.grad(loss, inputs[:2], given)  # `backward` would copy fake gradients into `.grad`
     return recorder.plan, costs.peak_bytes
 
 
@@ -146,9 +145,8 @@ def reads(case: Case, device: Device = DEVICES["H200"]) -> dict[str, Plan]:
     asks[LOG_PROBS] = asks[f"{LOG_PROBS}, fused epilogue"] = lambda y: [LogProbs(y)]
     for name, asked in asks.items():
         with planned(device, 1) as (recorder, _), torch.no_grad(), recorder:
-            x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype)
-            w_VD = torch.empty(case.columns, case.width, dtype=case.dtype)
-            LmHead(w_VD, fused_epilogue="fused" in name).read(x_TD, *asked(torch.empty(case.tokens, dtype=torch.int64)))
+            x_TD, w_VD, labels_T = empty(case)
+            LmHead(w_VD, fused_epilogue="fused" in name).read(x_TD, *asked(labels_T))
         found[f"read: {name}"] = recorder.plan
     return found
 

@@ -26,11 +26,11 @@ PERCENT = 6
 SHORT_LAUNCH, PRODUCTS_SHARE = 50e-6, 0.5
 
 GPUS = {name.lower(): DEVICES[name] for name in ("H100", "H200")}
-_PRODUCTS = {aten.mm, aten.addmm, aten.addmm_}
-_PICKING = {aten.index, aten.index_select, aten.gather, aten.embedding}
-_PLACING = {aten.index_put_, aten._index_put_impl_, aten.index_add_, aten.scatter_, aten.scatter_add_}
-_WRITING_ONLY = {aten.copy_, aten.fill_, aten.zero_}
-_NO_LAUNCH = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach, aten.detach_}
+PRODUCTS = {aten.mm, aten.addmm, aten.addmm_}
+PICKING = {aten.index, aten.index_select, aten.gather, aten.embedding}
+PLACING = {aten.index_put_, aten._index_put_impl_, aten.index_add_, aten.scatter_, aten.scatter_add_}
+WRITING_ONLY = {aten.copy_, aten.fill_, aten.zero_}
+NO_LAUNCH = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach, aten.detach_}
 
 
 def gpu_here() -> tuple[Device | None, str]:
@@ -61,20 +61,20 @@ class LaunchCounter(ByteCounter):
         """Counts an operator: it reads its inputs and writes its results once, or some elements of them."""
         read = [value for name, value in kwargs.items() if name != "out"]
         packet, given, results = func.overloadpacket, [*tensors_in((*args, *read))], [*tensors_in((out,))]
-        if func.namespace != "aten" or packet in _NO_LAUNCH:
+        if func.namespace != "aten" or packet in NO_LAUNCH:
             return
         changes = func._schema.is_mutable
         if not changes and {x.untyped_storage()._cdata for x in results} <= {x.untyped_storage()._cdata for x in given}:
             return  # a view
         nbytes = _nbytes(given) + _nbytes(results)
-        if packet in _PICKING:
+        if packet in PICKING:
             nbytes = 3 * _nbytes(results)  # places are read, and elements read and written
-        elif packet in _PLACING:
+        elif packet in PLACING:
             nbytes = 3 * _nbytes(tensors_in(args[2:]))
-        elif packet in _WRITING_ONLY:
+        elif packet in WRITING_ONLY:
             nbytes = _nbytes(given)
         flops, seconds = 0, nbytes / self.device.bytes_per_s
-        if packet in _PRODUCTS:
+        if packet in PRODUCTS:
             (m, k), n = given[-2].shape, given[-1].shape[1]
             result_bytes = _nbytes(results) * (1 if packet is aten.mm else 2)
             flops, seconds = 2 * m * n * k, product_seconds(self.device, m, n, k, result_bytes)
