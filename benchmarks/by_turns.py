@@ -1,18 +1,18 @@
-"""`python -m benchmarks.by_turns`: what ours may cost beside something else, both in one process and by turns.
+"""What ours may cost beside something else, by turns in one process: `benchmarks.run cpu --only by-turns`.
 
 The head with 16-bit operands on a processor without 16-bit products, which is set by hand, beside fp32; and a KL
 divergence from hidden states beside logits that are made at once. Forward and backward, CPU time of one thread.
 """
 
-import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks import loss_cases, losses, record
+from benchmarks import loss_cases, losses
 from benchmarks.measure import interleaved, ratios
-from benchmarks.meter import measure
+from benchmarks.meter import measure as metered
+from benchmarks.record import Found, Rows
 from megatron_ext import linear_cross_entropy
 from megatron_ext.head import KL, Logits
 from megatron_ext.numerics import cpu_products
@@ -56,11 +56,11 @@ def divergence_steps() -> dict[str, Step]:
     return {name: lambda way=way: losses.run_once(way, given) for name, way in ways.items()}  # type: ignore[misc]
 
 
-def measured(steps: dict[str, Step], bases: dict[str, str]) -> losses.Rows:
+def measured(steps: dict[str, Step], bases: dict[str, str]) -> Rows:
     """Milliseconds, their ratio to those of its base in the same turn, and peak MiB, of each."""
-    rows: losses.Rows = []
+    rows: Rows = []
     for name, step in steps.items():
-        with measure() as costs:
+        with metered() as costs:
             step()
         rows.append((name, "peak", "MiB", [costs.peak_bytes / 2**20]))
     times = interleaved(steps, "cpu", 0.0, clock=time.process_time, least=TURNS)
@@ -70,20 +70,8 @@ def measured(steps: dict[str, Step], bases: dict[str, str]) -> losses.Rows:
     return rows
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+def measure(seconds: float = 0.0) -> Iterator[Found]:
     torch.set_num_threads(1)
-    origin = record.Origin.here("cpu")
     heads, divergences = head_steps(), divergence_steps()
-    for case, steps, bases in (
-        ("head without 16-bit products", heads, {name: f"fp32, {name.split(', ')[1]}" for name in heads}),
-        ("forward KL", divergences, dict.fromkeys(divergences, "logits made at once")),
-    ):
-        rows = [origin.row(case, *row) for row in measured(steps, bases)]
-        record.write(record.RESULTS / "cpu.csv", rows)
-        print(record.table(rows), flush=True)
-    print(f"rows in {record.RESULTS / 'cpu.csv'}")
-
-
-if __name__ == "__main__":
-    main()
+    yield "head without 16-bit products", measured(heads, {name: f"fp32, {name.split(', ')[1]}" for name in heads}), []
+    yield "forward KL", measured(divergences, dict.fromkeys(divergences, "logits made at once")), []

@@ -33,9 +33,9 @@ class Case:
         return self.tokens * self.columns * self.width
 
 
-def cpu_cases(tokens: int = 4096, width: int = 512, vocab: int = 32768) -> list[Case]:
+def cpu_cases() -> list[Case]:
     return [
-        Case(f"cpu {name} R{ranks}", tokens, width, vocab, ranks, dtype)
+        Case(f"cpu {name} R{ranks}", 4096, 512, 32768, ranks, dtype)
         for ranks in (1, 2)
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
     ]

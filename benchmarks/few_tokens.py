@@ -1,21 +1,19 @@
-"""`python -m benchmarks.few_tokens`: small calls, where Python takes the time: ours beside Megatron's, by turns.
+"""Small calls, where Python takes the time, ours beside Megatron's: `benchmarks.run cpu --only few-tokens`.
 
 Head, loss of logits, embedding and linear layers on 8 tokens, forward and backward, in one process a rank. A turn times
 some calls of one side and then of the other, so that what disturbs the machine disturbs both; the ratio is of a turn.
 The time that the processors work is less disturbed than the time that passes, and leaves out what a rank waits for.
 """
 
-import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import record
 from benchmarks.measure import ratios
-from benchmarks.run import quiet
+from benchmarks.record import Found, Rows
 from benchmarks.worlds import run_world
 from megatron_ext import linear_cross_entropy, tensor_parallel, vocab_parallel_cross_entropy
 from megatron_ext.memory.heads import megatrons_group
@@ -23,11 +21,8 @@ from megatron_on_cpu import megatron_on_cpu
 
 Step = Callable[[], object]
 TOKENS, WIDTH, VOCAB = 8, 16, 64
+TURNS, CALLS = 100, 10  # calls of a side in a turn
 STOCK, OURS = "megatron", "ours"
-
-
-def case_name(ranks: int) -> str:
-    return f"few tokens R{ranks}"
 
 
 def pairs() -> dict[str, dict[str, Step]]:
@@ -94,44 +89,28 @@ def pairs() -> dict[str, dict[str, Step]]:
     }
 
 
-def measured(turns: int, calls: int) -> list[tuple[str, str, str, list[float]]]:
+def measured() -> Rows:
     """Microseconds of a call, and the ratio in each turn."""
     torch.set_num_threads(1)
-    rows = []
+    rows: Rows = []
     with megatron_on_cpu(), megatrons_group(dist.group.WORLD):
         for what, steps in pairs().items():
             clocks = {"time": time.perf_counter, "CPU time": time.process_time}
             times: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in steps} for clock in clocks}
-            for turn in range(-2, turns):
+            for turn in range(-2, TURNS):
                 for name, step in steps.items() if turn % 2 else reversed(steps.items()):
                     starts = [now() for now in clocks.values()]
-                    for _ in range(calls):
+                    for _ in range(CALLS):
                         step()
                     for (clock, now), start in zip(clocks.items(), starts, strict=True):
                         if turn >= 0:
-                            times[clock][name].append((now() - start) / calls * 1e6)
+                            times[clock][name].append((now() - start) / CALLS * 1e6)
             for clock, found in times.items():
                 rows += [(what, f"{clock}, {side}", "µs", found[side]) for side in (STOCK, OURS)]
                 rows.append((what, f"{clock}, ours / {STOCK}", "1", ratios(found, to=STOCK)[OURS]))
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=100)
-    parser.add_argument("--calls", type=int, default=10, help="of a side in a turn (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--write", action="store_true", help="the rows, to benchmarks/results/cpu.csv")
-    options = parser.parse_args()
-    quiet()
-    origin = record.Origin.here("cpu")
-    for ranks in options.ranks:
-        found = run_world(ranks, "cpu", measured, options.turns, options.calls)
-        rows = [origin.row(case_name(ranks), *row) for row in found]
-        if options.write:
-            record.write(record.RESULTS / "cpu.csv", rows)
-        print(record.table(rows), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def measure(seconds: float = 0.0) -> Iterator[Found]:
+    for ranks in (1, 2):
+        yield f"few tokens R{ranks}", run_world(ranks, "cpu", measured), []

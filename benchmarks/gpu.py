@@ -1,4 +1,5 @@
-"""`python -m benchmarks.run gpu`: the head at full size on one GPU, beside its matrix products alone and its peers.
+"""`python -m benchmarks.run gpu`: the head at full size on one GPU, beside its matrix products alone and its peers;
+`--only` measures other parts, of `gpu_in_a_row.py` and `gpu_probes.py`.
 
 Each row is written when it is measured, and a run that was interrupted goes on where it ended. A head that is not
 installed, fails or is wrong leaves a row that says so. With `--rehearse` the same lines run on a CPU at toy sizes:
@@ -6,13 +7,14 @@ kernels under Triton's interpreter, matrix products rounded as cuBLAS does, cloc
 """
 
 import time
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from benchmarks import gpu_numerics, gpu_reads, record
+from benchmarks import gpu_in_a_row, gpu_numerics, gpu_probes, gpu_reads, record
 from benchmarks.cases import GPU_CASES, Case
 from benchmarks.gpu_run import NOT_MEASURED, Run, cuda, one_rank
 from benchmarks.implementations import Implementation, available
@@ -27,34 +29,48 @@ def stage_of(impl: Implementation) -> int:
     return 1 if impl.name.startswith(("liger", "quack", "pytorch")) else 2
 
 
-def main(out: Path | None, seconds: float, rehearse: bool, more: list[Implementation] | None = None) -> Path:
-    """Measures what `out` lacks (by default a file in benchmarks/results, named for the device) and prints all of it.
+def heads(run: Run, cases: list[Case], more: Iterable[Implementation] = ()) -> None:
+    """`more`: heads beside those that `available` knows."""
+    with one_rank("nccl" if run.machine.device == "cuda" else "gloo") as group:
+        for stage in (0, 1, 2):
+            for case in cases:
+                impls, absent = available(case, on_gpu=True)
+                impls = [impl for impl in [*impls, *more] if stage_of(impl) == stage]
+                run.case(case, group, impls, absent if stage == 2 else [])
+            if stage == 1:
+                for case in cases:
+                    gpu_reads.measure(run, case)
+                gpu_numerics.measure(run)
 
-    `more`: heads beside those that `available` knows.
-    """
+
+PARTS: dict[str, Callable[[Run, list[Case]], None]] = {
+    "in-a-row": gpu_in_a_row.measure,
+    "probes": gpu_probes.measure,
+    "heads": heads,
+    "profile": gpu_probes.profile,
+}
+
+
+def main(
+    out: Path | None, seconds: float, rehearse: bool, parts: Iterable[Callable[[Run, list[Case]], None]] = (heads,)
+) -> None:
+    """Measures what `out` lacks (default: a file in benchmarks/results, named for the device) and prints all of it."""
     with ExitStack() as stack:
         if rehearse:
             from benchmarks.stand_in import stood_in_for_cuda
 
             machine, cases = stack.enter_context(stood_in_for_cuda()), REHEARSAL
-            out, backend = out or Path("benchmarks/results/rehearsal.csv"), "gloo"
-            origin = replace(record.Origin.here("cpu"), device="rehearsal")
+            out, origin = (
+                out or record.RESULTS / "rehearsal.csv",
+                replace(record.Origin.here("cpu"), device="rehearsal"),
+            )
         else:
-            machine, cases, backend, origin = cuda(), GPU_CASES, "nccl", record.Origin.here("cuda")
+            machine, cases, origin = cuda(), GPU_CASES, record.Origin.here("cuda")
             out = out or record.RESULTS / f"{record.file_name(origin.device)}.csv"
-        group = stack.enter_context(one_rank(backend))
         run = Run(machine, origin, out, seconds)
-        for stage in (0, 1, 2):
-            for case in cases:
-                impls, absent = available(case, on_gpu=True)
-                impls = [impl for impl in [*impls, *(more or [])] if stage_of(impl) == stage]
-                run.case(case, group, impls, absent if stage == 2 else [])
-            if stage == 1:
-                for case in cases:
-                    gpu_reads.measure(run, case)
-                gpu_numerics.measure(run, group, machine.device, rehearse)
+        for part in parts:
+            part(run, cases)
     rows = record.read(out)
     print("\n" + record.table(row for row in rows if row.metric != NOT_MEASURED))
     print("\n".join(f"{row.case}: {row.impl}: {row.unit}" for row in rows if row.metric == NOT_MEASURED))
     print(f"{len(rows)} rows in {out}, {time.perf_counter() - run.began:.0f} s")
-    return out

@@ -1,22 +1,18 @@
-"""`python -m benchmarks.gpu_in_a_row`: what a step costs among others like it, in time, joules and clocks.
+"""`python -m benchmarks.run gpu --only in-a-row`: what a step costs among others like it, in time, joules and clocks.
 
 A short burst of a product runs at a clock that the card cannot hold: here each step runs for `--seconds` without a
 pause, first the three products of a head, one after the other, then heads, last with logits of more than size 1, of
 which most gradients are 0.
 """
 
-import argparse
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import gpu, gpu_run, record
-from benchmarks.cases import GPU_CASES, Case
+from benchmarks import gpu_run
+from benchmarks.cases import Case
 from benchmarks.implementations import fused_epilogue, ours
 from benchmarks.measure import Inputs, drawn, run_once
 from benchmarks.nvml import Nvml, StandIn
@@ -73,29 +69,12 @@ def steps_of(case: Case, size: float) -> dict[str, Callable[[], object]]:
     return {"three products": three_products(inputs)} | heads
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="the CSV")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each step (default: %(default)s)")
-    parser.add_argument("--rehearse", action="store_true", help="the same on a CPU, at toy sizes")
-    options = parser.parse_args()
-    with ExitStack() as stack:
-        if options.rehearse:
-            from benchmarks.stand_in import stood_in_for_cuda
-
-            machine, cases, card = stack.enter_context(stood_in_for_cuda()), gpu.REHEARSAL, StandIn()
-            origin, seconds = replace(record.Origin.here("cpu"), device="rehearsal"), 0.0
-        else:
-            machine, cases, card = gpu_run.cuda(), GPU_CASES, Nvml()
-            origin, seconds = record.Origin.here("cuda"), options.seconds
-        run = gpu_run.Run(machine, origin, options.out, seconds)
-        for size in (1.0, LARGE):
-            for case in cases:
-                for name, step in steps_of(case, size).items():
-                    row = f"in a row: {name}"
-                    if not run.measured(case, row):
-                        run.attempt(case, row, lambda step=step: in_a_row(machine, card, step, seconds))
-
-
-if __name__ == "__main__":
-    main()
+def measure(run: gpu_run.Run, cases: list[Case]) -> None:
+    """Rows of each step, as far as `run` lacks them."""
+    card = Nvml() if run.machine.device == "cuda" else StandIn()
+    for size in (1.0, LARGE):
+        for case in cases:
+            for name, step in steps_of(case, size).items():
+                row = f"in a row: {name}"
+                if not run.measured(case, row):
+                    run.attempt(case, row, lambda step=step: in_a_row(run.machine, card, step, run.seconds))

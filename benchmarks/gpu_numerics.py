@@ -7,7 +7,6 @@ same type. On a GPU dW is one product, rounded before the labels' terms are adde
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.cases import Case
 from benchmarks.gpu_run import Run
@@ -20,10 +19,12 @@ CACHES = (1, 0)
 REHEARSED = [(8, 16, 40)], (1.0,)
 
 
-def measure(run: Run, group: dist.ProcessGroup, device: str, rehearse: bool) -> None:
+def measure(run: Run) -> None:
     """Rows "dx, error / plain" and "dW, error / plain" of each case, as far as `run` lacks them."""
-    for tokens, width, vocab in REHEARSED[0] if rehearse else SIZES:
-        for size in REHEARSED[1] if rehearse else LOGITS:
+    device = run.machine.device
+    sizes, of_logits = (SIZES, LOGITS) if device == "cuda" else REHEARSED
+    for tokens, width, vocab in sizes:
+        for size in of_logits:
             for likeliest in (False, True):
                 name = f"numerics {tokens} x {width} x {vocab}, logits of {size:g}"
                 case = Case(
@@ -32,7 +33,7 @@ def measure(run: Run, group: dist.ProcessGroup, device: str, rehearse: bool) -> 
                 missing = [cache for cache in CACHES if not run.measured(case, ours(cache).name)]
                 inputs = with_labels(drawn(case, size), likeliest) if missing else None
                 for cache in missing:
-                    run.attempt(case, ours(cache).name, lambda case=case, x=inputs, c=cache: errors(case, x, c, group))
+                    run.attempt(case, ours(cache).name, lambda case=case, x=inputs, c=cache: errors(case, x, c))
 
 
 def with_labels(inputs: Inputs, likeliest: bool) -> Inputs:
@@ -42,8 +43,8 @@ def with_labels(inputs: Inputs, likeliest: bool) -> Inputs:
     return inputs._replace(labels_T=(inputs.x_TD.double() @ inputs.w_VD.double().t()).argmax(-1))
 
 
-def errors(case: Case, inputs: Inputs, cache: float, group: dist.ProcessGroup) -> list[tuple[str, str, list[float]]]:
+def errors(case: Case, inputs: Inputs, cache: float) -> list[tuple[str, str, list[float]]]:
     true = truth(Inputs(*(x.detach() for x in inputs)))
     known: Any = baselines(case, true, {None}, inputs)[None]
-    found = parity(run_once(ours(cache).build(case, group), inputs), true, known)
+    found = parity(run_once(ours(cache).build(case, None), inputs), true, known)
     return [("dx, error / plain", "1", [found.dx]), ("dW, error / plain", "1", [found.dw])]

@@ -1,37 +1,34 @@
-"""`python -m benchmarks.gpu_probes`: why dx is slow where it is, and which chunks are quickest.
+"""`python -m benchmarks.run gpu --only probes`: why dx is slow where it is, and which chunks are quickest.
 
 dx at B runs at 663 TFLOP/s where dW has 713: here it is made five ways. Log-probabilities without gradient take chunks
-of three sizes, or are read where the product is made. With `--profile FILE` a table of the kernels of one step, and
-nothing else.
+of three sizes, or are read where the product is made. `--only profile` writes a table of the kernels of one step.
 """
 
-import argparse
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import gpu, gpu_run, record
-from benchmarks.cases import GPU_CASES, Case
+from benchmarks import gpu_run
+from benchmarks.cases import Case
 from benchmarks.implementations import ours
 from benchmarks.measure import drawn, run_once
 from megatron_ext import head
 
 CHUNKS = (384, 1024, 2048)
+PROFILE = "profile.txt"
 
 
-def through(library: str, product: Callable[[], object]) -> Callable[[], object]:
+def through(library: str, multiply: Callable[[], object]) -> Callable[[], object]:
     """A product by another library of torch's."""
 
     def step() -> object:
         before = torch.backends.cuda.preferred_blas_library()
         torch.backends.cuda.preferred_blas_library(library)
         try:
-            return product()
+            return multiply()
         finally:
             torch.backends.cuda.preferred_blas_library(before)
 
@@ -73,57 +70,27 @@ def log_probs_by_chunks(case: Case) -> dict[str, Callable[[], object]]:
     return steps | {"log-probabilities: fused epilogue": lambda: step(fused_epilogue=True)}
 
 
-def measure(run: gpu_run.Run, case: Case) -> None:
-    """Rows of what is missing, by turns within each kind."""
-    for probes in (dx_five_ways, log_probs_by_chunks):
-        steps = {name: step for name, step in probes(case).items() if not run.measured(case, name)}
-        for name, step in steps.items():
-            run.attempt(case, name, lambda step=step: _times(run, step))
+def measure(run: gpu_run.Run, cases: list[Case]) -> None:
+    """Rows of what is missing."""
+    for case in cases:
+        for probes in (dx_five_ways, log_probs_by_chunks):
+            steps = {name: step for name, step in probes(case).items() if not run.measured(case, name)}
+            for name, step in steps.items():
+                run.attempt(case, name, lambda step=step: _times(run, step))
 
 
 def _times(run: gpu_run.Run, step: Callable[[], object]) -> list[gpu_run.Row]:
     return [("time", "ms", gpu_run.by_turns(run.machine, {"it": step}, run.seconds)["it"])]
 
 
-def profile(case: Case, out: Path) -> None:
-    """The kernels of one step at cache 1 and 0, by time."""
-    inputs, tables = drawn(case), []
-    activities = [
-        torch.profiler.ProfilerActivity.CUDA if case.device == "cuda" else torch.profiler.ProfilerActivity.CPU
-    ]
-    for cache in (1, 0):
-        step = ours(cache).build(case, None)
-        run_once(step, inputs)
-        with torch.profiler.profile(activities=activities) as found:
+def profile(run: gpu_run.Run, cases: list[Case]) -> None:
+    """The kernels of one step at cache 1 and 0, by time: `PROFILE` beside the rows."""
+    on_gpu, kinds = run.machine.device == "cuda", torch.profiler.ProfilerActivity
+    with run.out.with_name(PROFILE).open("a") as file:
+        for case, cache in product(cases, (1, 0)):
+            inputs, step = drawn(case), ours(cache).build(case, None)
             run_once(step, inputs)
-        by = "cuda_time_total" if case.device == "cuda" else "cpu_time_total"
-        tables.append(f"{case.name}, cache {cache}\n{found.key_averages().table(sort_by=by, row_limit=25)}")
-    with out.open("a") as file:
-        file.write("\n".join(tables) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="the CSV")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a profile of one step there instead")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each step (default: %(default)s)")
-    parser.add_argument("--rehearse", action="store_true", help="the same on a CPU, at toy sizes")
-    options = parser.parse_args()
-    with ExitStack() as stack:
-        if options.rehearse:
-            from benchmarks.stand_in import stood_in_for_cuda
-
-            machine, cases = stack.enter_context(stood_in_for_cuda()), gpu.REHEARSAL
-            run = gpu_run.Run(machine, replace(record.Origin.here("cpu"), device="rehearsal"), options.out, 0.0)
-        else:
-            run = gpu_run.Run(gpu_run.cuda(), record.Origin.here("cuda"), options.out, options.seconds)
-            cases = GPU_CASES
-        for case in cases:
-            if options.profile is None:
-                measure(run, case)
-            else:
-                profile(case, options.profile)
-
-
-if __name__ == "__main__":
-    main()
+            with torch.profiler.profile(activities=[kinds.CUDA if on_gpu else kinds.CPU]) as found:
+                run_once(step, inputs)
+            table = found.key_averages().table(sort_by="cuda_time_total" if on_gpu else "cpu_time_total", row_limit=25)
+            file.write(f"{case.name}, cache {cache}\n{table}\n")

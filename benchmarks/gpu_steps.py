@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FAILED, SHORT_OF_TIME = 1, 2
-ROWS, PASSED, LAUNCHES, PROFILE = "rows.csv", "passed.txt", "launches.txt", "profile.txt"
+ROWS, PASSED, LAUNCHES = "rows.csv", "passed.txt", "launches.txt"
 WORKERS = 12  # processes of the tests
 
 # Adds a folder of unpacked wheels, runs a module.
@@ -51,16 +51,15 @@ class Step:
 def steps(folder: Path, rehearse: bool, wheels: Path | None = None) -> list[Step]:
     """What is run, in order. What is measured is compared with fp64 first, so it is right without the tests."""
     own = ["--rehearse"] if rehearse else []
-    rows = ["--out", str(folder / ROWS), *own]
-    measured = ["-m", "benchmarks.run", "gpu", "--seconds", "2", *rows]
+    measured = ["-m", "benchmarks.run", "gpu", "--seconds", "2", "--out", str(folder / ROWS), *own]
     tests = ["-m", "pytest", "-m", "gpu", "-ra", f"--resume={folder / PASSED}", *own]
     if rehearse:
         tests.append(f"--launches={folder / LAUNCHES}")
     elif importlib.util.find_spec("xdist") is not None:
         tests += ["-n", str(WORKERS)]
     found = [
-        Step("in a row", 40, _python("-m", "benchmarks.gpu_in_a_row", *rows)),
-        Step("probes", 28, _python("-m", "benchmarks.gpu_probes", *rows)),
+        Step("in a row", 40, _python(*measured, "--only", "in-a-row")),
+        Step("probes", 28, _python(*measured, "--seconds", "1", "--only", "probes")),
         Step("measurements", 130, _python(*measured)),
         Step("tests", 95, _python(*tests)),
         Step("memcheck", 30, _sanitized("memcheck", rehearse)),
@@ -72,10 +71,7 @@ def steps(folder: Path, rehearse: bool, wheels: Path | None = None) -> list[Step
             Step("wheels", 15, _python("-c", _UNPACKED, str(wheels), site)),
             Step("peers from wheels", 90, _python("-c", _WITH_WHEELS, site, *measured[1:])),
         ]
-    return [
-        *found,
-        Step("profile", 15, _python("-m", "benchmarks.gpu_probes", "--profile", str(folder / PROFILE), *rows)),
-    ]
+    return [*found, Step("profile", 15, _python(*measured, "--only", "profile"))]
 
 
 def _python(*arguments: str) -> list[str]:

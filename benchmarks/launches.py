@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megatron_ext.head.call.gpu_properties import TILE_M, TILE_N, Device, epilogue_seconds, product_seconds, waves
+from megatron_ext.memory import step_time
 from megatron_ext.memory.fake_cuda import cuda_rank_of
 
 aten = torch.ops.aten
@@ -57,6 +58,11 @@ class Launch:
     epilogue: float = 0.0  # seconds of them
     is_collective: bool = False
 
+    @property
+    def joules(self) -> float:
+        """Of a product or of traffic, without what the card takes at rest."""
+        return step_time.joules(self.flops, self.read + self.written)
+
 
 @dataclass
 class Plan:
@@ -69,6 +75,19 @@ class Plan:
     def seconds(self) -> float:
         """The estimates' sum. Collectives are not in it: they run beside the products."""
         return sum(launch.seconds for launch in self.launches)
+
+    @property
+    def sustained_seconds(self) -> float:
+        """As `seconds`, where the card's power bounds it: an H200 is held to 700 W, and products that follow each other
+        come to that. A launch takes the longer of its time and that in which its joules can be spent."""
+        watts = step_time.WATTS - step_time.AT_REST
+        return sum(max(one.seconds, one.joules / watts) for one in self.launches if not one.is_collective)
+
+    @property
+    def joules(self) -> float:
+        """Of such a step, with what the card takes at rest."""
+        spent = sum(launch.joules for launch in self.launches if not launch.is_collective)
+        return spent + step_time.AT_REST * self.sustained_seconds
 
     @property
     def elementwise_bytes(self) -> int:
@@ -215,6 +234,15 @@ def planned(
         yield recorder, group
 
 
+def _once(read: str, written: str) -> Callable[[dict[str, Any]], Traffic]:
+    """These arguments, each as often as it is named."""
+
+    def touched(given: dict[str, Any]) -> Traffic:
+        return sum(_bytes(given[name]) for name in read.split()), _bytes(given[written]), 0
+
+    return touched
+
+
 def _whole_rows(given: dict[str, Any]) -> Traffic:
     kept = 0 if given["exp_ptr"] is None else _bytes(given["exp_ptr"])
     return _bytes(given["z_ptr"]), kept + _bytes(given["stats_ptr"]), 0
@@ -224,14 +252,6 @@ def _long_rows(given: dict[str, Any]) -> Traffic:
     """Logits are read again where exponentials are kept of them, unless relative to a sample, which is taken to do."""
     z_TV, again = given["z_ptr"], 0 if given["SAMPLED"] else given["kept_columns"]
     return _bytes(z_TV) + _bytes(z_TV[:, :again]), _whole_rows(given)[1], 0
-
-
-def _gradient(given: dict[str, Any]) -> Traffic:
-    return _bytes(given["source_ptr"]), _bytes(given["out_ptr"]), 0
-
-
-def _group_maxima(given: dict[str, Any]) -> Traffic:
-    return _bytes(given["z_ptr"]), _bytes(given["out_ptr"]), 0
 
 
 def _owned(given: dict[str, Any], tokens: int) -> int:
@@ -275,19 +295,11 @@ def _product_gradient(given: dict[str, Any]) -> Traffic:
     return _bytes(given["x"].base) + _bytes(given["w"].base), _bytes(given["out"].base), 0
 
 
-def _joined_parts(given: dict[str, Any]) -> Traffic:
-    return 2 * _bytes(given["parts_ptr"]), _bytes(given["stats_ptr"]), 0
-
-
 def _finish_dx(given: dict[str, Any]) -> Traffic:
     """A row of the weight for each token whose label is this rank's."""
     product_TD, w_VD = given["product_ptr"], given["w_ptr"]
     rows = _owned(given, product_TD.shape[0]) * w_VD.shape[1] * w_VD.element_size()
     return _bytes(product_TD) + rows, _bytes(given["out_ptr"]), 0
-
-
-def _scale_rows(given: dict[str, Any]) -> Traffic:
-    return _bytes(given["x_ptr"]), _bytes(given["out_ptr"]), 0
 
 
 def _of_tokens(given: dict[str, Any]) -> Traffic:
@@ -308,12 +320,6 @@ def _exchange_checks(given: dict[str, Any]) -> Traffic:
     return _bytes(stats_RKT[:, :2, :256]), _bytes(given["fine_ptr"]), 0
 
 
-def _token_ids(given: dict[str, Any]) -> Traffic:
-    """All ids, and a number; or as many columns."""
-    written = _bytes(given["fine_ptr"] if "fine_ptr" in given else given["out_ptr"])
-    return _bytes(given["ids_ptr"]), written, 0
-
-
 def _first_columns(given: dict[str, Any]) -> Traffic:
     """Of each row the columns of its groups and those behind the last, or all."""
     z_TV, groups_TN = given["z_ptr"], given["groups_ptr"]
@@ -323,33 +329,29 @@ def _first_columns(given: dict[str, Any]) -> Traffic:
     return _bytes(z_TV[:, :columns]) + _bytes(groups_TN), _bytes(given["out_ptr"]), 0
 
 
-def _equal_counts(given: dict[str, Any]) -> Traffic:
-    """The candidates alone: no row has equals of its k-th beyond them."""
-    return _bytes(given["found_ptr"]), _bytes(given["count_ptr"]), 0
-
-
 KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
     "whole_row_kernel": _whole_rows,
     "long_row_kernel": _long_rows,
-    "_row_gradient_kernel": _gradient,
+    "_row_gradient_kernel": _once("source_ptr", "out_ptr"),
     "product_statistics_kernel": _product_statistics,
     "product_gradient_kernel": _product_gradient,
-    "joined_parts_kernel": _joined_parts,
+    "joined_parts_kernel": _once("parts_ptr parts_ptr", "stats_ptr"),
     "_label_parts_kernel": _label_parts,
     "_label_rows_kernel": _label_rows,
     "_finish_dx_kernel": _finish_dx,
-    "_scale_rows_kernel": _scale_rows,
+    "_scale_rows_kernel": _once("x_ptr", "out_ptr"),
     "fixed_product_kernel": _fixed_product,
     "_combined_kernel": _of_tokens,
     "exchange_checks_kernel": _exchange_checks,
-    "ids_exist_kernel": _token_ids,
-    "columns_kernel": _token_ids,
-    "ids_checksum_kernel": _token_ids,
+    "ids_exist_kernel": _once("ids_ptr", "fine_ptr"),
+    "columns_kernel": _once("ids_ptr", "out_ptr"),
+    "ids_checksum_kernel": _once("ids_ptr", "out_ptr"),
     "_token_gradient_kernel": _of_tokens,
     "nucleus_kernel": _nucleus,
-    "group_maxima_kernel": _group_maxima,
+    "group_maxima_kernel": _once("z_ptr", "out_ptr"),
     "first_columns_kernel": _first_columns,
-    "equal_counts_kernel": _equal_counts,
+    # The candidates alone: no row has equals of its k-th beyond them.
+    "equal_counts_kernel": _once("found_ptr", "count_ptr"),
 }
 
 

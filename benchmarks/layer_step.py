@@ -8,22 +8,20 @@ time that passes.
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.measure import ratios
+from benchmarks.record import Found, Rows
 from benchmarks.worlds import start_rank
 
 STOCK, OURS = "megatron layers", "our layers"
 SIZES = {"num_layers": 4, "num_attention_heads": 8}
 SEQUENCE, VOCAB = 128, 1024
 BATCHES = {256: 4, 1024: 1}  # by hidden size
-
-
-def case_name(width: int) -> str:
-    return f"layers, GPT of {SIZES['num_layers']}, width {width}"
 
 
 def _side(ours: bool, width: int, store: str, pipe) -> None:
@@ -58,7 +56,12 @@ def _side(ours: bool, width: int, store: str, pipe) -> None:
     dist.destroy_process_group()
 
 
-def measure_layers(budget_s: float, width: int) -> list[tuple[str, str, str, list[float]]]:
+def measure(seconds: float = 5.0) -> Iterator[Found]:
+    for width in BATCHES:
+        yield f"layers, GPT of {SIZES['num_layers']}, width {width}", measure_layers(seconds, width), []
+
+
+def measure_layers(budget_s: float, width: int) -> Rows:
     """Rows (impl, metric, unit, values): milliseconds, and the ratio of the two in each round."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = {}, []

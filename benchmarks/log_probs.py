@@ -8,7 +8,7 @@ Legend: T tokens, N tokens of a chunk, V columns of this rank's vocabulary shard
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.measure import any_rank, interleaved, ratios
 from benchmarks.peers import own_target, sharded_log_softmax
-from benchmarks.progress import shown
+from benchmarks.record import Found, Rows
 from benchmarks.worlds import run_world
 from megatron_ext import reference, token_log_probs
 from megatron_ext.distributed import collectives
@@ -28,7 +28,6 @@ from megatron_ext.head import sampled_log_probs
 
 USUAL, OURS, SAMPLED = "usual way", "ours", "ours, top-k 50"
 TOP_K = 50
-SECONDS = 3.0  # for the times of one case
 ERROR_LIMIT = 1.25  # times the error of plain PyTorch in the same dtype
 Way = Callable[[Tensor, Tensor], Tensor]  # (logits_TV, labels_T) -> log-probabilities [T]
 FORMULAS: dict[str, Way] = {
@@ -142,9 +141,7 @@ def worst_errors(case: Case, rank: int, known: dict[str, Way]) -> dict[str, floa
     return worst
 
 
-def measure_ways(
-    case: Case, budget_s: float, known: dict[str, Way] | None = None
-) -> tuple[list[tuple[str, str, str, list[float]]], list[str]]:
+def measure_ways(case: Case, budget_s: float, known: dict[str, Way] | None = None) -> tuple[Rows, list[str]]:
     """On every rank: rows (impl, metric, unit, values), this rank's, and a line for each way that is wrong."""
     torch.set_num_threads(1)  # threads that wait for each other would count as work
     group, rank = (dist.group.WORLD, dist.get_rank()) if case.ranks > 1 else (None, 0)
@@ -167,11 +164,6 @@ def measure_ways(
     return rows, refused
 
 
-def measure_log_probs(budget_s: float) -> tuple[list[tuple[str, tuple[str, str, str, list[float]]]], list[str]]:
-    """(case, row) of all cases, and what was refused. `budget_s`: seconds for the times of one case."""
-    rows, remarks = [], []
-    for case in shown(list(cases()), "log-probabilities"):
-        found, refused = run_world(case.ranks, case.device, measure_ways, case, budget_s)
-        rows += [(case.name, row) for row in found]
-        remarks += [f"{case.name}: {line}" for line in refused]
-    return rows, remarks
+def measure(seconds: float = 3.0) -> Iterator[Found]:
+    for case in cases():
+        yield case.name, *run_world(case.ranks, case.device, measure_ways, case, seconds)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext import linear_log_probs, reference
@@ -114,14 +113,14 @@ def _grpo(given: Inputs, **options: Any) -> Tensor:
     return loss
 
 
+def _whole(given: Inputs, of_other: bool = False) -> Tensor:
+    """Log-probabilities from whole logits, of the model or the other one; tests hold what losses make of them."""
+    return reference.log_probs(reference.logits(*(given[-2:] if of_other else given[:2])), given.targets_BS)
+
+
 def _true_grpo(given: Inputs) -> Tensor:
-    log_probs = reference.log_probs(reference.logits(given.hidden_BSD, given.weight_VD), given.labels_BS)
-    ratio, advantages = (log_probs - given.old_BS).exp(), given.advantages_B.unsqueeze(1)
-    apart = given.ref_BS - log_probs
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) + GRPO_BETA * (
-        apart.exp() - apart - 1
-    )
-    return (loss * given.mask_BS).sum() / given.mask_BS.sum()
+    others = {"old_log_probs": given.old_BS, "reference_log_probs": given.ref_BS}
+    return GRPOLoss(beta=GRPO_BETA).from_log_probs(_whole(given), given.advantages_B, given.mask_BS, **others)[0]
 
 
 def _liger_grpo(liger: Any) -> dict[str, Way]:
@@ -152,39 +151,15 @@ def _kto(given: Inputs, **options: Any) -> Tensor:
     )[0]
 
 
-def _rows(given: Inputs, mean: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums or means of log-probabilities over each row's tokens, of both models `[B]`; the policy's of tokens."""
-    found = []
-    for head in (given[:2], given[-2:]):
-        log_probs_BS = reference.log_probs(reference.logits(*head), given.targets_BS)
-        found.append(log_probs_BS)
-    counts_B = given.mask_BS.sum(1) if mean else 1.0
-    return found[0].sum(1) / counts_B, found[1].sum(1) / counts_B, found[0]
-
-
-def _true_dpo(given: Inputs) -> Tensor:
-    own_B, other_B, _ = _rows(given, mean=False)
-    chosen_P, rejected_P = (own_B - other_B).chunk(2)
-    return -F.logsigmoid(BETA * (chosen_P - rejected_P)).mean()
+def _true_preference(kind: Any, given: Inputs, with_reference: bool = False, **options: Any) -> Tensor:
+    more = {"reference_log_probs": _whole(given, of_other=True)} if with_reference else {}
+    return kind(**options).from_log_probs(_whole(given), mask=given.mask_BS, **more)[0]
 
 
 def _true_kto(given: Inputs) -> Tensor:
-    own_B, other_B, _ = _rows(given, mean=False)
-    gain_B = BETA * (own_B - other_B - KL)
-    return (1 - torch.sigmoid(gain_B.where(given.desirable_B, -gain_B))).mean()
-
-
-def _true_orpo(given: Inputs) -> Tensor:
-    means_B, _, log_probs_BS = _rows(given, mean=True)
-    odds_B = means_B - (1 - means_B.exp()).log()
-    chosen_P, rejected_P = odds_B.chunk(2)
-    tokens = given.mask_BS.chunk(2)[0].sum()
-    return -BETA * F.logsigmoid(chosen_P - rejected_P).mean() - log_probs_BS.chunk(2)[0].sum() / tokens
-
-
-def _true_simpo(given: Inputs) -> Tensor:
-    chosen_P, rejected_P = _rows(given, mean=True)[0].chunk(2)
-    return -F.logsigmoid(BETA * (chosen_P - rejected_P) - GAMMA).mean()
+    return KTOLoss(beta=BETA).from_log_probs(
+        _whole(given), given.desirable_B, given.mask_BS, reference_log_probs=_whole(given, of_other=True), kl=KL
+    )[0]
 
 
 # Beside their own defaults: a reference model that they leave out by themselves, a likelihood that they add.
@@ -236,8 +211,11 @@ def _liger_distillation(beta: float, liger: Any) -> dict[str, Way]:
     return {"": functools.partial(way, alone()), ", 256 tokens at a time": chunked}
 
 
-def _of_pairs(name: str, true: Way, kind: type, with_reference: bool = False, **options: Any) -> LossCase:
-    ours = functools.partial(_preference, kind, with_reference=with_reference, beta=BETA, **options)
+def _of_pairs(name: str, kind: type, with_reference: bool = False, **options: Any) -> LossCase:
+    ours, true = (
+        functools.partial(way, kind, with_reference=with_reference, beta=BETA, **options)
+        for way in (_preference, _true_preference)
+    )
     return LossCase(name, true, ours, CACHES, functools.partial(_liger_preference, name, with_reference))
 
 
@@ -249,10 +227,10 @@ def _apart(name: str, divergence: str, beta: float) -> LossCase:
 GRPO = LossCase("GRPO", _true_grpo, _grpo, CACHES | {"cache=3/16": {"cache": 3 / 16}}, _liger_grpo)
 CASES = [
     GRPO,
-    _of_pairs("DPO", _true_dpo, DPOLoss, with_reference=True),
+    _of_pairs("DPO", DPOLoss, with_reference=True),
     LossCase("KTO", _true_kto, _kto, CACHES, functools.partial(_liger_preference, "KTO", True)),
-    _of_pairs("ORPO", _true_orpo, ORPOLoss),
-    _of_pairs("SimPO", _true_simpo, SimPOLoss, gamma=GAMMA),
+    _of_pairs("ORPO", ORPOLoss),
+    _of_pairs("SimPO", SimPOLoss, gamma=GAMMA),
     _apart("Forward KL", "forward", 0.0),
     _apart("Reverse KL", "reverse", 1.0),
     _apart("JSD", "jsd", 0.5),

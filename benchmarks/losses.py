@@ -1,38 +1,29 @@
-"""`python -m benchmarks.losses [LOSS ...]`: losses from hidden states, forward and backward, beside Liger's fused ones.
+"""Losses from hidden states, beside Liger's fused ones: `python -m benchmarks.run cpu --only losses`.
 
-Each loss runs as it is by default, with all that the head can keep, with the least memory, and as Liger has it where
-that is installed, all in one process; losses of log-probabilities beside `linear_log_probs` alone, at `cache=1`. For
-each way its error (loss and both gradients, relative, of norms, against plain PyTorch in fp64), the largest sum of
-bytes that it holds at a time beside its arguments, and, by turns, the CPU time of the process. A way whose loss or
-gradients are wrong gets neither.
+Each loss runs forward and backward as it is by default, with all that the head can keep, with the least memory, and as
+Liger has it where that is installed, all in one process; losses of log-probabilities beside `linear_log_probs` alone,
+at `cache=1`. For each way its error (loss and both gradients, relative, of norms, against the loss of whole logits in
+fp64), the largest sum of bytes that it holds at a time beside its arguments, and, by turns, the CPU time of a process.
+A way whose loss or gradients are wrong gets neither.
 """
 
-import argparse
 import functools
 import importlib.util
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from benchmarks import record
 from benchmarks.loss_cases import CASES, Inputs, LossCase, Way, inputs
 from benchmarks.measure import interleaved, ratios
-from benchmarks.meter import measure
-from benchmarks.progress import say, shown
+from benchmarks.meter import measure as metered
+from benchmarks.record import Found, Rows
 
 HEAD = "linear_log_probs, cache=1"
 SIZES = (8, 256, 256, 16384)
-SECONDS = 10.0
 TURNS = 5  # at least, and at most those of `interleaved`
 ERROR_LIMIT = 1e-4
-
-Rows = list[tuple[str, str, str, list[float]]]
-
-
-def case_name(case: LossCase) -> str:
-    return f"{case.name} loss fp32, {SIZES[0]} rows of {SIZES[1]}, D {SIZES[2]}, V {SIZES[3]}"
 
 
 def known_ways(case: LossCase) -> dict[str, Way | None]:
@@ -71,11 +62,11 @@ def true_results(case: LossCase, given: Inputs) -> tuple[Tensor, ...]:
 
 def measure_losses(
     case: LossCase,
-    budget_s: float | None,
+    budget_s: float,
     sizes: tuple[int, int, int, int] = SIZES,
     known: dict[str, Way | None] | None = None,
 ) -> tuple[Rows, list[str]]:
-    """Rows (impl, metric, unit, values), a line for each way that is wrong or missing; without a budget no times."""
+    """Rows (impl, metric, unit, values), a line for each way that is wrong or missing."""
     torch.set_num_threads(1)  # threads that wait for each other would count as work
     given = inputs(sizes)
     true = true_results(case, given)
@@ -93,37 +84,18 @@ def measure_losses(
         else:
             remarks.append(f"{name}: its error is {error:.3g}, so its time does not count")
     for name, way in ways.items():
-        with measure() as costs:
+        with metered() as costs:
             run_once(way, given)
         rows.append((name, "peak", "MiB", [costs.peak_bytes / 2**20]))
-    if budget_s is not None:
-        steps = {name: functools.partial(run_once, way, given) for name, way in ways.items()}
-        times = interleaved(steps, "cpu", budget_s, clock=time.process_time, least=TURNS)
-        rows += [(name, "CPU time", "ms", found) for name, found in times.items()]
-        if case.base is not None:
-            rows += [(name, "CPU time / head", "1", found) for name, found in ratios(times, to=HEAD).items()]
+    steps = {name: functools.partial(run_once, way, given) for name, way in ways.items()}
+    times = interleaved(steps, "cpu", budget_s, clock=time.process_time, least=TURNS)
+    rows += [(name, "CPU time", "ms", found) for name, found in times.items()]
+    if case.base is not None:
+        rows += [(name, "CPU time / head", "1", found) for name, found in ratios(times, to=HEAD).items()]
     return rows, remarks
 
 
-def main() -> None:
-    names = [case.name for case in CASES]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("losses", nargs="*", metavar="LOSS", help=f"of {', '.join(names)} (default: all)")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for the times of one (default: %(default)s)")
-    parser.add_argument("--no-times", action="store_true", help="errors and memory alone")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu.csv", help="the CSV (default: %(default)s)")
-    options = parser.parse_args()
-    if unknown := set(options.losses) - set(names):
-        parser.error(f"{', '.join(sorted(unknown))}: the losses are {', '.join(names)}")
-    origin = record.Origin.here("cpu")
-    chosen = [case for case in CASES if not options.losses or case.name in options.losses]
-    for case in shown(chosen, "losses"):
-        found, remarks = measure_losses(case, None if options.no_times else options.seconds)
-        rows = [origin.row(case_name(case), *row) for row in found]
-        record.write(options.out, rows)
-        say("\n".join([record.table(rows), *remarks]))
-    print(f"{len(chosen)} losses measured, rows in {options.out}")
-
-
-if __name__ == "__main__":
-    main()
+def measure(seconds: float = 10.0) -> Iterator[Found]:
+    for case in CASES:
+        name = f"{case.name} loss fp32, {SIZES[0]} rows of {SIZES[1]}, D {SIZES[2]}, V {SIZES[3]}"
+        yield name, *measure_losses(case, seconds)

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.cases import MEGATRON, Case
 from benchmarks.implementations import Head, Implementation
 from benchmarks.meter import Costs, measure
+from benchmarks.record import Rows
 from megatron_ext import reference
 from megatron_ext.distributed.groups import Group
 
@@ -236,13 +237,13 @@ def counts(case: Case, costs: Costs) -> list[tuple[str, str, float]]:
 
 def measure_case(
     case: Case, group: Group, impls: list[Implementation], true: Results, known: Baselines, s: float
-) -> tuple[list[tuple[str, str, str, list[float]]], list[str]]:
+) -> tuple[Rows, list[str]]:
     """Rows (impl, metric, unit, values) of one case, this rank's, and the refusals. `s`: seconds for the times."""
     rank = 0 if group is None else dist.get_rank(group)
     inputs = shard_of(whole_inputs(case), case, rank)
     own = slice(rank * case.columns, (rank + 1) * case.columns)
     true = true._replace(dw_VD=true.dw_VD[own])
-    rows: list[tuple[str, str, str, list[float]]] = []
+    rows: Rows = []
     refused, steps = [], {}
     for impl in impls:
         try:

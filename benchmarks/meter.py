@@ -6,14 +6,13 @@ Works on real tensors and, at any size on any machine, on fake ones with the `fa
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.memory.byte_counter import ByteCounter, Bytes, one_rank_of
+from megatron_ext.memory.byte_counter import ByteCounter, one_rank_of
 
 __all__ = ["Costs", "measure", "one_rank_of"]
 
@@ -29,32 +28,26 @@ def _addmm_flops(total, a, b, *_, **__) -> int:
 _FORMULAS = flop_registry | {aten.addmm_: shape_wrapper(_addmm_flops), aten.addmm: shape_wrapper(_addmm_flops)}
 
 
-@dataclass
-class Costs(Bytes):
-    """What `measure()` found. Bytes are beyond what was alive when it began."""
+class Costs(ByteCounter):
+    """FLOPs of all products, beside the bytes, and the collectives, which `measure()` counts."""
 
-    flops: int = 0
-    collectives: Counter[str] = field(default_factory=Counter)
-    largest: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)  # (dtype, shape) of new tensors
-
-
-class _Meter(ByteCounter):
-    """FLOPs of all products, and bytes of all storages that appear while it is active, until they are freed."""
-
-    found: Costs
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self.collectives: Counter[str] = Counter()
+        self.largest: Counter[tuple[str, tuple[int, ...]]] = Counter()  # (dtype, shape) of new tensors
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if formula := _FORMULAS.get(func._overloadpacket):
-            self.found.flops += formula(*args, **kwargs, out_val=out)
+            self.flops += formula(*args, **kwargs, out_val=out)
 
     def made(self, x: torch.Tensor) -> None:
-        self.found.largest[(str(x.dtype), tuple(x.shape))] += 1
+        self.largest[(str(x.dtype), tuple(x.shape))] += 1
 
 
 @contextmanager
 def measure() -> Iterator[Costs]:
     """`with measure() as costs:` fills `costs` once the block is left (the peak grows as it runs)."""
-    costs = Costs()
-    with count_collectives() as counts, _Meter(costs):
+    with count_collectives() as counts, Costs() as costs:
         yield costs
     costs.collectives = counts.copy()

@@ -2,7 +2,7 @@
 
 The head's own code runs on fake tensors (`launches.py`), so the rows change when it does. Times are estimates from the
 table in `megatron_ext/head/call/gpu_properties.py`: matrix products by whole waves of tiles, the rest by bytes.
-Beside it is what the same launches take at the limit of the card's power (`power.py`), and what was measured.
+Beside it is what the same launches take at the limit of the card's power, and what was measured.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_reads, power, record
+from benchmarks import gpu_reads, record
 from benchmarks.cases import GPU_CASES, Case
 from benchmarks.implementations import MEAN, UNFUSED, Implementation, fused_epilogue, kept_by_default, of_bits, ours
 from benchmarks.launches import Launch, Plan, planned
@@ -45,8 +45,6 @@ EPILOGUES, WORST = "of it epilogues", "planned time, worst labels"
 SUSTAINED, ENERGY, MEASURED = "time at 700 W", "energy", "measured / time at 700 W"
 LOG_PROBS = "log-probabilities"
 BESIDE, PEAK, LAUNCHES = "beside the products / (T V / R)", "peak / (T V / R)", "launches"
-
-Row = tuple[str, str, str, list[float]]  # implementation, metric, unit, values
 
 
 def plan(
@@ -103,12 +101,12 @@ def _by_turns(launches: list[Launch]) -> list[Launch]:
     return sorted(launches, key=lambda launch: first[launch.phase, launch.name, launch.shapes])
 
 
-def rows(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H200"]) -> list[Row]:
+def rows(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H200"]) -> record.Rows:
     """What is committed: totals, then a row for each kind of launch, in order."""
     found, peak = plan(case, cache, device)
     impl, logits = f"{_implementation(cache).name}, {device.name}", case.tokens * case.columns
     floor = floor_seconds(case, cache, device)
-    made: list[Row] = [
+    made: record.Rows = [
         (impl, MILLISECONDS, "ms", [found.seconds * 1e3]),
         (impl, FLOOR, "ms", [floor * 1e3]),
         (impl, ABOVE, "%", [(found.seconds / floor - 1) * 100]),
@@ -126,14 +124,14 @@ def rows(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H2
     return made
 
 
-def _powered(impl: str, found: Plan, measured: Iterable[record.Row]) -> list[Row]:
+def _powered(impl: str, found: Plan, measured: Iterable[record.Row]) -> record.Rows:
     """At the limit of an H200's power, and what was measured over that."""
     if found.device.name != "H200":
         return []
-    milliseconds = power.seconds(found) * 1e3
+    milliseconds = found.sustained_seconds * 1e3
     return [
         (impl, SUSTAINED, "ms", [milliseconds]),
-        (impl, ENERGY, "J", [power.step_joules(found)]),
+        (impl, ENERGY, "J", [found.joules]),
         *((impl, MEASURED, "1", [row.p50 / milliseconds]) for row in measured),
     ]
 
@@ -152,9 +150,9 @@ def reads(case: Case, device: Device = DEVICES["H200"]) -> dict[str, Plan]:
     return found
 
 
-def read_rows(case: Case, device: Device) -> list[Row]:
+def read_rows(case: Case, device: Device) -> record.Rows:
     """Totals of the read-outs, whose passes were changed since they were measured."""
-    made: list[Row] = []
+    made: record.Rows = []
     for name, found in reads(case, device).items():
         impl = f"{name}, {device.name}"
         made += [(impl, MILLISECONDS, "ms", [found.seconds * 1e3]), *_powered(impl, found, ())]

@@ -1,21 +1,19 @@
-"""`python -m benchmarks.policy_memory`: peak memory of scoring and of a training step, ours against full fp32 logits.
+"""Peak memory of scoring and of a training step, beside full fp32 logits: `benchmarks.run cpu --only policy`.
 
 Counted, not timed: bytes of all tensors that appear beyond what was alive before, on one rank. The other way is what
 policy workers commonly do: the model's logits, made fp32, log-softmax over the vocabulary, and a gather.
 """
 
-import argparse
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks import record
-from benchmarks.meter import measure
+from benchmarks.meter import measure as metered
+from benchmarks.record import Found, Rows
 from megatron_ext.policy import BatchedDataDict, DTensorPolicyWorker, NLLLoss
 
 MIB = 2**20
-CASE = "policy"
 SIZES = {"rows": 4, "positions": 256, "vocab": 32000}
 
 
@@ -80,32 +78,16 @@ def peaks_mib(rows: int, positions: int, vocab: int) -> dict[str, dict[str, floa
     for way, acts in ways.items():
         for what, act in acts.items():
             act()  # what is allocated once is alive before the count
-            with measure() as costs:
+            with metered() as costs:
                 act()
             found.setdefault(way, {})[what] = costs.peak_bytes / MIB
     return found
 
 
-def measure_policy(rows: int, positions: int, vocab: int) -> list[tuple[str, str, str, list[float]]]:
-    """Rows (impl, metric, unit, values)."""
+def measure_policy(rows: int, positions: int, vocab: int) -> Rows:
     found = peaks_mib(rows, positions, vocab)
     return [(way, f"peak, {what}", "MiB", [peak]) for way, peaks in found.items() for what, peak in peaks.items()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu.csv", help="the CSV (default: %(default)s)")
-    options = parser.parse_args()
-    logits_mib = options.rows * options.positions * options.vocab * 4 / MIB
-    print(f"{options.rows} x {options.positions} tokens, {options.vocab} words: fp32 logits are {logits_mib:.0f} MiB")
-    origin = record.Origin.here("cpu")
-    rows = [origin.row(CASE, *row) for row in measure_policy(options.rows, options.positions, options.vocab)]
-    record.write(options.out, rows)
-    print(record.table(rows))
-    print(f"{len(rows)} rows in {options.out}")
-
-
-if __name__ == "__main__":
-    main()
+def measure(seconds: float = 0.0) -> Iterator[Found]:
+    yield "policy", measure_policy(**SIZES), []

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+Rows = list[tuple[str, str, str, list[float]]]  # implementation, metric, unit, values
+Found = tuple[str, Rows, list[str]]  # a case, its rows, what else there is to say
 MEASURED = ("megatron_ext/**/*.py", "benchmarks/*.py")  # the code whose times and errors rows have
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.memory.byte_counter import count_bytes
+from megatron_ext.memory.byte_counter import ByteCounter
 
 REPEATS = 10
 
@@ -52,7 +52,7 @@ def peak_mib(step: Callable[[], None], device: torch.device) -> float:
         before = torch.cuda.memory_allocated(device)
         step()
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    with count_bytes() as found:
+    with ByteCounter() as found:
         step()
     return found.peak_bytes / 2**20
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
+NOTHING = nullcontext()
+
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """For `backward` of an autograd function: a second derivative is an error, never a silently missing term.
@@ -61,7 +63,7 @@ def without_autocast(x: Any) -> AbstractContextManager[Any]:
     """Dtypes are settled; a backward pass that runs under autocast must not change those of the forward one."""
     kind = x.device.type
     known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
-    return torch.autocast(kind, enabled=False) if known and torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if known and torch.is_autocast_enabled(kind) else NOTHING
 
 
 def save_groups(ctx: Any, *groups: Sequence[Tensor | None]) -> None:

@@ -29,7 +29,7 @@ import megatron_ext
 from megatron_ext import reference
 from megatron_ext.broken_pipe import until_the_reader_leaves
 from megatron_ext.head import linear_cross_entropy
-from megatron_ext.integrations.frameworks import ways
+from megatron_ext.integrations import nemo_rl, trl, verl
 from megatron_ext.numerics import cpu_products
 from megatron_ext.optional_packages import why_not_importable
 from megatron_ext.run import why_no_pipeline_vocabulary
@@ -47,6 +47,12 @@ PACKAGES = {
     "NeMo-RL": "nemo-rl",
     "Ray": "ray",
     "greenlet": "greenlet",
+}
+# Ways in that need packages alone, as they are imported.
+_NEED = {
+    "dtensor (use_fused_loss, parallelize)": ("transformers",),
+    "policy.DTensorPolicyWorker": ("transformers", "accelerate"),
+    "policy.RayPolicy": ("ray", "psutil", "transformers"),
 }
 TOKENS, WIDTH, VOCAB = 256, 128, 4096
 _TE_USE = (
@@ -136,6 +142,16 @@ def _ways() -> dict[str, str | None]:
         "hybrid_stack_spec": megatron_versions.why_no_spec("hybrid spec"),
         "substitution": substitution,
     }
+
+
+def ways() -> dict[str, str | None]:
+    """Each way into another framework: None where it would work, else why not. Imports what is installed of them."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        ours = [module._substitution for module in (nemo_rl, verl, trl)]
+        return {f"integrations.{one.package}.apply()": one.why_not() for one in ours} | {
+            way: next(filter(None, map(why_not_importable, packages)), None) for way, packages in _NEED.items()
+        }
 
 
 def kernels() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The one way to put an object in another's place: applied, restored and reported by identity.
+"""The one way to put an object in another's place: applied and restored by identity.
 
     replacement = Replacement(GPTModel, "forward", make)  # make(original) gives what stands in its place
     replacement.apply()
@@ -83,15 +83,6 @@ class Replacement:
     def stands(self) -> bool:
         """Return whether the owner has ours, and nobody's in its place."""
         return self.placed is not None and _stored(self.owner, self.name) is self.placed
-
-    def report(self) -> str:
-        """The place and what stands there, in a line."""
-        place = f"{name_of(self.owner)}.{self.name}"
-        if self.placed is None:
-            return f"{place}: not replaced"
-        if self.stands():
-            return f"{place}: ours"
-        return f"{place}: {name_of(_stored(self.owner, self.name))}, put there after ours"
 
     def _in_switch(self, made: Any) -> Any:
         """A function that calls `made` until `restore`, and then the original; one of ours stays as it is."""

@@ -17,10 +17,11 @@ import functools
 import io
 import logging
 import os
+import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -148,25 +149,26 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in names.split() if (value := getattr(options, name)) is not None}
 
 
-def _tokens(text: str) -> int:
+def _positive(what: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a positive number of tokens")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive number of {what}")
     return int(text)
 
 
-def _steps(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a positive number of steps")
-    return int(text)
-
-
-def _tolerance(text: str) -> float:
+def _number(rule: str, words: Sequence[str], text: str) -> Any:
+    """A number from 0 on, or one of `words`."""
     try:
-        if 0 <= float(text) < float("inf"):
-            return float(text)
+        if text in words or 0 <= float(text) < float("inf"):
+            return text if text in words else float(text)
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} must be a number at least 0: a largest relative difference")
+    raise argparse.ArgumentTypeError(f"{text!r} must be {rule}")
+
+
+_tokens, _steps = (functools.partial(_positive, what) for what in ("tokens", "steps"))
+_tolerance = functools.partial(_number, "a number at least 0: a largest relative difference", ())
+_CACHES = ("bounded", "auto")
+_cache = functools.partial(_number, "a fraction from 0 to 1, a number of bytes, bounded or auto", _CACHES)
 
 
 def _dtype(text: str) -> Any:
@@ -183,15 +185,6 @@ def _bound(text: str) -> int | bool:
         return True if text == "any" else _tokens(text)
     except argparse.ArgumentTypeError as refusal:
         raise argparse.ArgumentTypeError(f"{refusal}, or any") from None
-
-
-def _cache(text: str) -> Any:
-    try:
-        if text in ("bounded", "auto") or 0 <= float(text) < float("inf"):
-            return text if text in ("bounded", "auto") else float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} must be a fraction from 0 to 1, a number of bytes, bounded or auto")
 
 
 def _emulate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -288,7 +281,7 @@ def verify(
     compared, and the last rank says so; `must_compare`: that ends the process with an error.
     """
     from megatron_ext.proof import why_fusion_is_off
-    from megatron_ext.verify.picture import draw
+    from megatron_ext.verify.side_by_side import draw
     from megatron_ext.verify.two_runs import run_twice
 
     if not (options.linear_ce or options.tensor_parallel or options.pipeline_vocab):
@@ -394,11 +387,23 @@ def on_last_rank() -> bool:
 
 def _say_counted_memory(sizes: Iterable[str]) -> None:
     """Print the peak memory of heads of these sizes, while training goes on."""
-    from megatron_ext.memory.apart import counted_apart
-
     for one in dict.fromkeys(sizes):
-        if table := counted_apart(one):
+        if table := counted_memory(one):
             print(f"fused head: {table}", file=sys.stderr, flush=True)
+
+
+def counted_memory(arguments: str) -> str:
+    """Return the table of `megatron-ext memory`, by a process that sees no GPU; empty if it fails or takes a minute.
+
+    A count changes torch for all threads of its process.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_ext.memory", *arguments.split()]
+    unseen = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(command, env=unseen, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.partition("\nTimes on ")[0].strip()
 
 
 def _become(script: str, source: bytes) -> None:

@@ -1,14 +1,14 @@
 """Tiny GPT models on real Megatron-Core, on CPU: what the tests of several rooms compare with each other.
 
-    @ranks(2)
+    @grouped(2)
     def test_something():
-        with model_parallel(tp=2):
-            losses = train_steps(tiny_gpt(), tiny_batches(steps=30))
+        losses = train_steps(tiny_gpt(), tiny_batches(steps=30))
 
 By default weights depend on parameter names alone, never on how the model is sharded: the same overrides give the same
 model at every size of tensor, pipeline and expert parallelism, and for every spec that names its parameters alike.
 """
 
+import functools
 import inspect
 import multiprocessing
 import os
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_on_cpu import megatron_on_cpu
 from tests import left_behind
+from tests.ranks import ranks
 
 VOCAB = 64
 SEQUENCE = 16
@@ -44,7 +45,8 @@ def model_parallel(
 ) -> Iterator[None]:
     """Emulation and Megatron's groups over the ranks of this world; the rest of the ranks are data parallel.
 
-    `sizes` go to `initialize_model_parallel`. Nothing is left for the next test: groups are destroyed, scales are 1.
+    `sizes` go to `initialize_model_parallel`. The fusion report begins anew. Nothing is left for the next test: groups
+    are destroyed, scales are 1.
     """
     with megatron_on_cpu():
         from megatron.core import num_microbatches_calculator, parallel_state
@@ -52,6 +54,8 @@ def model_parallel(
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
         groups = left_behind.groups()
+        if (report := sys.modules.get("megatron_ext.megatron.fusion_report")) is not None:
+            report.reset_fusion_report()
         try:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=tp,
@@ -78,6 +82,20 @@ def model_parallel(
             while _wrapped:
                 vars(_wrapped.pop()).clear()
             left_behind.end_groups(but=groups)  # Megatron only forgets its groups
+
+
+def grouped(*world_sizes: int, over: str = "tp", **sizes):
+    """`@ranks(*world_sizes)` of a body that runs in `model_parallel(**sizes)`, without sizes: `over` all ranks."""
+
+    def decorate(body):
+        @functools.wraps(body)
+        def test(**kwargs):
+            with model_parallel(**(sizes or {over: dist.get_world_size()})):
+                body(**kwargs)
+
+        return ranks(*world_sizes)(test)
+
+    return decorate
 
 
 def forget_megatron() -> None:

@@ -203,7 +203,7 @@ NAME_THE_SOFTCAP = {
     "megatron/output_layer.py",
     "megatron/fused_loss/fusion_decision.py",
     "megatron/fused_loss/head_settings.py",
-    "dtensor/output/promised_logits.py",
+    "dtensor/output/reads.py",
     "integrations/trl.py",
 }
 OF_ATTENTION = {"sequence/attention.py", "dtensor/attention.py"}  # which has a softcap of its own

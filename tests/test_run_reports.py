@@ -82,7 +82,6 @@ def test_memory_of_the_head_is_counted_beside_a_gpu_run(monkeypatch, capsys):
     from torch.optim import optimizer as torchs
 
     from megatron_ext.megatron import fusion_report
-    from megatron_ext.memory import apart
 
     def count(command, **options):
         assert command[-5:] == ["megatron_ext.memory", *["--tokens", "8", "--hidden", "4"]]
@@ -91,7 +90,7 @@ def test_memory_of_the_head_is_counted_beside_a_gpu_run(monkeypatch, capsys):
 
     report = fusion_report.FusionReport([fusion_report.ModelFusion("GPTModel", sizes="--tokens 8 --hidden 4")] * 2)
     monkeypatch.setattr(fusion_report, "fusion_report", lambda: report)
-    monkeypatch.setattr(apart.subprocess, "run", count)
+    monkeypatch.setattr(run.subprocess, "run", count)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(torchs, "_global_optimizer_post_hooks", OrderedDict())
     before = set(threading.enumerate())

@@ -8,12 +8,13 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from tqdm import tqdm
+
 from benchmarks import record
 from benchmarks.pipeline.costs import LINKS, Setup
 from benchmarks.pipeline.figure import FIGURE, draw
 from benchmarks.pipeline.schedules import SCHEDULES, Timeline
 from benchmarks.pipeline.setups import WORDS_256K, setups
-from benchmarks.progress import say, shown
 from megatron_ext.head.call.gpu_properties import DEVICES
 
 CSV = record.RESULTS / "pipeline.csv"
@@ -25,10 +26,8 @@ ACTIVATIONS, BOTH, IN_FLIGHT = "activations: most", "both together: most", "micr
 # Ours, and the best redistribution of layers beside it.
 BESIDE_BEST = (("ours", "1F1B, layers redistributed"), ("ours, interleaved", "interleaved, layers redistributed"))
 
-Row = tuple[str, str, str, list[float]]  # implementation, metric, unit, values
 
-
-def rows(setup: Setup, timelines: dict[str, Timeline]) -> list[Row]:
+def rows(setup: Setup, timelines: dict[str, Timeline]) -> record.Rows:
     """What is committed of one case."""
     plain, made = timelines["1F1B"].seconds, []
     for name, timeline in timelines.items():
@@ -156,9 +155,9 @@ def main() -> None:
         data_parallel=options.data_parallel,
     )
     chosen = [setup for setup in known if options.cases in setup.name]
-    for setup in shown(chosen, "pipelines"):
+    for setup in tqdm(chosen, "pipelines", leave=False, dynamic_ncols=True, disable=None):
         timelines = {name: schedule(setup) for name, schedule in SCHEDULES.items()}
-        say(text(setup, timelines) + "\n")
+        tqdm.write(text(setup, timelines) + "\n")
         if out is not None:
             record.write(out, [origin.row(setup.name, *row) for row in rows(setup, timelines)])
     print(f"{len(chosen)} pipelines simulated" + ("" if out is None else f", rows in {out}"))

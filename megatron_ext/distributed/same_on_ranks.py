@@ -30,7 +30,8 @@ def require_same(
 
     Communicates: one all-gather of `len(facts) + 1` int64 for each of `groups` with several ranks.
     """
-    digests = [_digest(value) for value in facts.values()]
+    hashes = (hashlib.sha256(repr(value).encode()).digest() for value in facts.values())
+    digests = [int.from_bytes(each[:8], "big", signed=True) for each in hashes]
     # Bit i: ranks differ in fact i; the last bit: one has a fault. Dim by dim it comes to all ranks of the grid.
     found = 0 if fault is None else 1 << len(facts)
     for group in groups:
@@ -49,7 +50,3 @@ def require_same(
     if found:
         different = ", ".join(name for i, name in enumerate(facts) if found >> i & 1)
         raise ValueError(f"{call}: ranks differ in {different}, so that {advice}")
-
-
-def _digest(value: Any) -> int:
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big", signed=True)

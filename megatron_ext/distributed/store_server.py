@@ -6,8 +6,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-_LOOPBACK_NAMES = ("lo", "lo0")  # Linux, macOS
-
 
 def serve_store(host: str, port: int = 0, ranks: int | None = None, timeout_s: float = 300) -> dist.TCPStore:
     """A store of `ranks` processes (None: as many as come) that listens at `host`, an address of this machine.
@@ -35,4 +33,4 @@ def serve_store(host: str, port: int = 0, ranks: int | None = None, timeout_s: f
 
 def loopback_interface() -> str | None:
     """The name of the interface that only this machine reaches; None: it is not known."""
-    return next((name for _, name in socket.if_nameindex() if name in _LOOPBACK_NAMES), None)
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)  # Linux, macOS

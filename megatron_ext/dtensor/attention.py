@@ -206,30 +206,21 @@ def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     hook: SequenceArguments = module.__dict__[_HOOK]
     tokens, refusal = args[0] if args else kwargs.get("input_ids"), Refusal()
     if tokens is not None:
-        args, kwargs = _check_token_ids(embedding(module), tokens, refusal, hook.cp_group, args, kwargs)
+        rows, alone = embedding(module), group_size(hook.cp_group) == 1
+        if not (alone and tells_of_token_ids(rows)):
+            refusal.fault = token_id_fault(rows.weight.shape[0], tokens)
+        if alone and refusal.fault is not None:
+            raise refusal.fault
+        if not alone:
+            refuse_later(rows, refusal)
+        if refusal.fault is not None:  # which the other ranks must hear of: any tokens will do
+            some = torch.zeros_like(tokens)
+            args, kwargs = ((some, *args[1:]), kwargs) if args else (args, kwargs | {"input_ids": some})
     # A forward that makes a loss of labels where logits are sharded takes them; not where sequences are.
     takes_labels = FUSED in module.__dict__ and group_size(hook.cp_group) == 1
     labels = {name: kwargs[name] for name in ("labels", "shift_labels") if takes_labels and name in kwargs}
     args, kwargs = hook(args, {name: x for name, x in kwargs.items() if name not in labels}, refusal)
     return args, kwargs | labels
-
-
-def _check_token_ids(
-    rows: Any, tokens: Tensor, refusal: Refusal, cp_group: Group, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """The arguments, with other tokens if the embedding `rows` lacks a token id and other ranks must hear of it."""
-    alone = group_size(cp_group) == 1
-    if alone and tells_of_token_ids(rows):
-        return args, kwargs
-    refusal.fault = token_id_fault(rows.weight.shape[0], tokens)
-    if alone and refusal.fault is not None:
-        raise refusal.fault
-    if not alone:
-        refuse_later(rows, refusal)
-    if refusal.fault is None:
-        return args, kwargs
-    any_tokens = torch.zeros_like(tokens)
-    return ((any_tokens, *args[1:]), kwargs) if args else (args, kwargs | {"input_ids": any_tokens})
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

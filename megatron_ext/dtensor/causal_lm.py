@@ -13,7 +13,7 @@ W context-parallel ranks.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,25 +43,6 @@ from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
 
 IGNORE_INDEX = -100
-
-
-class Labels(NamedTuple):
-    """Targets as a caller gives them, `[B, S]`: labels as they are or shifted, or neither."""
-
-    labels: Tensor | None = None
-    shift_labels: Tensor | None = None
-
-    def targets(self, tokens_BS: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        """The target of each position."""
-        if self.shift_labels is not None:
-            return self.shift_labels
-        if self.labels is not None:
-            return next_tokens(self.labels, cu_seqlens)
-        following = next_tokens(tokens_BS, cu_seqlens)
-        if attention_mask is None:
-            return following
-        padding = attention_mask == 0  # of which none is predicted, and none predicts
-        return following.masked_fill(F.pad(padding[:, 1:], (0, 1)) | padding, IGNORE_INDEX)
 
 
 def causal_lm_loss(
@@ -121,7 +102,7 @@ def causal_lm_loss(
         bits=bits,
         logit_dtype=logit_dtype,
     )
-    return _on_whole_sequences(model, read, tokens_BS, Labels(labels, shift_labels), attention_mask, cu_seqlens)[0]
+    return _on_whole_sequences(model, read, tokens_BS, labels, shift_labels, attention_mask, cu_seqlens)[0]
 
 
 def causal_lm_log_probs(
@@ -155,7 +136,7 @@ def causal_lm_log_probs(
         bits=bits,
         logit_dtype=logit_dtype,
     )
-    found = _on_whole_sequences(model, read, tokens_BS, Labels(labels, shift_labels), attention_mask, cu_seqlens)
+    found = _on_whole_sequences(model, read, tokens_BS, labels, shift_labels, attention_mask, cu_seqlens)
     return found if return_entropy else found[0]
 
 
@@ -252,7 +233,7 @@ def causal_lm_read(
         return found.where((given[0] != IGNORE_INDEX).unsqueeze(-1), 0.0) if skip_ignored else found
 
     read = Read(temperature, fused, unfused, columns=(columns,), bits=bits, logit_dtype=logit_dtype)
-    return _on_whole_sequences(model, read, tokens_BS, Labels(labels), None, cu_seqlens, beside)[0]
+    return _on_whole_sequences(model, read, tokens_BS, labels, cu_seqlens=cu_seqlens, beside=beside)[0]
 
 
 def causal_lm_from_logits(
@@ -269,8 +250,7 @@ def causal_lm_from_logits(
     Args:
         read: called with this rank's part of the logits, `[B, P, V/R]`, and of `beside`, and by their names `tp_group`
             and `vocab`; gives `[B, P, columns]`, the same on all ranks of `tp_group`. Differentiable.
-        columns: how many numbers it gives of each position.
-        beside: `[B, S, ...]`, what it needs of each position.
+        columns, beside: as for `causal_lm_read`; `beside` may be `[B, S, ...]`.
 
     Returns:
         `[B, S, columns]`. Communicates and raises as `causal_lm_loss`.
@@ -280,16 +260,17 @@ def causal_lm_from_logits(
         return read(logits, *(beside or (None,)), **shard)
 
     made = Read(1.0, None, of_logits, columns=(columns,))
-    return _on_whole_sequences(model, made, tokens_BS, Labels(), None, cu_seqlens, beside)[0]
+    return _on_whole_sequences(model, made, tokens_BS, cu_seqlens=cu_seqlens, beside=beside)[0]
 
 
 def _on_whole_sequences(
     model: nn.Module,
     read: Read,
     tokens_BS: Tensor,
-    given: Labels,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     beside: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """`beside`: `[B, S, K]`, what `read` takes of each position beside its label."""
@@ -298,8 +279,13 @@ def _on_whole_sequences(
     if hook is None and cu_seqlens is not None:
         raise ValueError("cu_seqlens: transformers' own attention does not take them; call use_attention(model) first")
     cp_group, slices = (None, 1) if hook is None else (hook.cp_group, hook.slices)
-    _check(tokens_BS, given, attention_mask, cu_seqlens)
-    labels_BS = given.targets(tokens_BS, attention_mask, cu_seqlens)
+    _check(tokens_BS, {"labels": labels, "shift_labels": shift_labels, "attention_mask": attention_mask}, cu_seqlens)
+    labels_BS = shift_labels
+    if labels_BS is None:
+        labels_BS = next_tokens(tokens_BS if labels is None else labels, cu_seqlens)
+        if labels is None and attention_mask is not None:
+            left_out = attention_mask == 0  # padding, of which none is predicted, and none predicts
+            labels_BS = labels_BS.masked_fill(F.pad(left_out[:, 1:], (0, 1)) | left_out, IGNORE_INDEX)
     ranks, length = group_size(cp_group), tokens_BS.shape[1]
     # On one rank the hook of `use_attention` looks at them.
     fault = token_id_fault(embedding(model).weight.shape[0], tokens_BS) if hook is None or ranks > 1 else None
@@ -328,8 +314,8 @@ def _on_whole_sequences(
     return tuple(parts.gather_or_refuse(x, 1, fault or refused)[:, :length] for x in found)
 
 
-def _check(tokens_BS: Tensor, given: Labels, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    for name, x in (("tokens", tokens_BS), *given._asdict().items(), ("attention_mask", attention_mask)):
+def _check(tokens_BS: Tensor, given: dict[str, Tensor | None], cu_seqlens: Tensor | None) -> None:
+    for name, x in {"tokens": tokens_BS, **given}.items():
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(
                 f"{name} is a {type(x).__name__}: it must be a tensor [batch, tokens]; of a tokenizer's batch pass "
@@ -337,17 +323,17 @@ def _check(tokens_BS: Tensor, given: Labels, attention_mask: Tensor | None, cu_s
             )
     if tokens_BS.dim() != 2 or tokens_BS.is_floating_point():
         raise ValueError(f"tokens are {tokens_BS.dtype} {list(tokens_BS.shape)}: they must be integers [batch, tokens]")
-    if given.labels is not None and given.shift_labels is not None:
+    if given["labels"] is not None and given["shift_labels"] is not None:
         raise ValueError(
             "labels and shift_labels are both given: pass one, tokens as labels or targets as shift_labels"
         )
-    for name, x in (*given._asdict().items(), ("attention_mask", attention_mask)):
+    for name, x in given.items():
         if x is not None and x.shape != tokens_BS.shape:
             raise ValueError(
                 f"{name} has shape {list(x.shape)}: it must be that of the tokens, {list(tokens_BS.shape)}"
             )
-    if cu_seqlens is not None and (tokens_BS.shape[0] != 1 or attention_mask is not None):
-        masked = "" if attention_mask is None else " and an attention_mask"
+    if cu_seqlens is not None and (tokens_BS.shape[0] != 1 or given["attention_mask"] is not None):
+        masked = "" if given["attention_mask"] is None else " and an attention_mask"
         raise ValueError(
             f"cu_seqlens with a batch of {tokens_BS.shape[0]}{masked}: packed documents lie in one row, and padding is "
             f"a document of its own; pass tokens [1, S] alone"

@@ -150,7 +150,8 @@ def _layer(layer: nn.Module, text: Any, layout: ParallelSizes) -> Plan:
 
 def _stream_norm(name: str, module: nn.Module, text: Any, layout: ParallelSizes) -> ParallelStyle | None:
     """The style of a norm on the residual stream; its parameters have the hidden size."""
-    if "Norm" not in type(module).__name__ or any(p.shape != (_hidden(text),) for p in module.parameters()):
+    hidden = text.embed_tokens.weight.shape[1:]
+    if "Norm" not in type(module).__name__ or any(p.shape != hidden for p in module.parameters()):
         raise Unknown(f"{name}, a {type(module).__name__}, in a layer")
     sliced = layout.stream != Replicate() and _has_parameters(module)
     return SequenceParallel(use_local_output=True) if sliced else None
@@ -304,18 +305,10 @@ def scalar_functions(block: nn.Module) -> list[str]:
     ]
 
 
-def has_experts(model: nn.Module) -> bool:
-    return any(name.endswith(".experts") for name, _ in model.named_modules())
-
-
 def _require_weights(block: nn.Module, names: Iterable[str]) -> None:
     for name in sorted(names):
         if not hasattr(child := block.get_submodule(name), "weight"):
             raise Unknown(f"{name}, a {type(child).__name__} without a weight, in {type(block).__name__}")
-
-
-def _hidden(text: Any) -> int:
-    return text.embed_tokens.weight.shape[1]
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """A transformers model made parallel, in place: our attention, a tensor-parallel plan, recomputation, FSDP2."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from megatron_ext.distributed.groups import UNSHARDED, Group
+from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.distributed.same_on_ranks import require_same
 from megatron_ext.dtensor.attention import use_attention
 from megatron_ext.dtensor.decoder import (
@@ -26,7 +26,7 @@ from megatron_ext.dtensor.decoder import (
 from megatron_ext.dtensor.experts import reach_all
 from megatron_ext.dtensor.layers import ParallelSizes
 from megatron_ext.dtensor.output.hidden_states_or_logits import register
-from megatron_ext.dtensor.plans import Chosen, Plan, choose_plan
+from megatron_ext.dtensor.plans import CustomPlan, Plan, choose_plan
 from megatron_ext.dtensor.pretrained.saving import Ranks, save_as_transformers
 from megatron_ext.dtensor.replicated_parameters import check_first_gradients, tell_of_cut_parameters
 from megatron_ext.head.layer_facts import local_shard
@@ -85,11 +85,11 @@ def _parallelize_model(
     sequence_parallel: bool = False,
     activation_checkpointing: bool = False,
     cpu_offload: bool = False,
-    custom_parallel_plan: Mapping[str, Any] | str | None = None,
+    custom_parallel_plan: CustomPlan = None,
     cp_mesh: DeviceMesh | None = None,
     expert_parallel: bool = False,
 ) -> nn.Module:
-    """Shard `model` over tensor-parallel, context-parallel and data-parallel ranks, in place.
+    """Shard `model` over tensor-parallel, context-parallel and data-parallel ranks, in place: `parallelize`, by meshes.
 
     A model whose parts are all understood (`megatron_ext.dtensor.layers`) gets our attention and plan, with sequence,
     context and expert parallelism. Any other one gets transformers' own `tp_plan` and keeps its attention. With both
@@ -97,21 +97,13 @@ def _parallelize_model(
     `cp_mesh` and `expert_parallel` after it.
 
     Args:
-        model: a transformers model with an lm head, on any device (also meta), the same on every rank.
+        model, activation_checkpointing, cpu_offload, expert_parallel: as for `parallelize`.
         dp_mesh: ranks that share the parameters by FSDP2; with context parallelism data- and context-parallel ranks
             together, `mesh["dp", "cp"]._flatten()`. Gradients are averaged over it.
         tp_mesh: 1-D, of the same root mesh as `dp_mesh`.
-        param_dtype: dtype of parameters and activations in forward and backward; gradients are reduced in fp32.
-        sequence_parallel: shard the residual stream over `tp_mesh` too; no effect on one rank. Beside a custom plan:
-            whether that one does.
-        activation_checkpointing: keep the inputs of layers only, and compute layers again in backward.
-        cpu_offload: parameters, gradients and optimizer states live on the CPU.
-        custom_parallel_plan: module names to parallel styles, or the import path of that, instead of the plan.
+        param_dtype, custom_parallel_plan: `dtype` and `plan` of `parallelize`.
+        sequence_parallel: as there; no effect on one rank. Beside a custom plan: whether that one does.
         cp_mesh: 1-D, ranks that share each sequence in the zigzag layout; None: sequences are whole.
-        expert_parallel: each rank of `tp_mesh` holds whole experts of a mixture, instead of a piece of every one.
-
-    Returns:
-        `model`. `model(input_ids)` gives logits, at several tensor-parallel ranks a DTensor `[B, S, V]` sharded by V.
 
     Raises:
         ValueError: sizes that do not divide by the tensor-parallel ranks; context, sequence or expert parallelism of a
@@ -139,7 +131,7 @@ def parallelize(
     sequence_parallel: bool = False,
     activation_checkpointing: bool = False,
     cpu_offload: bool = False,
-    plan: Mapping[str, Any] | str | None = None,
+    plan: CustomPlan = None,
     expert_parallel: bool = False,
 ) -> nn.Module:
     """Shard a causal language model of transformers over the ranks of `mesh`, in place.
@@ -222,28 +214,32 @@ def _parallelize_with(
     cp_mesh: DeviceMesh | None,
     sequence_parallel: bool,
     expert_parallel: bool = False,
-    custom_parallel_plan: Mapping[str, Any] | str | None = None,
+    custom_parallel_plan: CustomPlan = None,
 ) -> nn.Module:
     cp = 1 if cp_mesh is None else cp_mesh.size()
     tp = 1 if tp_mesh is None else tp_mesh.size()
     layout = ParallelSizes(tp, cp, sequence_parallel, expert_parallel)
-    chosen, fault = Chosen({}, None), None
+    plan: Plan = {}
+    unknown = fault = None
     try:
-        refuse_parallel(model)
-        chosen = choose_plan(model, layout, custom_parallel_plan)
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ValueError(
+                f"{type(model).__name__} has parameters that are DTensors: it is parallel already; parallelize a model "
+                f"once, before FSDP2 or any other sharding"
+            )
+        plan, unknown = choose_plan(model, layout, custom_parallel_plan)
     except Exception as error:  # raised below, where the other ranks hear of it
         fault = error
-    options = (layout, wrapping.mp_policy, wrapping.offload_policy, wrapping.activation_checkpointing)
-    meshes = (tp_mesh, wrapping.dp_mesh)
-    require_same_model(model, chosen.plan, options, meshes, fault)
-    if chosen.unknown is None:
+    ranks = Ranks.of((tp_mesh, wrapping.dp_mesh))
+    require_same_model(model, plan, (layout, *wrapping[1:]), ranks, fault)
+    if unknown is None:
         group = cp_mesh.get_group() if cp_mesh is not None and cp > 1 else None
         use_attention(model, group, tp, sequence_parallel)
-    _shard(model, chosen.plan, tp_mesh, wrapping)
-    if tp > 1 and (chosen.unknown is not None or custom_parallel_plan is not None):
+    _shard(model, plan, tp_mesh, wrapping)
+    if tp > 1 and (unknown is not None or custom_parallel_plan is not None):
         check_first_gradients(model, decoder_layers(model), tp_mesh.get_group())
         tell_of_cut_parameters(model)
-    save_as_transformers(model, Ranks(*groups_of(meshes)))
+    save_as_transformers(model, ranks)
     return model
 
 
@@ -272,19 +268,8 @@ def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrappin
     register(model, None if vocabulary is UNSHARDED else vocabulary)
 
 
-def refuse_parallel(model: nn.Module) -> None:
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} has parameters that are DTensors: it is parallel already; parallelize a model "
-            f"once, before FSDP2 or any other sharding"
-        )
-
-
-def require_same_model(
-    model: nn.Module, plan: Plan, options: Any, meshes: Sequence[DeviceMesh | None], fault: Exception | None
-) -> None:
-    """Raise on every rank unless all have the same of these, and none a fault; see `require_same`."""
-    groups, device = groups_of(meshes)
+def require_same_model(model: nn.Module, plan: Plan, options: Any, ranks: Ranks, fault: Exception | None) -> None:
+    """Raise on every one of `ranks` unless all have the same of these, and none a fault; see `require_same`."""
     kinds = [(name, p.shape, p.dtype, p.requires_grad, p.is_meta) for name, p in model.named_parameters()]
     facts = {
         "the model's class or parameters": (type(model).__qualname__, kinds),
@@ -292,13 +277,7 @@ def require_same_model(
         "the plan": [(name, type(style).__qualname__, _settings(style)) for name, style in plan.items()],
         "the options": options,
     }
-    require_same("parallelize", facts, groups, device, fault)
-
-
-def groups_of(meshes: Sequence[DeviceMesh | None]) -> tuple[list[Group], str]:
-    """The groups of these meshes, and where they communicate."""
-    found = [mesh for mesh in meshes if mesh is not None]
-    return [group for mesh in found for group in mesh.get_all_groups()], found[0].device_type if found else "cpu"
+    require_same("parallelize", facts, *ranks, fault)
 
 
 def _settings(value: Any) -> Any:

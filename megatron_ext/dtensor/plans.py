@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -22,7 +22,6 @@ from megatron_ext.dtensor.layers import (
     Unknown,
     check_attention,
     check_draws,
-    has_experts,
     model_plan,
     takes_attention_functions,
 )
@@ -38,31 +37,25 @@ _EXPERTS: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-class Chosen(NamedTuple):
-    """Plan by which a model becomes parallel.
-
-    Attributes:
-        plan: styles by the names of the model's modules; nothing for one tensor-parallel rank.
-        unknown: what is not understood of the model, which then keeps transformers' attention; None: it gets ours.
-    """
-
-    plan: Plan
-    unknown: str | None
+CustomPlan = Mapping[str, Any] | str | None
+"""A caller's plan, instead of ours: see `custom_plan`."""
 
 
-def choose_plan(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] | str | None = None) -> Chosen:
+def choose_plan(model: nn.Module, layout: ParallelSizes, custom: CustomPlan = None) -> tuple[Plan, str | None]:
     """Choose the plan by which `model`, on any device (also meta), becomes parallel as `layout` says.
 
-    `custom`: a caller's plan, instead of ours; see `custom_plan`.
+    Returns:
+        Styles by the names of the model's modules, nothing for one tensor-parallel rank; and what is not understood of
+        the model, which then keeps transformers' attention, or None: it gets ours.
     """
-    chosen = _chosen(model, layout, custom)
+    plan, unknown = _chosen(model, layout, custom)
     if layout.tp > 1:
-        _check_modules(model, chosen.plan)
-    return chosen
+        _check_modules(model, plan)
+    return plan, unknown
 
 
-def _chosen(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] | str | None) -> Chosen:
-    if layout.expert_parallel and not has_experts(model):
+def _chosen(model: nn.Module, layout: ParallelSizes, custom: CustomPlan) -> tuple[Plan, str | None]:
+    if layout.expert_parallel and not any(name.endswith(".experts") for name, _ in model.named_modules()):
         raise ValueError(
             f"expert parallelism of {type(model).__name__}, which has no experts: set expert_parallel_size to 1"
         )
@@ -81,13 +74,13 @@ def _chosen(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] |
                 f"custom_parallel_plan cuts {block}, and what tensor-parallel ranks compute of it does not add up to "
                 f"it; leave its modules out of the plan"
             )
-        return Chosen(with_summed_gradients(model, given) if layout.tp > 1 else given, why)
+        return with_summed_gradients(model, given) if layout.tp > 1 else given, why
     if layout.tp == 1:
-        return Chosen({}, why)
+        return {}, why
     if why is None:
         plan = structural_plan(model, layout)
         check_draws(model, cuts_heads(model, plan))
-        return Chosen(plan, None)
+        return plan, None
     if why is _NO_DECODER:
         raise _unsupported(model, "tensor parallelism", why)
     try:
@@ -107,7 +100,7 @@ def _chosen(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] |
         cut = f"transformers' tp_plan cuts {block}, whose pieces do not add up to it"
         raise _unsupported(model, "tensor parallelism", f"{why}, and {cut}")
     check_draws(model, cuts_heads(model, plan))
-    return Chosen(with_summed_gradients(model, plan), why)
+    return with_summed_gradients(model, plan), why
 
 
 def _check_modules(model: nn.Module, plan: Plan) -> None:

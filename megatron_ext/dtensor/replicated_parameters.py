@@ -45,8 +45,8 @@ def modules_of(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 def cuts_heads(model: nn.Module, plan: Plan) -> bool:
     """Tell whether `plan` cuts the heads of every `self_attn` of `model`, so that each rank attends with its own."""
     styles = _styles(model, plan)
-    blocks = [name for name, module in model.named_modules() if name.endswith(".self_attn") and list(module.children())]
-    return all(_cut(model.get_submodule(name), name, styles)[1] for name in blocks)
+    blocks = {name: module for name, module in model.named_modules() if name.endswith(".self_attn")}
+    return all(_cut(block, name, styles).row for name, block in blocks.items() if list(block.children()))
 
 
 def with_summed_gradients(model: nn.Module, plan: Plan) -> Plan:
@@ -56,18 +56,14 @@ def with_summed_gradients(model: nn.Module, plan: Plan) -> Plan:
     norms of queries and keys over the channels of a head.
     """
     styles, added = _styles(model, plan), Plan()
-    for name, block in model.named_modules():
-        column, row = _cut(block, name, styles)
-        if not column or not row:
-            continue
-        halves = [child for child in column if isinstance(styles[f"{name}.{child}"], FusedColwise)]
+    for name, block, cut in _cut_blocks(model, styles):
         functions = [child for child in scalar_functions(block) if f"{name}.{child}" not in styles]
-        if functions and adds_up(block, Cut(column, row, halves)):
+        if functions and adds_up(block, cut):
             added |= {f"{name}.{child}": ShardwiseModule() for child in functions}
         for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
             child = getattr(block, norm, None)
             shapes = {tuple(p.shape) for p in child.parameters()} if isinstance(child, nn.Module) else set()
-            left_out = projection in column and f"{name}.{norm}" not in styles
+            left_out = projection in cut.column and f"{name}.{norm}" not in styles
             if left_out and shapes == {(getattr(block, "head_dim", None),)}:
                 added[f"{name}.{norm}"] = ShardwiseModule()
     return {**plan, **added}
@@ -77,15 +73,11 @@ def cut_in_vain(model: nn.Module, plan: Plan) -> str | None:
     """The name of a block that `plan` cuts, and of which ranks do not compute pieces of what the whole does, or None.
     A block in which the plan has more than columns, halves of them and rows is not looked at."""
     styles = _styles(model, plan)
-    for name, block in model.named_modules():
-        column, row = _cut(block, name, styles)
+    for name, block, cut in _cut_blocks(model, styles):
         inside = [path for path in styles if path.startswith(f"{name}.")]
-        if not column or not row or len(inside) > len(column) + len(row):
-            continue
-        if any(getattr(styles[f"{name}.{child}"], "parts", None) for child in column):
-            continue
-        halves = [child for child in column if isinstance(styles[f"{name}.{child}"], FusedColwise)]
-        if computes_in_pieces(block, Cut(column, row, halves)) is False:
+        of_parts = any(getattr(styles[f"{name}.{child}"], "parts", None) for child in cut.column)
+        looked_at = len(inside) <= len(cut.column) + len(cut.row) and not of_parts
+        if looked_at and computes_in_pieces(block, cut) is False:
             return name
     return None
 
@@ -118,17 +110,14 @@ def unequal_gradients(model: nn.Module, tp_group: Group) -> list[str]:
 
     Communicates one all-gather of four numbers a parameter.
     """
-    names, sketches = [], []
-    for name, parameter in _replicated(model):
-        names.append(name)
-        sketches.append(_sketch(parameter))
-    if not names:
+    sketches = {name: _sketch(parameter) for name, parameter in _replicated(model)}
+    if not sketches:
         return []
-    found = all_gather(torch.stack(sketches)[None], tp_group)  # [ranks, parameters, 4]
+    found = all_gather(torch.stack([*sketches.values()])[None], tp_group)  # [ranks, parameters, 4]
     norms, apart = found[..., 0].amax(0), (found - found[:1]).abs().amax((0, 2))
     noise = norms.max() * torch.finfo(torch.float32).eps
     wrong = (apart > _TOLERANCE * norms) & (apart > noise)
-    return [name for name, odd in zip(names, wrong.tolist(), strict=True) if odd]
+    return [name for name, odd in zip(sketches, wrong.tolist(), strict=True) if odd]
 
 
 def check_first_gradients(model: nn.Module, layers: Any, tp_group: Group) -> None:
@@ -167,20 +156,25 @@ def _styles(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
     return {name: style for path, style in plan.items() for name, _ in modules_of(model, path)}
 
 
-def _cut(block: nn.Module, path: str, styles: dict[str, ParallelStyle]) -> tuple[list[str], list[str]]:
+def _cut_blocks(model: nn.Module, styles: dict[str, ParallelStyle]) -> Iterator[tuple[str, nn.Module, Cut]]:
+    """The modules with children that are cut along their outputs, and others along their inputs."""
+    for name, block in model.named_modules():
+        cut = _cut(block, name, styles)
+        if cut.column and cut.row:
+            yield name, block, cut
+
+
+def _cut(block: nn.Module, path: str, styles: dict[str, ParallelStyle]) -> Cut:
     """The children of `block` whose outputs, and those whose inputs, are this rank's shard."""
-    column, row = [], []
-    for name, _ in block.named_children():
-        style: Any = styles.get(f"{path}.{name}")
-        if isinstance(style, FusedColwise) or (isinstance(style, ColwiseParallel) and _shards(style.output_layouts)):
+    column, row, shard = [], [], (Shard(-1),)
+    found = {name: styles.get(f"{path}.{name}") for name, _ in block.named_children()}
+    halves = [name for name, style in found.items() if isinstance(style, FusedColwise)]
+    for name, style in found.items():
+        if name in halves or (isinstance(style, ColwiseParallel) and style.output_layouts == shard):
             column.append(name)
-        elif isinstance(style, RowwiseParallel) and _shards(style.input_layouts):
+        elif isinstance(style, RowwiseParallel) and style.input_layouts == shard:
             row.append(name)
-    return column, row
-
-
-def _shards(layouts: tuple[Any, ...]) -> bool:
-    return layouts == (Shard(-1),)
+    return Cut(column, row, halves)
 
 
 def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, VocabShard
 from megatron_ext.head.checks import HiddenLayout, one_of, tells_torchs_names, token_bound
 from megatron_ext.head.engine.stored_logits import dense_softmax
-from megatron_ext.head.layer_facts import FactsBesideTemperature, HeadFacts
+from megatron_ext.head.layer_facts import HeadFacts
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.logits import Logits
 from megatron_ext.head.readouts.gather import Gather, TopK
@@ -256,7 +256,7 @@ def linear_topk_log_probs(
 
 
 @tells_torchs_names
-def linear_sampled_log_probs(
+def linear_sampled_log_probs(  # type: ignore[misc]  # the temperature has its own place
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -269,7 +269,7 @@ def linear_sampled_log_probs(
     ignore_index: int = -100,
     kept: tuple[Tensor, Tensor] | None = None,
     skip_ignored: bool | int = False,
-    **facts: Unpack[FactsBesideTemperature],
+    **facts: Unpack[HeadFacts],
 ) -> Tensor:
     """Log-probability `[...]` of each label under the distribution that it was sampled from: `sampled_log_probs`.
 

@@ -17,8 +17,8 @@ class DraftLabels(NamedTuple):
     """Labels of a draft head.
 
     Attributes:
-        labels: `[...]`, draft ids; `ignore_index` where the target has none, or there is no target.
-        outside: `[...]`, bool: there is a target, and the draft vocabulary does not have it.
+        labels: `[...]`, draft ids; `ignore_index` where the target id has no draft id, or there is no target id.
+        outside: `[...]`, bool: there is a target id, and it has no draft id.
     """
 
     labels: Tensor
@@ -74,11 +74,11 @@ class DraftVocabulary:
         return len(self.ids)
 
     def labels(self, labels: Tensor, ignore_index: int = -100) -> DraftLabels:
-        """The draft ids of `labels` `[...]`, target ids; for every read-out of the draft head that takes labels.
+        """Return the draft ids of the target ids `labels` `[...]`, for every read-out of the draft head with labels.
 
         Raises:
-            ValueError: a label is neither a target id nor `ignore_index`, or that is a draft id: read-outs would leave
-                out the tokens of the target id that it stands for.
+            ValueError: a label is neither a target id nor `ignore_index`; or `ignore_index` is a draft id, so that
+                read-outs would leave out its tokens.
         """
         if 0 <= ignore_index < len(self):
             raise ValueError(
@@ -92,23 +92,23 @@ class DraftVocabulary:
         return DraftLabels(draft.where(inside, ignore_index), counts & ~inside)
 
     def shard(self, target: VocabShard) -> VocabShard:
-        """The draft ids whose target ids are in a rank's shard of the target vocabulary: a draft head that is cut there
-        has its teacher's rows on the same rank. Shards are uneven, and may be empty.
+        """Return the draft ids whose target ids are in a rank's shard of the target vocabulary. A draft head with these
+        shards has its teacher's rows on the same rank. The shards are uneven, and may be empty.
         """
         ends = torch.tensor([target.start, target.stop], device=self.ids.device)
         start, stop = torch.searchsorted(self.ids, ends).tolist()
         return VocabShard(start, stop, len(self))
 
     def rows(self, weight: Tensor, target: VocabShard | None = None) -> Tensor:
-        """Return the rows of the target head's `weight` (or entries of its bias) that the draft vocabulary has, in its
-        order: for a teacher whose distribution is restricted to it, and as a draft head begins.
+        """Return the rows of the target head's `weight` (or the entries of its bias) that have draft ids, in the order
+        of these ids: for a teacher over the draft ids alone, or to begin a draft head with.
 
         Args:
             weight: `[V/R, ...]`, this rank's shard.
-            target: which columns these are; None: all.
+            target: the shard of these rows; None: the whole vocabulary.
 
         Returns:
-            `[D/R, ...]`, a copy; those of `shard(target)`.
+            `[D/R, ...]`, a copy: the rows of `shard(target)`.
 
         Raises:
             ValueError: the weight has not as many rows as the shard.

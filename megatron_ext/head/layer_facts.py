@@ -23,13 +23,14 @@ from megatron_ext.head.lora import LoRA
 _COLUMN_PARALLEL = ("megatron.core.tensor_parallel.layers", "megatron_ext.tensor_parallel._layers.column_parallel")
 
 
-class FactsBesideTemperature(TypedDict, total=False):
-    """Keywords of `LmHead`, which says more of each, without the temperature."""
+class HeadFacts(TypedDict, total=False):
+    """Keywords of `LmHead`, which says more of each."""
 
     bias: Tensor | None
     vocab: VocabShard | None
     logit_scale: float
     softcap: float | None
+    temperature: float
     cache: Cache
     chunk_tokens: int | None
     gradient_accumulation_fusion: bool
@@ -38,12 +39,6 @@ class FactsBesideTemperature(TypedDict, total=False):
     lora: LoRA | Sequence[LoRA] | None
     fused_epilogue: bool
     sm_margin: int
-
-
-class HeadFacts(FactsBesideTemperature, total=False):
-    """Keywords of `LmHead`."""
-
-    temperature: float
 
 
 def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:

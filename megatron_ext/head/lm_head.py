@@ -53,53 +53,52 @@ _NUMBERS = {"softcap": None, "temperature": 1.0, "logit_scale": 1.0, "cache": "b
 class LmHead:
     """An lm head: logits are `softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature`.
 
-    A value: it holds what was given, and nothing in it changes. What is wrong with an option is raised when it is made;
-    what depends on groups and ranks by `read`. What only one rank may see (its shard of the weight) is told to the
-    other ranks by `read`, and raised on all of them.
+    The object holds what was given, and does not change. A wrong option raises an error when the object is made; a
+    fault that depends on groups and ranks is raised by `read`. A fault that only one rank may see (its shard of the
+    weight) travels in the exchange of `read`, and is raised on every rank.
 
     Attributes:
-        weight: `[V/R, D]`, this rank's vocabulary shard, of the hidden states' dtype (any under autocast). In fp32 over
-            hidden states of 16 bits: logits and gradients are computed in fp32, and dx is rounded once. A quantised one
-            that has `dequantize()` (torchao, quanto), frozen: it is dequantised in each pass, and not held between.
-        tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group where `parallel_state` is
-            initialised when it is read, else no sharding.
-        hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each its equal slice of dim 0.
+        weight: `[V/R, D]`, this rank's vocabulary shard, in the hidden states' dtype (any under autocast). An fp32
+            weight with hidden states of 16 bits gives logits and gradients in fp32, and dx rounded once. A frozen
+            weight with `dequantize()` (torchao, quanto) is dequantised anew in each pass.
+        tp_group: the ranks that share the vocabulary. None: Megatron's tensor-parallel group if `parallel_state` is
+            initialised when the head is read, else no sharding.
+        hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each an equal slice of dim 0.
         bias: `[V/R]`. Columns with a bias of -inf do not count.
         vocab: this rank's columns; None: equal shards in rank order, all columns count.
-        logit_scale: the model multiplies its logits by it (muP), before a softcap.
-        softcap: None: logits are not capped.
-        temperature: logits are divided by it.
-        cache: fraction in [0, 1] of the logits whose exponentials are kept for backward: `(8 - 2 * cache)` T V D / R
-            FLOPs and `cache * T * V / R` elements of memory; from 1024 on: that many bytes at most. "bounded": as many
-            eighths as take no more than the weight and its fp32 gradient, `min(1, 3 D / T)` in 16 bits; "auto": what
-            fits into half of the memory that is free at the first call of a shape. For read-outs of the softmax alone,
-            and for a divergence from a teacher by itself on one rank, which keeps its gradient for such a fraction of
-            the tokens: `(12 - 4 * cache)` T V D with a teacher of the same D; "bounded" is at most 2^25 elements there,
-            and none on CUDA or with `chunk_tokens`. Others keep none.
-        chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result; with
-            `weights` of `read` it must be the same on all ranks.
+        logit_scale: the number by which the model multiplies its logits (muP), before a softcap.
+        softcap: the bound of the capped logits; None: logits are not capped.
+        temperature: the number by which logits are divided.
+        cache: the exponentials of logits that are kept for backward. From 0 to 1: this fraction, with
+            `(8 - 2 * cache)` T V D / R FLOPs and `cache * T * V / R` elements of memory. From 1024 on: at most so many
+            bytes. "bounded": as many eighths as take no more than the weight and its fp32 gradient, `min(1, 3 D / T)`
+            in 16 bits. "auto": as many as fit into half of the memory that is free at the first call of a shape.
+            Read-outs of the softmax alone keep exponentials. A divergence from a teacher, read by itself on one rank,
+            keeps its gradient for such a fraction of the tokens: `(12 - 4 * cache)` T V D with a teacher of the same D;
+            "bounded" is at most 2^25 elements there, and none on CUDA or with `chunk_tokens`. Others keep nothing.
+        chunk_tokens: the tokens of a chunk; None: chosen from the sizes. The option changes memory and speed, not the
+            result; with `weights` of `read` it must be the same on all ranks.
         gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol;
-            of a weight of Megatron-FSDP it returns it, as that takes it too.
-        bits: which bits are the same. "fast": in each run with the same shapes. "batch": a token's results and its row
-            of dx also for any other tokens beside it, any chunk, cache, layout and packing; dW for any chunk, cache and
-            layout. "tensor_parallel": all of these also for 1, 2, 4 and 8 ranks, each of which holds eighths of the
-            vocabulary. The last two serve every read-out of the package, and one of your own that says `by_leaf`, on
-            CPUs and on CUDA with Triton; on one machine, torch and number of threads: docs/exactness.md. None: "batch"
-            where a batch-invariant mode is on, else "fast".
-        logit_dtype: torch.bfloat16 or torch.float16, which the hidden states must have: the product is rounded to it
-            before scale, softcap and temperature, which are taken in fp32 as the softmax is, as inference engines do.
-            Gradients take the rounding for the identity. None or torch.float32: on CUDA the product's fp32 sums are
-            used as they are; a CPU's products of 16-bit operands come rounded in any case.
-        fused_epilogue: experimental, not measured yet: logits are not written, the products themselves take their
-            exponentials (kernels in Triton for Hopper): without gradient no memory for logits, and in backward none for
-            those that are recomputed. For read-outs of the softmax with bf16 on CUDA; other options and read-outs that
-            these kernels do not have are refused. docs/head.md#exponentials-in-the-product
-        sm_margin: with `fused_epilogue`, how many of the GPU's multiprocessors its kernels leave free: a collective
-            that runs beside a kernel on all of them waits for its end. As many as NCCL may take (`NCCL_MAX_CTAS`).
-        lora: `LoRA`, or several: low-rank parts of the logits, before scale, softcap and temperature. Given `bits`
+            the gradient of a weight of Megatron-FSDP is returned, since Megatron-FSDP copies it by itself.
+        bits: which bits are the same. "fast": those of each run with the same shapes. "batch": also those of a token's
+            results and its row of dx beside any other tokens, with any chunk, cache, layout and packing, and those of
+            dW with any chunk, cache and layout. "tensor_parallel": also all of these on 1, 2, 4 and 8 ranks, each of
+            which holds eighths of the vocabulary. None: "batch" if a batch-invariant mode is on, else "fast". "batch"
+            and "tensor_parallel" serve every read-out of the package, and one of your own that sets `by_leaf`, on CPUs
+            and on CUDA with Triton; the promise is for one machine, torch and number of threads: docs/exactness.md.
+        logit_dtype: torch.bfloat16 or torch.float16, the dtype of the hidden states: the product is rounded to this
+            dtype, as in inference engines; scale, softcap, temperature and softmax follow in fp32. Gradients treat the
+            rounding as the identity. None or torch.float32: on CUDA the product's fp32 sums are used as they are; on a
+            CPU products of 16-bit operands are rounded in any case.
+        fused_epilogue: experimental, not measured yet. The products themselves take the exponentials (kernels in Triton
+            for Hopper), so logits take no memory without gradient, nor where backward recomputes them. For read-outs of
+            the softmax with bf16 on CUDA; all else is refused: docs/head.md#exponentials-in-the-product
+        sm_margin: with `fused_epilogue`, the number of the GPU's multiprocessors that its kernels leave free, as many
+            as NCCL may take (`NCCL_MAX_CTAS`): with none left free, a collective waits for the end of the kernel.
+        lora: one `LoRA` or several: low-rank parts of the logits, before scale, softcap and temperature. With `bits`
             other than "fast", each pass makes one operand of weight and B.
 
-    No gradient of a weight that wants none (`requires_grad` False) is computed, or has memory.
+    The gradient of a weight with `requires_grad` False is not computed, and takes no memory.
     """
 
     weight: Tensor
@@ -146,15 +145,15 @@ class LmHead:
         weight: Tensor | None = None,
         **facts: Unpack[HeadFacts],
     ) -> "LmHead":
-        """The head of a layer that makes logits, or of its weight.
+        """Make the head of a layer that computes logits, or of such a layer's weight.
 
         Args:
-            layer: a tensor or a `DTensor` `[V, D]` (sharded over a 1-D mesh: its group and shards are taken from it);
-                an `nn.Linear`; what PEFT puts in its place, with the LoRA adapters that are active, or the copy that
-                trains (`modules_to_save`); or Megatron-Core's output layer, of which bias, softcap, tensor-parallel
-                group, sequence parallelism, gradient accumulation fusion and a `logit_dtype` of 16 bits are taken. The
-                layer is not called: its hooks do not run, and a hook that changes its input or its logits is left out.
-            tp_group, hidden_layout, weight, facts: as for `LmHead`; they go before what the layer says.
+            layer: a tensor `[V, D]`; a `DTensor` `[V, D]` over a 1-D mesh, whose group and shards are taken; an
+                `nn.Linear`; PEFT's layer around one, with its active LoRA adapters or the copy that it trains
+                (`modules_to_save`); or Megatron-Core's output layer, whose bias, softcap, tensor-parallel group,
+                sequence parallelism, gradient accumulation fusion and 16-bit `logit_dtype` are taken. The layer is not
+                called: its hooks do not run, also a hook that would change its input or its logits.
+            tp_group, hidden_layout, weight, facts: as for `LmHead`; they take precedence over those of the layer.
 
         Raises:
             ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary; or it
@@ -175,34 +174,33 @@ class LmHead:
         fault: ValueError | None = None,
         weights: Tensor | None = None,
     ) -> Any:
-        """Return what `readouts` read out of the logits of `hidden`, which are made a chunk at a time.
+        """Return the results of `readouts`, computed from the logits of `hidden`, which are made a chunk at a time.
 
         Args:
             hidden: `[..., D]`; with the sequence layout this rank's equal slice of dim 0. fp32, bf16, fp16 or fp64.
-            readouts: any, in one pass over the logits; those of labels take the same tensor of labels.
-            counts: `[...]`, bool, of all ranks' tokens: others are left out before the first product, with results of
-                0 and no gradient. One host sync, dynamic shapes.
-            at_most: no more tokens than these count (with the sequence layout none of the ranks' slices has more): no
-                host sync then, and shapes that do not change; products are of so many tokens. More are refused, on CUDA
-                by a device-side assertion.
-            fault: what the caller found wrong, and other ranks may not see: it is raised here, and on the others what
-                the exchange says of a rank that refused.
-            weights: `[...]`, floating, of all ranks' tokens and the same on all ranks, without a gradient: the sum of
-                the result times it is returned, for one read-out of one tensor. The gradient of such a sum is known in
-                forward but for one factor. So if it is of labels (cross entropy, log-probabilities), `cache` is
-                "bounded" and not all exponentials would be kept, and something requires a gradient, forward makes the
-                gradients, chunk by chunk, and backward scales them: 6 T V D / R FLOPs without kept exponentials, an
-                fp32 gradient of the weight in memory until backward, and 4 of the 6 in vain if no backward follows.
-                Not with fixed bits, `fused_epilogue`, fp16, or at R > 1 with `counts`, where the sum is taken of
-                results as they are without `weights`.
+            readouts: any read-outs, in one pass over the logits; all that have labels take the same tensor of labels.
+            counts: `[...]`, bool, of all ranks' tokens: which tokens count. The others are left out before the first
+                product; their results are 0, without a gradient. The host waits once, and shapes are dynamic.
+            at_most: the most tokens that may count (with the sequence layout, in a rank's slice). Then the host does
+                not wait, and products have this many tokens. If more count, an error is raised, on CUDA by a
+                device-side assertion.
+            fault: an error that the caller found and other ranks may not see: it is raised on this rank, and the other
+                ranks raise that a rank refused its arguments.
+            weights: `[...]`, floating, of all ranks' tokens, the same on all ranks, without a gradient: for one
+                read-out of one tensor, `read` returns the sum of its results times `weights`. Forward makes the
+                gradients of this sum chunk by chunk, and backward scales them, if the read-out is of labels (cross
+                entropy, log-probabilities), `cache` is "bounded" and would not keep all exponentials, and something
+                requires a gradient. This takes 6 T V D / R FLOPs, of which 4 are in vain if no backward follows, no
+                kept exponentials, and an fp32 gradient of the weight until backward. With fixed bits,
+                `fused_epilogue`, fp16, or at R > 1 with `counts`, backward makes the gradients, as without `weights`.
 
         Returns:
-            Of one read-out its result, of several a tuple of them; a result is a tensor of the tokens of all ranks,
-            with the leading dims of the labels (or of the hidden states of all ranks), or a tuple of such. On every
-            rank alike. Gradients of all of them are added in one backward pass.
+            The result of one read-out, or a tuple of the results of several. A result is a tensor of the tokens of all
+            ranks, with the leading dims of the labels (or of the hidden states of all ranks), or a tuple of such
+            tensors; it is the same on every rank. One backward pass adds the gradients of all results.
 
-        Communicates, at R > 1: forward 1 collective, backward 1; with the sequence layout 2 and 2; what a read-out
-        needs besides is said there. Where forward makes the gradients, 1 in forward for each chunk of tokens instead.
+        Communicates, at R > 1: forward 1 collective, backward 1; with the sequence layout 2 and 2; the read-outs say
+        what they send beside these. If forward makes the gradients, forward has 1 for each chunk of tokens instead.
 
         Raises:
             ValueError: an argument breaks its rule; the message says which, and the fix.

@@ -21,15 +21,15 @@ _NUMBERS = {"softcap": None, "temperature": 1.0}
 
 @dataclass(frozen=True, eq=False)
 class Logits:
-    """Logits that exist, `softcap * tanh(logits / softcap) / temperature` of them, for the same read-outs.
+    """Logits that exist, read as `softcap * tanh(logits / softcap) / temperature`, for the read-outs of `LmHead`.
 
     Attributes:
-        logits: `[..., V/R]`, this rank's columns, any floating dtype, in any memory order of the leading dims. -inf
-            columns of a token do not count.
+        logits: `[..., V/R]`, this rank's columns, any floating dtype, in any memory order of the leading dims. Columns
+            of -inf do not count for their token.
         tp_group, vocab, softcap, temperature, chunk_tokens: as for `LmHead`.
-        gradient_into_logits: backward writes the gradient into the memory of `logits` instead of new memory; it runs
-            once then, and who needs the logits afterwards gets an error from autograd. Of read-outs of the softmax, and
-            not into a leaf's memory.
+        gradient_into_logits: backward writes the gradient into the memory of `logits` instead of new memory. Backward
+            then runs once, and autograd raises an error for code that needs the logits afterwards. It works for
+            read-outs of the softmax, and not for logits that are a leaf.
     """
 
     logits: Tensor
@@ -50,10 +50,10 @@ class Logits:
             checks.check_vocab(self.vocab)
 
     def read(self, *readouts: ReadOut, fault: ValueError | None = None) -> Any:
-        """Return what `readouts` read out; see `LmHead.read`. Nothing of vocabulary size is saved beside the logits,
-        whose dtype their gradient has.
+        """Return the results of `readouts`; see `LmHead.read`. Nothing of vocabulary size is saved beside the logits;
+        their gradient has their dtype.
 
-        Communicates: forward 1 collective at R > 1, backward none; what a read-out needs besides is said there.
+        Communicates: forward 1 collective at R > 1, backward none; the read-outs say what they send beside this one.
         """
         head, logits, callers = self.resolved(), self.logits, fault
         ranks = head.ranks

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ext.autograd import differentiable_once
 from megatron_ext.distributed import collectives
-from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.distributed.groups import Group
 from megatron_ext.head.call import matmul
 from megatron_ext.head.checks import check_floating, check_number
 from megatron_ext.numerics import cpu_products, fixed_order
@@ -29,11 +29,11 @@ class LoRA(NamedTuple):
     """A low-rank part of an lm head's logits, `scaling * dropout(hidden) @ A.T @ B.T`.
 
     Attributes:
-        A: `[r, D]`, the same on every rank that shares the vocabulary; its gradient is, too.
-        B: `[V/R, r]`, the rows of this rank's vocabulary shard, as the head's weight.
+        A: `[r, D]`, the same on every rank that shares the vocabulary, as is its gradient.
+        B: `[V/R, r]`, the rows of this rank's vocabulary shard, as of the head's weight.
         scaling: PEFT's `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora`.
-        dropout: the probability with which an entry of the hidden states is left out here, and the rest scaled up, as
-            PEFT does while a module trains; 0 outside of training. Hidden states and a mask are held for it.
+        dropout: the probability with which an entry of the hidden states is left out of this part, the rest scaled up,
+            as in PEFT while a module trains; 0 outside of training. It keeps hidden states and a mask for backward.
     """
 
     A: Tensor
@@ -108,37 +108,35 @@ def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: boo
 
     `fixed`: with the same bits beside any other tokens, up to dropout's random numbers.
 
-    Communicates: with slices, in backward, one all-reduce of A's gradients; none of those that a framework adds up by
-    itself, as Megatron does where a parameter has `sequence_parallel` set.
+    Communicates: with slices, in backward, one all-reduce of A's gradients, one of each where an adapter has dropout;
+    none of those that a framework adds up by itself, as Megatron does where a parameter has `sequence_parallel` set.
     """
     scaled = [each.A if each.scaling == 1.0 else each.A * each.scaling for each in adapters]
-    if in_slices and group_size(group) > 1:
-        ours = [i for i, each in enumerate(adapters) if not getattr(each.A, "sequence_parallel", False)]
-        summed = _Summed.apply(group, *[scaled[i] for i in ours]) if ours else ()
-        for i, a_RD in zip(ours, summed, strict=True):
-            scaled[i] = a_RD
-    if any(each.dropout for each in adapters):
-        left = [x_TD if not each.dropout else F.dropout(x_TD, each.dropout) for each in adapters]
-        more = [_LowRank.apply(x, a_RD, fixed, False) for x, a_RD in zip(left, scaled, strict=True)]
-        return torch.cat([x_TD, *more], 1)
-    return _LowRank.apply(x_TD, torch.cat(scaled) if len(scaled) > 1 else scaled[0], fixed, True)
+    by_itself = [not in_slices or getattr(each.A, "sequence_parallel", False) for each in adapters]
+    groups = [None if alone else group for alone in by_itself]
+    if not any(each.dropout for each in adapters) and len({*by_itself}) == 1:
+        return _LowRank.apply(x_TD, torch.cat(scaled) if len(scaled) > 1 else scaled[0], fixed, True, groups[0])
+    left = [x_TD if not each.dropout else F.dropout(x_TD, each.dropout) for each in adapters]
+    more = [_LowRank.apply(x, a_RD, fixed, False, own) for x, a_RD, own in zip(left, scaled, groups, strict=True)]
+    return torch.cat([x_TD, *more], 1)
 
 
 class _LowRank(torch.autograd.Function):
-    """`x A^T`, or with `beside` `[x, x A^T]`, of which backward keeps nothing but the result."""
+    """`x A^T`, or with `beside` `[x, x A^T]`, of which backward keeps nothing but the result. The gradient of A is
+    summed over `group`, whose ranks all hold A and use it each for its own tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, a_ND: Tensor, fixed: bool, beside: bool) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, a_ND: Tensor, fixed: bool, beside: bool, group: Group) -> Tensor:
         with torch.autocast(x_TD.device.type, enabled=False):
             low_TN = _product(x_TD, a_ND.to(x_TD.dtype).t(), fixed)
             out_TC = torch.cat([x_TD, low_TN], 1) if beside else low_TN
         ctx.save_for_backward(out_TC if beside else x_TD, a_ND)
-        ctx.fixed, ctx.beside = fixed, beside
+        ctx.fixed, ctx.beside, ctx.group = fixed, beside, group
         return out_TC
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, ...]:
         x_TC, a_ND = ctx.saved_tensors
         width, dx_TD, da_ND = a_ND.shape[1], None, None
         low_TN = grad_TC[:, width:] if ctx.beside else grad_TC
@@ -148,7 +146,8 @@ class _LowRank(torch.autograd.Function):
                 dx_TD = dx_TD.add_(grad_TC[:, :width]) if ctx.beside else dx_TD
             if ctx.needs_input_grad[1]:
                 da_ND = _gradient_of_a(low_TN, x_TC[:, :width], ctx.fixed).to(a_ND.dtype)
-        return dx_TD, da_ND, None, None
+                da_ND = collectives.all_reduce(da_ND, ctx.group)
+        return dx_TD, da_ND, None, None, None
 
 
 def _product(x_TK: Tensor, w_KN: Tensor, fixed: bool) -> Tensor:
@@ -163,18 +162,3 @@ def _gradient_of_a(low_TN: Tensor, x_TD: Tensor, fixed: bool) -> Tensor:
     total_ND = x_TD.new_zeros(low_TN.shape[1], x_TD.shape[1], dtype=accumulation_dtype(x_TD.dtype))
     fixed_order.add_transposed(total_ND, fixed_order.aligned(low_TN), x_TD)
     return total_ND
-
-
-class _Summed(torch.autograd.Function):
-    """Parameters that all ranks hold and each uses for its own tokens: their gradients are added up in one exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Group, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(a_RD.view_as(a_RD) for a_RD in parameters)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        whole = collectives.all_reduce(torch.cat(grads) if len(grads) > 1 else grads[0], ctx.group)
-        return None, *whole.split([len(grad_RD) for grad_RD in grads])

@@ -40,8 +40,7 @@ def selective_log_softmax(
         ValueError: a `row_mask` of another shape; what `megatron_ext.token_log_probs` and
             `megatron_ext.head.gather_log_probs` refuse.
     """
-    if row_mask is not None:
-        row_mask = _of_tokens(row_mask, index, logits)
+    row_mask = _of_tokens(row_mask, index, logits)
     if index.dim() == logits.dim():
         picked = cast(Tensor, head.gather_log_probs(_plain(logits), index, tp_group=UNSHARDED, temperature=temperature))
         return picked if row_mask is None else picked.where(row_mask.unsqueeze(-1), 0.0)
@@ -57,21 +56,21 @@ def selective_log_softmax_and_entropy(
     row_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`selective_log_softmax` of one id a token, and the entropy of each distribution, in one pass."""
-    if row_mask is not None:
-        row_mask = _of_tokens(row_mask, index, logits)
     log_probs, entropy = head.token_log_probs(
         _plain(logits),
         index,
         tp_group=UNSHARDED,
         temperature=temperature,
-        loss_mask=row_mask,
+        loss_mask=_of_tokens(row_mask, index, logits),
         return_entropy=True,
     )
     return log_probs, entropy if entropy_requires_grad else entropy.detach()
 
 
-def _of_tokens(row_mask: Tensor, index: Tensor, logits: Tensor) -> Tensor:
-    """Return which tokens have no 0 in the mask, `[...]`."""
+def _of_tokens(row_mask: Tensor | None, index: Tensor, logits: Tensor) -> Tensor | None:
+    """Return which tokens have no 0 in the mask, `[...]`; None: all."""
+    if row_mask is None:
+        return None
     if row_mask.shape == logits.shape[:-1]:
         return row_mask != 0
     if row_mask.shape != index.shape:

@@ -16,6 +16,12 @@ from megatron_ext.head.checks import as_number
 from megatron_ext.losses.reductions import below_0
 from megatron_ext.numerics.tensors import has_values, raise_unless
 
+_HOLDS: dict[str, Callable[[float], bool]] = {
+    "a number": lambda x: x == x,
+    "at least 0": lambda x: x >= 0,
+    "above 0": lambda x: x > 0,
+}
+
 
 def first_fault(*faults: ValueError | None) -> ValueError | None:
     """The first that there is. All have run by then: a rank with both kinds of faults raises at once, as the others do,
@@ -99,19 +105,20 @@ def count_fault(name: str, count: Tensor | float | None) -> ValueError | None:
 
 
 def check_number(
-    name: str, value: Any, rule: str, holds: Callable[[float], bool] = lambda x: x == x, optional: bool = False
+    name: str, value: Any, rule: str, holds: Callable[[float], bool] | None = None, optional: bool = False
 ) -> None:
-    """Raises ValueError unless `value` is a number for which `holds` is true, or, where `optional`, None."""
+    """Raises ValueError unless `value` is a number that keeps the rule: for which `holds`, where it is given, is true.
+
+    Where `optional`, it may be None.
+    """
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, Real) or not holds(float(value)):
+    if isinstance(value, bool) or not isinstance(value, Real) or not (holds or _HOLDS[rule])(float(value)):
         fix = as_number(value)
         raise ValueError(f"{name} is {value!r}: it must be {rule}{', or None' * optional}{f'; {fix}' if fix else ''}")
 
 
-def at_least_0(x: float) -> bool:
-    return x >= 0
-
-
-def above_0(x: float) -> bool:
-    return x > 0
+def check_numbers(owner: Any, rule: str, *names: str, optional: bool = False) -> None:
+    """`check_number` of each of these attributes of `owner`."""
+    for name in names:
+        check_number(name, getattr(owner, name), rule, optional=optional)

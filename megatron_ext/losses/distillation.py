@@ -144,9 +144,7 @@ class TopKDistillationLoss(FromHidden):
                 divides as the student's (with `bucket` log-probabilities, taken as they are), and token ids, both of
                 all tokens on every rank. The ids may be any: the student's likeliest, too. With `zero_outside_topk` or
                 `bucket` a token that counts has none twice.
-            mask: `[...]`, which tokens count, or weights of them; None: all. With `skip_ignored` others make no
-                product.
-            count: tokens that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
+            mask, count: as for `DistillationLoss`.
 
         Communicates: forward 1 collective, backward 1; with the sequence layout 2 and 2. Where both sides are
         distributions over the K, products run over the columns that any token asks for, as `Gather` says.
@@ -291,18 +289,11 @@ def _teacher_head(student: LmHead, weight: Tensor | LmHead) -> LmHead:
         ValueError: an `LmHead` says others; or it has a temperature of its own, where the student's divides both
             logits.
     """
-    if isinstance(weight, LmHead):
-        check_teachers_temperature("teacher_weight", weight.temperature, student.temperature)
-        shared = {name: getattr(student, name) for name in ("tp_group", "hidden_layout", "vocab", "bits")}
-        return with_options(weight, shared, "the student", "the teacher's LmHead")
-    return LmHead(
-        weight,
-        student.tp_group,
-        student.hidden_layout,
-        vocab=student.vocab,
-        bits=student.bits,
-        logit_dtype=student.logit_dtype,
-    )
+    shared: dict[str, Any] = {name: getattr(student, name) for name in ("tp_group", "hidden_layout", "vocab", "bits")}
+    if not isinstance(weight, LmHead):
+        return LmHead(weight, **shared, logit_dtype=student.logit_dtype)
+    check_teachers_temperature("teacher_weight", weight.temperature, student.temperature)
+    return with_options(weight, shared, "the student", "the teacher's LmHead")
 
 
 def _mean(found: Tensor, mask: Tensor | None, count: Tensor | float | None) -> tuple[Tensor, Metrics]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ext.head.checks import one_of
 from megatron_ext.losses import policy_gradient as pg
-from megatron_ext.losses.checks import above_0, at_least_0, check_number, first_fault, shape_fault
+from megatron_ext.losses.checks import check_numbers, first_fault, shape_fault
 from megatron_ext.losses.from_hidden import LogProbLoss, Metrics
 from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
 
@@ -82,12 +82,9 @@ class GRPOLoss(LogProbLoss):
         one_of("importance_sampling_level", self.importance_sampling_level, get_args(pg.Level))
         one_of("kl_estimator", self.kl_estimator, get_args(pg.KLEstimator))
         one_of("sampling_correction", self.sampling_correction, get_args(SamplingCorrection))
-        for name in ("epsilon", "beta"):
-            check_number(name, getattr(self, name), "at least 0", at_least_0)
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-            check_number(name, getattr(self, name), "above 0", above_0)
-        for name in _OPTIONAL:
-            check_number(name, getattr(self, name), "at least 0", at_least_0, optional=True)
+        check_numbers(self, "at least 0", "epsilon", "beta")
+        check_numbers(self, "above 0", "sapo_temperature_pos", "sapo_temperature_neg")
+        check_numbers(self, "at least 0", *_OPTIONAL, optional=True)
         low, high = self.sampling_ratio_min, self.sampling_ratio_max
         if low is not None and high is not None and low > high:
             raise ValueError(
@@ -99,6 +96,11 @@ class GRPOLoss(LogProbLoss):
                 "epsilon_high is None with loss_type 'cispo', which weighs a token by min(ratio, epsilon_high): pass "
                 "the largest weight, as 5.0"
             )
+        for name in {"cispo": ("delta",), "sapo": ("delta", "epsilon_high")}.get(self.loss_type, ()):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"{name} is {value} with loss_type {self.loss_type!r}, which has no use for it; pass None"
+                )
         if self.loss_type in ("cispo", "sapo") and self.importance_sampling_level == "sequence":
             raise ValueError(
                 f"importance_sampling_level is 'sequence' with loss_type {self.loss_type!r}, which weighs tokens; "

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from megatron_ext.head.checks import one_of
 from megatron_ext.losses.checks import (
-    above_0,
-    at_least_0,
     check_number,
+    check_numbers,
     check_tensor,
     first_fault,
     scalar_fault,
@@ -77,10 +76,10 @@ class _PairLoss(LogProbLoss):
     sft_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        check_number("beta", self.beta, "above 0", above_0)
+        check_numbers(self, "above 0", "beta")
+        check_numbers(self, "at least 0", "sft_weight")
         one_of("pairs", self.pairs, get_args(Pairs))
         check_number("label_smoothing", self.label_smoothing, "in [0, 1)", lambda x: 0 <= x < 1)
-        check_number("sft_weight", self.sft_weight, "at least 0", at_least_0)
 
     def _of_pairs(
         self,
@@ -236,7 +235,7 @@ class SimPOLoss(_MeansLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("gamma", self.gamma, "a number")
+        check_numbers(self, "a number", "gamma")
 
     def _of_each_pair(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
         return preference_loss(self.beta * (chosen_P - rejected_P) - self.gamma, self.label_smoothing)
@@ -276,9 +275,8 @@ class KTOLoss(LogProbLoss):
     reference_free: bool = False
 
     def __post_init__(self) -> None:
-        check_number("beta", self.beta, "above 0", above_0)
-        for name in ("desirable_weight", "undesirable_weight"):
-            check_number(name, getattr(self, name), "at least 0", at_least_0)
+        check_numbers(self, "above 0", "beta")
+        check_numbers(self, "at least 0", "desirable_weight", "undesirable_weight")
 
     def from_log_probs(
         self,
@@ -292,11 +290,10 @@ class KTOLoss(LogProbLoss):
         """The loss, the mean of the rows, and the means of rewards `beta x` of each kind.
 
         Args:
-            log_probs: of the labels, `[B, S]` (all per token `[S, B]` with `sequence_first`).
+            log_probs, mask, reference_log_probs: as for `DPOLoss`.
             desirable: bool `[B]`.
-            mask, reference_log_probs: as for `DPOLoss`.
-            kl: how far the policy is from the reference: the mean of x over rows with answers to other prompts, not
-                below 0. It gets no gradient.
+            kl: how far the policy is from the reference: the mean of x over rows with answers to other prompts, or 0
+                where that is below 0. It gets no gradient.
             count: rows that the sum is divided by, those of all micro-batches and ranks; None: those of this call that
                 have a token that counts.
         """
@@ -307,7 +304,7 @@ class KTOLoss(LogProbLoss):
         apart_B = row_means(apart_BS, mask_BS) if self.average_log_prob else row_sums(apart_BS, mask_BS)
         sign_B = torch.where(desirable, 1.0, -1.0)
         weights_B = torch.where(desirable, self.desirable_weight, self.undesirable_weight)
-        baseline = kl.detach() if isinstance(kl, Tensor) else kl
+        baseline = kl.detach().clamp(min=0) if isinstance(kl, Tensor) else max(kl, 0.0)
         losses_B = weights_B * (1 - torch.sigmoid(self.beta * (apart_B - baseline) * sign_B))
         some_B = (mask_BS > 0).any(1)
         loss = divide(losses_B.where(some_B, 0.0).sum(), some_B.sum() if count is None else count)

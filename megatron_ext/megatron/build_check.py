@@ -19,7 +19,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron_ext.megatron.fused_loss import fusion_decision
 from megatron_ext.megatron.fused_loss.fused_region import layers_of
 from megatron_ext.megatron.fused_loss.model_methods import models_inside
-from megatron_ext.megatron.fusion_report import name_of
+from megatron_ext.megatron.fusion_report import layers_in_words, name_of
 from megatron_ext.replace import Replacement, apply_all, restore_all
 
 
@@ -57,8 +57,7 @@ class ModelCheck:
         else:
             head = f"fused, {self.losses} loss{'es' * (self.losses > 1)} of each micro-batch without logits"
             head += ", the vocabulary shared over pipeline stages" * self.shared
-        layers = ", ".join(f"{count} of {home}" for home, count in sorted(self.layers.items()))
-        return f"{self.model}: {head}" + (f"; tensor-parallel layers: {layers}" if layers else "")
+        return f"{self.model}: {head}" + (f"; {layers_in_words(self.layers)}" if self.layers else "")
 
 
 @dataclass(frozen=True)
@@ -108,35 +107,32 @@ def stop_when_built(say: Callable[[BuildCheck], None]) -> None:
     The exit code is 0 if the check has passed, 1 if not. A script that builds no model runs to its end; models that
     were built before are not looked at.
     """
-    built: list[weakref.ref[Any]] = []
-
-    def alive() -> list[Any]:
-        return [model for ref in built if (model := ref()) is not None]
+    built: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in the order in which they were met
 
     def stop() -> None:
         restore_all(watched)
         handle.remove()
-        found = check_models(alive())
+        found = check_models([*built])
         say(found)
         raise SystemExit(0 if found.passed else 1)
 
     def remembering(construct: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             construct(self, *args, **kwargs)
-            built.append(weakref.ref(self))
+            built[self] = None
 
         return init
 
     def stopping(construct: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            if alive():
+            if built:
                 stop()
             construct(self, *args, **kwargs)
 
         return init
 
     def before_forward(module: Any, inputs: Any) -> None:
-        if any(module is model for model in alive()):
+        if module in built:
             stop()
 
     watched = apply_all(

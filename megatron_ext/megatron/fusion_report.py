@@ -83,13 +83,16 @@ class ModelFusion:
             parts.append("unpatched since then")
         lines = [", ".join(parts)]
         if self.layers:
-            layers = ", ".join(f"{count} of {home}" for home, count in sorted(self.layers.items()))
-            lines.append(f"  tensor-parallel layers: {layers}")
+            lines.append(f"  {layers_in_words(self.layers)}")
         if self.sizes:
             if self.kept is not None:
                 lines.append(f"  cache: up to {self.kept:.0f} % of the exponentials are kept for backward")
             lines.append(f"  to count the head's peak memory, stock and ours, run: megatron-ext memory {self.sizes}")
         return "\n".join(lines)
+
+
+def layers_in_words(layers: Counter[str]) -> str:
+    return f"tensor-parallel layers: {', '.join(f'{count} of {home}' for home, count in sorted(layers.items()))}"
 
 
 def _counted(count: int, noun: str, ending: str = "s") -> str:

@@ -2,18 +2,15 @@
 
 `megatron_ext.model_utils` has NeMo-RL's names of it, and says what users see; the launcher and layer specs call it too.
 
-A language model asks its output layer for logits and hands them, with the labels, to `compute_language_model_loss`; it
-does so once for the main loss and once for each multi-token-prediction layer. Those two calls are the seams. While a
-patched method runs with labels, the output layer returns promised logits, and the loss redeems the promise with the
-fused head. All the rest of the model is Megatron's own code.
+While a patched method runs with labels, the output layer returns promised logits, and `compute_language_model_loss`,
+for the main loss and for each layer of multi-token prediction, redeems the promise with the fused head. All the rest of
+the model is Megatron's own code.
 
 The patched `forward` takes one argument more, `return_logprobs_for_linear_ce_fusion`, and answers it from the losses;
 and `output_processor` where Megatron's does not (see `output_processors`).
 
-The patch sits on the classes or on single models; `unpatch_...` puts the original objects back. A model's own settings
-come before those of its layer spec (see `spec_head`), and these before those of the classes. A patch is found by
-identity, also where a user's wrapper stands around it: patching again with other settings changes what is within that
-wrapper.
+The patch sits on the classes or on single models; `unpatch_...` puts the original objects back. A patch is found by
+identity, also where a user's wrapper stands around it: patching again with other settings changes what is within it.
 """
 
 import functools

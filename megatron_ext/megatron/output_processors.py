@@ -12,14 +12,14 @@ size, V vocabulary.
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from megatron_ext.head import LmHead, ReadOut
+from megatron_ext.head import ReadOut
 from megatron_ext.head.checks import Bits, Cache, or_refuse
 from megatron_ext.head.cross_entropy import log_prob_readouts
 from megatron_ext.megatron.fused_loss import fusion_decision, log_probs
@@ -90,16 +90,15 @@ class _Processor:
         """Return the model's result, from the hidden states of `terms`; `given` is that of the call."""
         raise NotImplementedError
 
-    def head(self, terms: Terms, weight: Tensor) -> LmHead:
-        """The model's head with a weight that was gathered for it."""
-        settings = HeadSettings(
-            chunk_tokens=self.chunk_tokens,
-            cache=self.cache,
-            temperature=self.temperature,
-            bits=self.bits,
-            logit_dtype=self.logit_dtype,
-        )
-        return settings.lm_head(terms, weight, getattr(terms.layer, "config", None))
+    def _read_head(self, terms: Terms, *readouts: ReadOut, **options: Any) -> Any:
+        """The results `[S, B, ...]` of the model's head, by a call of its output layer, which gathers the weight."""
+        settings = HeadSettings(**{field.name: getattr(self, field.name) for field in fields(_Processor)})
+
+        def compute(hidden: Tensor, weight: Tensor) -> Any:
+            head = settings.lm_head(terms, weight, getattr(terms.layer, "config", None))
+            return head.read(hidden, *readouts, **options)
+
+        return terms.read(compute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,14 +117,9 @@ class NextTokenLogProbs(_Processor):
     def read(self, terms: Terms, given: dict[str, Any]) -> Any:
         parts, _, labels_BS = log_probs.next_labels(given.get("model"), given)
         labels_SB = labels_BS.transpose(0, 1)
-
         counts = labels_SB != log_probs.IGNORE_INDEX if self.return_entropy else None
         readouts = log_prob_readouts(labels_SB, log_probs.IGNORE_INDEX, counts, False)
-
-        def compute(hidden: Tensor, weight: Tensor) -> Any:
-            return self.head(terms, weight).read(hidden, *readouts)
-
-        found, fault = or_refuse(lambda: terms.read(compute), labels_SB.shape, terms.hidden)
+        found, fault = or_refuse(lambda: self._read_head(terms, *readouts), labels_SB.shape, terms.hidden)
         first, *more = found if isinstance(found, tuple) else (found,)
         result = parts.gather_or_refuse(first.transpose(0, 1).contiguous(), 1, fault)[:, :-1]
         return (result, *(parts.gather(x.transpose(0, 1).contiguous(), 1)[:, :-1] for x in more)) if more else result
@@ -148,11 +142,7 @@ class ReadOuts(_Processor):
     at_most: int | None = None
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Any:
-        def compute(hidden: Tensor, weight: Tensor) -> Any:
-            head = self.head(terms, weight)
-            return head.read(hidden, *self.readouts, counts=self.counts, at_most=self.at_most)
-
-        found = terms.read(compute)
+        found = self._read_head(terms, *self.readouts, counts=self.counts, at_most=self.at_most)
         return tree_map(lambda x: x.transpose(0, 1).contiguous(), found)
 
 

@@ -5,14 +5,13 @@ of the modules that imported them, in layer specs, as base classes and default a
 all of those places, and into Megatron's package itself, where modules that are imported later find them.
 """
 
-import contextlib
 import dataclasses
 import gc
 import importlib
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import NonCallableMock
@@ -24,12 +23,13 @@ from megatron.core.tensor_parallel import random as their_random
 from megatron_ext.distributed.groups import is_registered
 from megatron_ext.megatron import versions
 from megatron_ext.proof import why_fusion_is_off
+from megatron_ext.replace import Replacement, name_of, restore_all
 from megatron_ext.tensor_parallel import random as our_random
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import drain_embedding_wgrad_compute
 from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer
 from megatron_ext.tensor_parallel._random.process_tracker import Process, TrackerOptions
 from megatron_ext.tensor_parallel._random.transformer_engine import is_te_tracker
-from megatron_ext.tensor_parallel._replaced_functions import HONOURED, is_megatrons_own
+from megatron_ext.tensor_parallel._replaced_functions import HONOURED, is_megatrons_own, parts_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,12 +60,11 @@ class Substitution:
 
 
 class _Swap:
-    """Some objects that stand for others, and how to undo each replacement that was made."""
+    """Objects that stand for others, and the places where they were put."""
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]]):
         self._new = {id(old): (old, new) for old, new in pairs}
-        self.undo = contextlib.ExitStack()
-        self.places: list[str] = []
+        self.placed: list[Replacement] = []
 
     @property
     def old(self) -> list[Any]:
@@ -87,45 +86,30 @@ class _Swap:
     def inverted(self) -> "_Swap":
         return _Swap((new, old) for old, new in self._new.values())
 
-    def _record(self, place: str, put_back: Callable[..., Any], *arguments: Any) -> None:
-        self.places.append(place)
-        self.undo.callback(put_back, *arguments)
-
-    def in_dict(self, owner: dict[Any, Any], place: str) -> None:
-        for key, value in list(owner.items()):
-            if self.new(value) is not value:
-                owner[key] = self.new(value)
-                self._record(f"{place}.{key}", owner.__setitem__, key, value)
+    def put(self, owner: Any, name: str, new: Any) -> None:
+        self.placed.append(Replacement(owner, name, lambda _: new, switched=False).apply())
 
     def in_dataclass(self, owner: Any) -> None:
         for field in dataclasses.fields(owner):
             value = getattr(owner, field.name, None)
             if self.new(value) is not value:
-                object.__setattr__(owner, field.name, self.new(value))  # a spec may be frozen
-                place = f"{type(owner).__name__}.{field.name}"
-                self._record(place, object.__setattr__, owner, field.name, value)
+                self.put(owner, field.name, self.new(value))
 
     def in_bases(self, subclass: type) -> None:
-        bases = subclass.__bases__
-        subclass.__bases__ = tuple(map(self.new, bases))
-        place = f"{subclass.__module__}.{subclass.__qualname__}.__bases__"
-        self._record(place, setattr, subclass, "__bases__", bases)
-
-    def in_defaults(self, function: FunctionType) -> None:
-        before = function.__defaults__ or ()
-        after = tuple({*map(self.new, value)} if type(value) is set else self.new(value) for value in before)
-        if before != after:
-            function.__defaults__ = after
-            place = f"{function.__module__}.{function.__qualname__}.__defaults__"
-            self._record(place, setattr, function, "__defaults__", before)
+        self.put(subclass, "__bases__", tuple(map(self.new, subclass.__bases__)))
 
     def in_module(self, module: ModuleType) -> None:
         """Replace in a module's globals, dataclass objects among them (layer specs), and default arguments."""
-        self.in_dict(vars(module), module.__name__)
+        for name, value in list(vars(module).items()):
+            if self.new(value) is not value:
+                self.put(module, name, self.new(value))
         for spec in _specs(list(vars(module).values()), set()):
             self.in_dataclass(spec)
         for function in _functions(module):
-            self.in_defaults(function)
+            before = function.__defaults__ or ()
+            after = tuple({*map(self.new, value)} if type(value) is set else self.new(value) for value in before)
+            if before != after:
+                self.put(function, "__defaults__", after)
 
 
 def _specs(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
@@ -195,14 +179,10 @@ def _users_own() -> list[str]:
         for name, value in list(vars(sys.modules[home]).items()):
             if name in HONOURED or not str(getattr(ours.get(name), "__module__", "")).startswith("megatron_ext."):
                 continue
-            places = {name: value}
+            places = parts_of(name, value)
             if isinstance(value, type) and value.__module__.startswith("megatron."):
-                places = {
-                    f"{name}.{key}": method for key, method in vars(value).items() if not isinstance(method, type)
-                }
-            found += [
-                f"{home}.{place} ({_file_of(code)})" for place, code in places.items() if not is_megatrons_own(code)
-            ]
+                del places[0]
+            found += [f"{home}.{place} ({_file_of(code)})" for place, code in places if not is_megatrons_own(code)]
     return found
 
 
@@ -260,11 +240,8 @@ def _has_its_group(layer: Any) -> bool:
 
 def why_not_substituted() -> str | None:
     """Return what of Megatron's tensor-parallel package ours do not know, or None: names, and arguments of names."""
-    missing = versions.missing_seams("substitution")
-    if missing:
-        return f"this Megatron-Core has no {', '.join(missing)}"
-    if _active is not None:
-        return None
+    if (missing := versions.why_missing("substitution")) is not None or _active is not None:
+        return missing
     pairs, lacking = _pairs()
     for name, (theirs, ours) in pairs.items():
         if not isinstance(theirs, NonCallableMock) and not (
@@ -370,10 +347,11 @@ def substitute_tensor_parallel() -> Substitution:
         Process.tracker = None
         _carry_streams(their_random._CUDA_RNG_STATE_TRACKER, our_random)
     except BaseException:
-        swap.undo.close()
+        restore_all(swap.placed)
         Process.tracker, Process.kind = before
         raise
-    report = Substitution(megatron.core.__version__, tuple(pairs), tuple(dict.fromkeys(swap.places)))
+    places = dict.fromkeys(f"{name_of(each.owner)}.{each.name}" for each in swap.placed)
+    report = Substitution(megatron.core.__version__, tuple(pairs), tuple(places))
     _active = _Active(report, swap, known, before)
     return report
 
@@ -398,7 +376,7 @@ def restore_tensor_parallel() -> Substitution | None:
     for subclass in back.subclasses():
         if subclass.__module__ in {module.__name__ for module in later}:
             back.in_bases(subclass)
-    swap.undo.close()
+    restore_all(swap.placed)
     _carry_streams(Process.tracker, their_random)
     Process.tracker, Process.kind = tracker
     _active = None

@@ -134,52 +134,38 @@ class Seam(NamedTuple):
             return False
         return not argument or argument in inspect.signature(found).parameters
 
-    def is_expected(self) -> bool:
-        """True if the table says that this version has the place."""
-        return _minor(self.since or TESTED[0]) <= _minor(megatron_version())
 
-
-LANGUAGE_MODULE = Seam("models.common.language_module.language_module:LanguageModule")
-LOSS = Seam("models.common.language_module.language_module:LanguageModule.compute_language_model_loss(labels)")
-DRAIN = Seam("pipeline_parallel.schedules:drain_embedding_wgrad_compute")
-GPT_MODEL = Seam("models.gpt:GPTModel.forward(labels)")
 HYBRID_MODEL = Seam("models.hybrid.hybrid_model:HybridModel", since="0.18")
 EXPERTS_BUILDER = Seam("transformer.moe.moe_layer:ExpertsBuilder", since="0.17")
-HYBRID_STACK = Seam("models.hybrid.hybrid_block:HybridStackSubmodules", since="0.18")
 LAYERS = Seam("tensor_parallel.layers:ColumnParallelLinear")
 SPEC_BACKEND = Seam("models.backends:BackendSpecProvider")
 MLP_SPEC = Seam("models.gpt.gpt_layer_specs:get_mlp_module_spec_for_backend")
-FINAL_NORM = Seam("transformer.transformer_block:LayerNormImpl")
-LAYER_OFFSET = Seam("transformer.transformer_layer:get_transformer_layer_offset")
-DRAIN_UTILITY = Seam("utils:drain_embedding_wgrad_compute")
 
 # What has to be there for each way in; `fused_loss/model_methods.py` has what the head needs of a model's class.
 SEAMS: dict[str, tuple[Seam, ...]] = {
-    "patch": (LANGUAGE_MODULE, LOSS, DRAIN, GPT_MODEL),
-    "spec": (SPEC_BACKEND, MLP_SPEC, FINAL_NORM, LAYER_OFFSET, LAYERS),
+    "patch": (
+        Seam("models.common.language_module.language_module:LanguageModule.compute_language_model_loss(labels)"),
+        Seam("pipeline_parallel.schedules:drain_embedding_wgrad_compute"),
+        Seam("models.gpt:GPTModel.forward(labels)"),
+    ),
+    "spec": (
+        *(SPEC_BACKEND, MLP_SPEC, LAYERS),
+        Seam("transformer.transformer_block:LayerNormImpl"),
+        Seam("transformer.transformer_layer:get_transformer_layer_offset"),
+    ),
     "hybrid spec": (SPEC_BACKEND, MLP_SPEC, HYBRID_MODEL, LAYERS),
-    "substitution": (DRAIN_UTILITY, LAYERS),
+    "substitution": (Seam("utils:drain_embedding_wgrad_compute"), LAYERS),
 }
-
-
-# What came later, and what our layers, specs and head do with it where it is there.
-LATER: tuple[Seam, ...] = (
-    EXPERTS_BUILDER,  # a spec names experts by something to call, before by class and submodules
-    Seam("tensor_parallel.layers:ColumnParallelLinear.__init__(name)", since="0.18"),
-    Seam("models.gpt:GPTModel.forward(output_processor)", since="0.18"),
-    HYBRID_MODEL,
-    HYBRID_STACK,
-    Seam("tensor_parallel.mappings:all_to_all(use_nccl_stream)", since="0.18"),
-    Seam("tensor_parallel.gtp_api:HAVE_GTP", since="0.19"),
-    Seam("tensor_parallel.layers:ColumnParallelLinear.__init__(pg_collection)", since="0.20"),
-    Seam("tensor_parallel.layers:ColumnParallelLinear.__init__(output_dtype)", since="0.20"),
-    Seam("tensor_parallel.random:CheckpointWithoutOutputManager", since="0.20"),
-)
 
 
 def missing_seams(way: str) -> list[str]:
     """The seams that a way in needs and this Megatron-Core lacks, each with the versions that have it."""
     return [f"{seam.address} ({seam.versions})" for seam in SEAMS[way] if not seam.is_there()]
+
+
+def why_missing(way: str) -> str | None:
+    missing = missing_seams(way)
+    return f"this Megatron-Core has no {', '.join(missing)}" if missing else None
 
 
 # ---- our layers in Megatron's place: the specs and the substitution
@@ -206,15 +192,13 @@ def unknown_arguments(theirs: Any, ours: Any) -> list[str]:
 
 def why_no_patch() -> str | None:
     """Return why the fused head cannot go into this Megatron-Core's models; None if it can."""
-    missing = missing_seams("patch")
-    return f"this Megatron-Core has no {', '.join(missing)}" if missing else None
+    return why_missing("patch")
 
 
 def why_no_spec(way: str = "spec") -> str | None:
     """Return why our layers cannot be named in a layer spec ("spec" or "hybrid spec"); None if they can."""
-    missing = missing_seams(way)
-    if missing:
-        return f"this Megatron-Core has no {', '.join(missing)}"
+    if (missing := why_missing(way)) is not None:
+        return missing
     theirs = importlib.import_module("megatron.core.tensor_parallel.layers")
     unknown = [
         f"{ours.__name__}({argument}=...)"

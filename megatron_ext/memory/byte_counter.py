@@ -4,7 +4,6 @@ import importlib
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,20 +12,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-@dataclass
-class Bytes:
-    """Bytes beyond what was alive when counting began."""
-
-    peak_bytes: int = 0
-    alive_bytes: int = 0  # when counting ended
-
-
 class ByteCounter(TorchDispatchMode):
-    """Bytes of all storages that appear while it is active, until they are freed, in `found`."""
+    """Bytes of all storages that appear while it is active, until they are freed: beyond what was alive when it began.
 
-    def __init__(self, found: Bytes):
+    Attributes:
+        peak_bytes, alive_bytes: the most at any moment, and those that are alive now.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.found = found
+        self.peak_bytes = self.alive_bytes = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,8 +35,8 @@ class ByteCounter(TorchDispatchMode):
         for x in _tensors((out,)):
             if (storage := x.untyped_storage()) not in self._known:
                 self._known.add(storage)
-                self.found.alive_bytes += storage.nbytes()
-                self.found.peak_bytes = max(self.found.peak_bytes, self.found.alive_bytes)
+                self.alive_bytes += storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
                 self.made(x)
                 weakref.finalize(storage, self._freed, storage.nbytes())
         return out
@@ -53,7 +48,7 @@ class ByteCounter(TorchDispatchMode):
         """Called for each tensor with a storage of its own."""
 
     def _freed(self, nbytes: int) -> None:
-        self.found.alive_bytes -= nbytes
+        self.alive_bytes -= nbytes
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -62,14 +57,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield x
         elif isinstance(x, list | tuple):
             yield from _tensors(x)
-
-
-@contextmanager
-def count_bytes() -> Iterator[Bytes]:
-    """`with count_bytes() as found:` fills `found` as the block runs."""
-    found = Bytes()
-    with ByteCounter(found):
-        yield found
 
 
 @contextmanager

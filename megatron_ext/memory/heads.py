@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,25 +16,12 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group
 from megatron_ext.head import linear_cross_entropy
 from megatron_ext.head.checks import Cache
-from megatron_ext.memory.byte_counter import ByteCounter, Bytes, fake_world, one_rank_of
+from megatron_ext.memory.byte_counter import ByteCounter, fake_world, one_rank_of
 from megatron_ext.memory.fake_cuda import cuda_rank_of
 from megatron_ext.memory.sizes import Sizes
 from megatron_ext.memory.step_time import LaunchCounter
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class HeadSizes(Protocol):
-    """Sizes that a head is built for."""
-
-    @property
-    def width(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
 
 
 def peak_bytes(
@@ -45,7 +32,7 @@ def peak_bytes(
     The code of the head runs on fake tensors, with `on_cuda` on those that say they are on CUDA, and `launches` then
     counts its launches.
     """
-    counter, launched = (ByteCounter(Bytes()), lambda *_: None) if launches is None else (launches, launches.kernel)
+    counter, launched = (ByteCounter(), lambda *_: None) if launches is None else (launches, launches.kernel)
     world = fake_world(1) if sizes.ranks == 1 else nullcontext()  # Megatron-Core's head needs a group even of one rank
     rank = cuda_rank_of(sizes.ranks, launched) if on_cuda else one_rank_of(sizes.ranks)
     with world, rank as group, torch.autograd.set_multithreading_enabled(False):
@@ -57,7 +44,7 @@ def peak_bytes(
         with _megatrons_buffer(), counter:
             loss = head(x, w, labels)
             torch.autograd.grad(loss, [x, w], torch.empty_like(loss))
-    return counter.found.peak_bytes
+    return counter.peak_bytes
 
 
 @contextmanager
@@ -92,11 +79,7 @@ def stock(sizes: Sizes) -> dict[str, Callable[[Sizes, Group], Head]]:
 def ours(cache: Cache, sizes: Sizes, group: Group) -> Head:
     """Our head with `cache`."""
     layout: Any = "sequence" if sizes.sequence_parallel else "replicated"
-    return partial(_call, group, layout, cache)
-
-
-def _call(group: Group, layout: Any, cache: Cache, x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
-    return linear_cross_entropy(x, w, labels, group, layout, cache=cache)
+    return partial(linear_cross_entropy, tp_group=group, hidden_layout=layout, cache=cache)
 
 
 def transformers(sizes: Sizes, group: Group) -> Head:
@@ -111,8 +94,11 @@ def transformers(sizes: Sizes, group: Group) -> Head:
     return head
 
 
-def megatron(sizes: HeadSizes, group: Group, fused: bool = False) -> Head:
-    """Megatron-Core's output layer and cross entropy. `group` must be a real one (of one rank at R = 1)."""
+def megatron(sizes: Any, group: Group, fused: bool = False) -> Head:
+    """Megatron-Core's output layer and cross entropy for `sizes` with width, vocab, ranks and dtype.
+
+    `group` must be a real one (of one rank at R = 1).
+    """
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from megatron_ext.head.call.gpu_properties import DEVICES, NAMES, Device, product_seconds
-from megatron_ext.memory.byte_counter import ByteCounter, Bytes
+from megatron_ext.memory.byte_counter import ByteCounter
 
 aten = torch.ops.aten
 # The limit of an H100's or H200's power, and what an H200 takes while it computes nothing.
@@ -45,7 +45,7 @@ class LaunchCounter(ByteCounter):
     """Seconds of each launch on `device`, beside the bytes; what ranks send each other is not in them."""
 
     def __init__(self, device: Device):
-        super().__init__(Bytes())
+        super().__init__()
         self.device = device
         self.launches: list[float] = []
         self.flops = 0

@@ -8,10 +8,6 @@ https://docs.nvidia.com/nemo/rl/latest/apidocs/nemo_rl/nemo_rl.distributed.model
 """
 
 from megatron_ext.model_utils.arguments import TrainingSamplingParams
-from megatron_ext.model_utils.dtensor import (
-    dtensor_from_parallel_logits_to_logprobs,
-    get_logprobs_from_vocab_parallel_logits,
-)
 from megatron_ext.model_utils.functions import (
     ChunkedDistributedEntropy,
     ChunkedDistributedGatherLogprob,
@@ -46,8 +42,10 @@ from megatron_ext.model_utils.layouts import (
     group_all_reduce_sum_with_grad,
 )
 from megatron_ext.model_utils.logits import (
+    dtensor_from_parallel_logits_to_logprobs,
     from_parallel_logits_to_logprobs,
     from_parallel_logits_to_logprobs_packed_sequences,
+    get_logprobs_from_vocab_parallel_logits,
     get_next_token_logprobs_from_logits,
 )
 from megatron_ext.model_utils.vocabulary import (

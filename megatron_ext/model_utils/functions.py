@@ -37,9 +37,8 @@ def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Group
     return head.vocab_parallel_log_softmax(vocab_parallel_logits, tp_group=whole_if_none(group))
 
 
-def _compute_distributed_log_softmax_with_grad(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
-    """`_compute_distributed_log_softmax`, which is differentiable as it is."""
-    return _compute_distributed_log_softmax(vocab_parallel_logits, group)
+_compute_distributed_log_softmax_with_grad = _compute_distributed_log_softmax
+"""`_compute_distributed_log_softmax`, which is differentiable as it is."""
 
 
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:

@@ -27,7 +27,7 @@ from megatron_ext.model_utils.arguments import (
     whole_if_none,
     without_padding,
 )
-from megatron_ext.model_utils.dtensor import sequence_group, shard_of_dtensor
+from megatron_ext.model_utils.logits import sequence_group, shard_of_dtensor
 from megatron_ext.numerics.tensors import accumulation_dtype
 from megatron_ext.sequence.host_values import on_device
 from megatron_ext.sequence.targets import PaddedParts

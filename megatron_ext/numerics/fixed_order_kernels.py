@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.numerics.fixed_order import CUDA_STEP
+from megatron_ext.numerics.launches import launch
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -31,6 +32,16 @@ def _rows_keep_bits() -> bool:
 
 # Where the interpreter's rows do not keep bits in fp32, it makes a step of a product in fp64, rounded when it is added.
 _IN_DOUBLE = tl.constexpr(INTERPRETED.value and not _rows_keep_bits())
+
+
+@triton.jit
+def place(tile, down, across, together):
+    """The row and the column of a tile, of `down` and `across`: neighbours are `together` tiles of rows of the same
+    columns, whose operands are in the cache then."""
+    first = tile // (together * across) * together
+    high = tl.minimum(down - first, together)
+    within = tile % (together * across)
+    return first + within % high, within // high
 
 
 @triton.jit
@@ -92,16 +103,10 @@ def fixed_product_kernel(
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """One tile of `a @ b`. TAIL: K is no multiple of BLOCK_K, and zeros follow.
-
-    Neighbouring programs take TOGETHER tiles of rows of the same columns, whose operands are in the cache then.
-    """
-    program, across, down = tl.program_id(0), tl.cdiv(columns, BLOCK_N), tl.cdiv(rows, BLOCK_M)
-    group = program // (TOGETHER * across)
-    first = group * TOGETHER
-    high = tl.minimum(down - first, TOGETHER)
-    within = program % (TOGETHER * across)
-    first_m, first_n = (first + within % high) * BLOCK_M, within // high * BLOCK_N
+    """One tile of `a @ b`. TAIL: K is no multiple of BLOCK_K, and zeros follow."""
+    down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
+    at_m, at_n = place(tl.program_id(0), down, across, TOGETHER)
+    first_m, first_n = at_m * BLOCK_M, at_n * BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     out_ptr += first_m.to(tl.int64) * out_stride + first_n
 
@@ -156,25 +161,23 @@ def product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, goes_on: bool = False, a
     this one's, where that K was a multiple of `fixed_product`'s. `adds`: what is in `out` is added at the end.
     """
     (rows, length), columns = a_MK.shape, b_KN.shape[1]
-    if rows == 0 or columns == 0:
-        return
     assert out_MN.stride(1) == 1 or columns == 1, "outputs are made by the head, columns next to each other"
     sizes: dict[str, Any] = fixed_product(a_MK.dtype, goes_on)
-    programs = triton.cdiv(rows, sizes["BLOCK_M"]) * triton.cdiv(columns, sizes["BLOCK_N"])
-    with torch.cuda.device_of(a_MK):  # Triton launches on the current device, wherever the tensors are
-        fixed_product_kernel[(programs,)](
-            a_MK,
-            b_KN,
-            out_MN,
-            rows,
-            columns,
-            length,
-            *a_MK.stride(),
-            *b_KN.stride(),
-            out_MN.stride(0),
-            TAIL=length % sizes["BLOCK_K"] != 0,
-            GOES_ON=goes_on,
-            ADDS=adds,
-            DTYPE=tl.float64 if a_MK.dtype == torch.float64 else tl.float32,
-            **sizes,
-        )
+    launch(
+        fixed_product_kernel,
+        (triton.cdiv(rows, sizes["BLOCK_M"]) * triton.cdiv(columns, sizes["BLOCK_N"]),),
+        a_MK,
+        b_KN,
+        out_MN,
+        rows,
+        columns,
+        length,
+        *a_MK.stride(),
+        *b_KN.stride(),
+        out_MN.stride(0),
+        TAIL=length % sizes["BLOCK_K"] != 0,
+        GOES_ON=goes_on,
+        ADDS=adds,
+        DTYPE=tl.float64 if a_MK.dtype == torch.float64 else tl.float32,
+        **sizes,
+    )

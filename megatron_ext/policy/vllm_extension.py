@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed.group_between_jobs import JobsGroup
-from megatron_ext.dtensor.pretrained.hub_names import Rename, hub_rename, renamed
+from megatron_ext.dtensor.pretrained.saving import Rename, hub_rename, renamed
 from megatron_ext.policy.device_memory import device_id
 from megatron_ext.policy.refit.weight_transfer import (
     WeightInfo,

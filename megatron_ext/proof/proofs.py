@@ -148,16 +148,15 @@ class Proofs:
     def of(
         self,
         owner: Any,
-        basis: Callable[[], ProofBasis],
+        basis: ProofBasis,
         prove: Callable[[], Proof],
         mode: ProofMode = "first",
         group: Group = None,
     ) -> Proof:
-        """The proof that holds for this call: the one that was made, as long as `basis()` is the same, or a new one.
+        """The proof that holds for this call: the one that was made, as long as its basis is the same, or a new one.
 
         Args:
             owner: whose loss is replaced, any object that can be referenced weakly and has a hash.
-            basis: gives what the proof rests on; called at every call, so it must be cheap.
             prove: makes a proof, by `compare` as a rule, without communication.
             group: the ranks that must go the same way. They agree on each new proof by one exchange, also where one
                 of them cannot make it, or need not; so they must all make a new one: see `has_changed`.
@@ -168,17 +167,16 @@ class Proofs:
         if mode == "off" and (reason is not None or not shared):
             return _TRUSTED
         found = self._made.get(owner)
+        holds = found if found is not None and found.basis.same_as(basis) else None
         if reason is not None:
-            kept = mode == "first" and found is not None and found.basis.same_as(basis())
-            return found.proof if kept and found is not None else Proof.not_comparable(reason)
-        rests_on = basis()
+            return Proof.not_comparable(reason) if holds is None or mode != "first" else holds.proof
         always = mode == "always" if found is None or not shared else found.always
-        if not always and found is not None and found.basis.same_as(rests_on):
-            return found.proof
+        if holds is not None and not always:
+            return holds.proof
         proof, always = _agreed(prove, mode, group) if shared else (prove(), always)
         changes = 0 if found is None or always else found.changes + 1
         warn_of_changes(changes)
-        self._made[owner] = _Made(rests_on, proof, always, changes)
+        self._made[owner] = _Made(basis, proof, always, changes)
         return proof
 
     def has_changed(self, owner: Any, basis: ProofBasis) -> bool:
@@ -191,20 +189,20 @@ class Proofs:
         found = self._made.get(owner)
         return None if found is None else found.proof
 
-    def forget(self, owner: Any) -> None:
-        """Drop the proof of `owner`: its next call makes another."""
-        self._made.pop(owner, None)
-
 
 def _agreed(prove: Callable[[], Proof], mode: ProofMode, group: Group) -> tuple[Proof, bool]:
     """The proof of all ranks, and whether all of them make one at each call."""
     try:
         proof = _TRUSTED if mode == "off" else prove()
     except Exception as error:  # for which the others would wait
-        first = str(error).strip().splitlines()[:1]
-        proof = Proof.not_comparable(": ".join([f"on one rank the comparison raised {type(error).__name__}", *first]))
+        proof = Proof.not_comparable(f"on one rank the comparison raised {error_words(error)}")
     found = all_gather_object((proof, mode == "always"), group)
     return worst(proof for proof, _ in found), all(always for _, always in found)
+
+
+def error_words(error: Exception) -> str:
+    """The kind of an error, and the first line of what it says."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def cannot_prove_now() -> str | None:
@@ -257,16 +255,16 @@ def proof_mode(option: str | None = None) -> ProofMode:
 
 
 def fusion_is_on() -> bool:
-    """The value of MEGATRON_EXT_FUSION; with "off" every model computes its loss as if this package were not there.
-
-    Raises:
-        ValueError: the variable is neither "on" nor "off".
-    """
+    """Return whether MEGATRON_EXT_FUSION is not "off"; raises as `why_fusion_is_off`."""
     return why_fusion_is_off() is None
 
 
 def why_fusion_is_off() -> str | None:
-    """The reason for reports and refusals; None where fusion is on. Raises as `fusion_is_on`."""
+    """The reason for reports and refusals where MEGATRON_EXT_FUSION is "off"; None where fusion is on.
+
+    With "off" every model computes its loss as if this package were not there. Raises ValueError for a variable that is
+    neither "on" nor "off".
+    """
     value = os.environ.get(FUSION_VARIABLE) or "on"
     if value not in ("on", "off"):
         raise ValueError(f'{FUSION_VARIABLE} is {value!r}: it must be "on" or "off"; set one of them, or unset it')

@@ -14,9 +14,11 @@ Suffixes: S queries of this rank, T keys of this rank, K keys of the whole seque
 (H a multiple of G), D channels of a head (values may have others). The sequence is the first dim, as Megatron has it.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.sequence.host_values import HostMemo
 from megatron_ext.sequence.zigzag import REFUSED, demand, gather_parts, merge_zigzag
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,20 @@ class Packing:
         return cls(lengths, _document_lengths(cu_seqlens_padded, "cu_seqlens_padded"))
 
 
+def _told_to_modes(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """The mode that replaces SDPA sees that this is attention over all ranks already, and leaves its calls alone."""
+
+    @functools.wraps(function)
+    def told(*args: P.args, **options: P.kwargs) -> Tensor:
+        given = (*args, *options.values())
+        if replacing_sdpa and has_torch_function(given):
+            return handle_torch_function(told, given, *args, **options)
+        return function(*args, **options)
+
+    return told
+
+
+@_told_to_modes
 def attend(
     q_SBHD: Tensor,
     k_TBGD: Tensor,
@@ -137,26 +155,7 @@ def attend(
         ValueError: shapes that do not fit each other; a mask that is not bool, does not fit or comes with packing;
             lengths that the zigzag layout cannot split; on every rank of `cp_group` the `fault` of one.
     """
-    if replacing_sdpa and has_torch_function((q_SBHD, k_TBGD, v_TBGD)):
-        # The mode sees that this is attention over all ranks already, and leaves the calls below alone.
-        return handle_torch_function(
-            attend,
-            (q_SBHD, k_TBGD, v_TBGD),
-            q_SBHD,
-            k_TBGD,
-            v_TBGD,
-            window,
-            mask=mask,
-            q_packing=q_packing,
-            kv_packing=kv_packing,
-            cp_group=cp_group,
-            scale=scale,
-            dropout=dropout,
-            softcap=softcap,
-            sinks=sinks,
-            fault=fault,
-        )
-    ranks, rank = (1, 0) if cp_group is None else (group_size(cp_group), group_rank(cp_group))
+    ranks, rank = group_size(cp_group), group_rank(cp_group)
     _check_shapes(q_SBHD, k_TBGD, v_TBGD)
     q_places = _places_on_one_rank(q_packing, q_SBHD, ranks, "query")
     kv_places = _places_on_one_rank(kv_packing, k_TBGD, ranks, "key")

@@ -43,10 +43,13 @@ def _sharded(buffers: list[tuple[Tensor, int]], kept: set[int], group: Group) ->
     whole = [(buffer, buffer.data) for buffer, _ in buffers if id(buffer) not in kept]
     for buffer, dim in buffers:
         buffer.data = split_zigzag(buffer.data, group_size(group), group_rank(group), dim)
+    mode = _AttendToAllRanks(group)
+    replacing_sdpa.append(mode)
     try:
-        with _AttendToAllRanks(group):
+        with mode:
             yield
     finally:
+        replacing_sdpa.remove(mode)
         for buffer, data in whole:
             buffer.data = data
 
@@ -57,15 +60,6 @@ class _AttendToAllRanks(TorchFunctionMode):
     def __init__(self, group: Group):
         super().__init__()
         self._group = group
-
-    def __enter__(self) -> "_AttendToAllRanks":
-        super().__enter__()
-        replacing_sdpa.append(self)
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        replacing_sdpa.remove(self)
-        super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # While this runs the mode is off: what `attend` calls, wherever it was called, comes through unchanged.

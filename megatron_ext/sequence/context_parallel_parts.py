@@ -56,9 +56,10 @@ class SequenceParts:
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The whole from this rank's part. Communicates one all-gather; backward one reduce-scatter."""
-        ranks = group_size(self.group)
-        if ranks == 1 or self.cu_seqlens is None:
-            return gather_zigzag(x, self.group, dim) if ranks > 1 else x
+        if group_size(self.group) == 1:
+            return x
+        if self.cu_seqlens is None:
+            return gather_zigzag(x, self.group, dim)
         return self._joined(gather_parts(x, self.group, dim), dim)
 
     def gather_or_refuse(self, x: Tensor, dim: int, fault: ValueError | None, first: int | None = None) -> Tensor:

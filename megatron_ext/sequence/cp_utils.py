@@ -157,13 +157,7 @@ def make_cp_batch_and_ctx(
                 "loss_mask came with use_te=True: only the batch becomes lines of documents; give tokens that do not "
                 "count the label -100"
             )
-        te_batch = make_cp_batch_for_te(
-            cp_mesh,
-            batch,
-            padding_token_id=padding_token_id,
-            num_chunks=num_chunks,
-            seq_lens_padding_value=seq_lens_padding_value,
-        )
+        te_batch = make_cp_batch_for_te(cp_mesh, batch, "thd", padding_token_id, num_chunks, seq_lens_padding_value)
         return _TrainContext(), te_batch
     if cp_mesh is None or cp_mesh.size() == 1:
         return _TrainContext(), batch

@@ -31,7 +31,7 @@ def split_zigzag(x: Tensor, ranks: int, rank: int, dim: int = 0) -> Tensor:
     """
     if ranks == 1:
         return x
-    size = _chunk_size(x.shape[dim], ranks)
+    size = check_length(x.shape[dim], ranks)
     return torch.cat([x.narrow(dim, chunk * size, size) for chunk in (rank, 2 * ranks - 1 - rank)], dim)
 
 
@@ -43,7 +43,7 @@ def merge_zigzag(x: Tensor, ranks: int, dim: int = 0) -> Tensor:
     """
     if ranks == 1:
         return x
-    chunks = x.split(_chunk_size(x.shape[dim], ranks), dim)
+    chunks = x.split(check_length(x.shape[dim], ranks), dim)
     # Rank r brings chunk r at place 2r and chunk 2W-1-r at place 2r+1: first the heads upward, then the tails downward.
     return torch.cat(chunks[0::2] + chunks[::-2], dim)
 
@@ -93,7 +93,7 @@ def gather_zigzag(x: Tensor, group: Group, dim: int = 0) -> Tensor:
         ValueError: this rank's part has an odd length.
     """
     ranks = group_size(group)
-    _chunk_size(x.shape[dim] * ranks, ranks)
+    check_length(x.shape[dim] * ranks, ranks)
     return merge_zigzag(gather_parts(x, group, dim), ranks, dim)
 
 
@@ -148,15 +148,11 @@ def demand(right: Tensor, message: Callable[[str], str], of: Tensor) -> None:
         raise ValueError(message(f" is {of.tolist()}"))
 
 
-def check_length(length: int, ranks: int) -> None:
-    """Hold the `length` of a sequence to what `ranks` can share, chunk by chunk."""
+def check_length(length: int, ranks: int) -> int:
+    """The length of each of the `2 * ranks` chunks of a sequence of `length`, which must divide."""
     if length % (2 * ranks):
         raise ValueError(
             f"the sequence has length {length}: over {ranks} context-parallel ranks it must be a multiple of "
             f"2 * {ranks} = {2 * ranks}; pad it to {-(-length // (2 * ranks)) * 2 * ranks}"
         )
-
-
-def _chunk_size(length: int, ranks: int) -> int:
-    check_length(length, ranks)
     return length // (2 * ranks)

@@ -25,22 +25,25 @@ _FROZEN = "linear_with_frozen_weight", "LinearWithFrozenWeight"
 HONOURED = _LINEAR[0], _FROZEN[0]
 _LAYERS, _EMBEDDING, _OF_LOGITS = "linear layers", "embeddings", "losses of logits"
 _MAPPINGS, _CROSS_ENTROPY = "megatron.core.tensor_parallel.mappings", "megatron.core.tensor_parallel.cross_entropy"
-# What Megatron's look up (linear layers beside these), and ours do not call, by module.
-_NOT_CALLED: dict[str, dict[str, tuple[str, ...]]] = {
+# Functions and classes that Megatron's look up (linear layers beside these), and ours do not call, by module.
+_NOT_CALLED: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     _LAYERS: {
         _HOMES[1]: (
-            *("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"),
-            *("gather_from_tensor_model_parallel_region", "scatter_to_tensor_model_parallel_region"),
-            *("gather_from_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"),
+            (
+                *("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"),
+                *("gather_from_tensor_model_parallel_region", "scatter_to_tensor_model_parallel_region"),
+                *("gather_from_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"),
+            ),
+            (),
         ),
-        _MAPPINGS: ("_reduce", "_CopyToModelParallelRegion", "_ReduceFromModelParallelRegion"),
+        _MAPPINGS: (("_reduce",), ("_CopyToModelParallelRegion", "_ReduceFromModelParallelRegion")),
     },
     _EMBEDDING: {
-        _HOMES[1]: ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"),
-        _MAPPINGS: ("_reduce", "_ReduceFromModelParallelRegion", "_ReduceScatterToSequenceParallelRegion"),
+        _HOMES[1]: (("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"), ()),
+        _MAPPINGS: (("_reduce",), ("_ReduceFromModelParallelRegion", "_ReduceScatterToSequenceParallelRegion")),
     },
     _OF_LOGITS: {
-        _CROSS_ENTROPY: ("VocabParallelCrossEntropy", "_VocabParallelCrossEntropy", "VocabUtility"),
+        _CROSS_ENTROPY: ((), ("VocabParallelCrossEntropy", "_VocabParallelCrossEntropy", "VocabUtility")),
     },
 }
 _INSTEAD = {
@@ -51,6 +54,7 @@ _INSTEAD = {
 }
 _TORCH = str(Path(torch.__file__).parent)
 _DECORATORS = (torch.amp.autocast_mode.__file__, contextlib.__file__)  # Megatron uses them itself
+_NOTHING: dict[str, Any] = {}
 _originals: dict[bool | str, list[Any]] = {}
 
 
@@ -90,28 +94,33 @@ def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
 def refuse_replaced(by: str) -> None:
     """Raise RuntimeError where a function, a class or a method that Megatron's `by` looks up was replaced."""
     found: list[Any] = []
-    for home, names in _NOT_CALLED[by].items():
-        module = vars(sys.modules[home]) if home in sys.modules else {}
-        for value in map(module.get, names):
-            found += (value, *vars(value).values()) if isinstance(value, type) else (value,)
+    for home, (functions, classes) in _NOT_CALLED[by].items():
+        if home in sys.modules:
+            look_up = sys.modules[home].__dict__.get
+            found += map(look_up, functions)
+            for kind in map(look_up, classes):
+                found += (kind, *getattr(kind, "__dict__", _NOTHING).values())
     if found == _originals.get(by):
         return
     if by == _OF_LOGITS and not _is_ours(
         getattr(sys.modules.get(_CROSS_ENTROPY), "vocab_parallel_cross_entropy", None)
     ):
         return  # ours was called by its own name
-    for home, names in _NOT_CALLED[by].items():
-        for name in names:
-            value = getattr(sys.modules.get(home), name, None)
-            parts = [(name, value)]
-            if isinstance(value, type):
-                parts += [(f"{name}.{key}", x) for key, x in vars(value).items() if not isinstance(x, type)]
-            for place, part in parts:
+    for home, (functions, classes) in _NOT_CALLED[by].items():
+        module = vars(sys.modules[home]) if home in sys.modules else {}
+        for name in (*functions, *classes):
+            for place, part in parts_of(name, module.get(name)):
                 if not _is_ours(part) and not is_megatrons_own(part):
                     raise RuntimeError(
                         f"{home}.{place} was replaced, and megatron_ext's {by} do not call it: {_INSTEAD[by]}"
                     )
     _originals[by] = found
+
+
+def parts_of(name: str, value: Any) -> list[tuple[str, Any]]:
+    """List the value under a name, and all that a class holds but classes, each by its name."""
+    inside = vars(value).items() if isinstance(value, type) else ()
+    return [(name, value), *((f"{name}.{key}", part) for key, part in inside if not isinstance(part, type))]
 
 
 # What `torch.compiler.assume_constant_result` does, which imports torch._dynamo, and that Triton.

@@ -191,7 +191,7 @@ def test_each_case_is_written_once_it_is_measured(tmp_path, monkeypatch):
     """What fails later takes nothing with it."""
     path = tmp_path / "some.csv"
 
-    def fails(options):
+    def fails():
         yield "first", [("ours, cache 1", "time", "ms", [2.0])], []
         assert [row.case for row in record.read(path)] == ["machine", "first"]
         raise OSError("out of memory")

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_run, gpu_steps, nvml, record, wheels
+from benchmarks import gpu, gpu_probes, gpu_run, gpu_steps, nvml, record, wheels
 from benchmarks.gpu_run import NOT_MEASURED
 from benchmarks.gpu_steps import Step
 from tests.pages import ROOT
@@ -22,13 +22,15 @@ from tests.passed import Passed
 
 FAILING = """
 import sys
+from functools import partial
 from pathlib import Path
 from benchmarks import gpu
 from benchmarks.implementations import Implementation, ours
 def fails(case, group):
     raise ImportError("no such package")
 wrong = lambda case, group: lambda x, w, y: 2 * ours(1).build(case, group)(x, w, y)
-gpu.main(Path(sys.argv[1]), 0.0, True, [Implementation("fails", fails), Implementation("wrong", wrong)])
+more = [Implementation("fails", fails), Implementation("wrong", wrong)]
+gpu.main(Path(sys.argv[1]), 0.0, True, [partial(gpu.heads, more=more)])
 """
 
 
@@ -67,7 +69,7 @@ def test_tests_and_measurements_rehearsed(tmp_path):
         assert measured[f"in a row: {name}", "held by the power limit"].p50 == 1
     assert measured["dx: halves of K", "time"].p50 > 0
     assert measured["log-probabilities: chunks of 1024", "time"].p50 > 0
-    assert "cache 0" in (tmp_path / gpu_steps.PROFILE).read_text()
+    assert "cache 0" in (tmp_path / gpu_probes.PROFILE).read_text()
     for name in ("ours, cache 1", "ours, cache 0.5", "ours, cache 0", "megatron unfused", "megatron fused"):
         assert measured[name, "time"].p50 > 0, name
         assert measured[name, "error / plain"].p50 <= 2.5  # the interpreter cuts 16-bit results off

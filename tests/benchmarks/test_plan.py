@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import head_memory, plan, power, record
+from benchmarks import head_memory, plan, record
 from benchmarks.launches import LEAST_SECONDS, Launch, Plan, planned
 from megatron_ext import linear_log_probs
 from megatron_ext.head.call.gpu_properties import DEVICES, epilogue_seconds, product_seconds, waves
@@ -95,8 +95,8 @@ def test_a_launch_takes_the_longer_of_its_time_and_its_joules():
     sent = replace(copied, is_collective=True)
     found = Plan(H200, [product, copied, sent])
     spent = step_time.JOULES_PER_FLOP * 1e12
-    assert power.seconds(found) == pytest.approx(spent / (power.WATTS - power.AT_REST) + 1e-3)
-    assert power.step_joules(found) <= power.WATTS * power.seconds(found)
+    assert found.sustained_seconds == pytest.approx(spent / (step_time.WATTS - step_time.AT_REST) + 1e-3)
+    assert found.joules <= step_time.WATTS * found.sustained_seconds
 
 
 # ms, or percent above the floor, at most. Why some are above 8 %: docs/head.md.

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from transformers.models.auto import modeling_auto
 from megatron_ext.dtensor import use_fused_loss
 from megatron_ext.dtensor.decoder import output_head_path
 from megatron_ext.dtensor.output.decisions import not_fusable
-from megatron_ext.dtensor.output.fused_loss import proof_of
+from megatron_ext.dtensor.output.fused_loss import proofs_of
 from tests.dtensor.tiny_models import batch, tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "fused_loss_table.md"
@@ -54,7 +55,7 @@ def entry(name):
     except ValueError as fault:
         return "refused", str(fault)
     loss, found = run(model)
-    proof = proof_of(model)
+    proof = next(reversed(proofs_of(model)), None)
     assert torch.isfinite(expected)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert found.keys() == true.keys()
@@ -107,33 +108,40 @@ def names():
     return sorted(CAUSAL | _mapped(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def made_table(page, description, row, text_of):
+    """Rows by name, `row(name)` of each class that the command names, or of all: then `page` gets `text_of(rows)`."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("classes", nargs="*", help="only these, and only printed")
     parser.add_argument("--resume", type=Path, help="a file of rows as JSON: kept as they are made, and not made again")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     resumed = given.resume is not None and given.resume.exists()
-    rows = {name: row for name, *row in map(json.loads, given.resume.read_text().splitlines())} if resumed else {}
-    lines, counts = ["| class | loss | proof, or reason |", "|---|---|---|"], {}
+    known, rows = dict(map(json.loads, given.resume.read_text().splitlines())) if resumed else {}, {}
     for name in given.classes or names():
-        kind, why = rows.get(name) or guarded(name)
-        if given.resume is not None and name not in rows:
+        rows[name] = known[name] if name in known else row(name)
+        print(name, rows[name], flush=True)
+        if given.resume is not None and name not in known:
             with given.resume.open("a") as file:
-                print(json.dumps([name, kind, why]), file=file)
-        counts[kind] = counts.get(kind, 0) + 1
-        lines.append(f"| {name} | {kind} | {why.replace('|', '/')} |")
-        print(lines[-1], flush=True)
-    total = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items(), key=lambda item: -item[1]))
-    version = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
-    causal = sum(name in CAUSAL for name in given.classes or names())
-    text = "\n".join([f"With {version}: {len(lines) - 2} classes, {causal} of them causal: {total}.", "", *lines])
-    print(total)
+                print(json.dumps([name, rows[name]]), file=file)
     if not given.classes:
-        before, after = PAGE.read_text().partition(BEGIN)[0], PAGE.read_text().partition(END)[2]
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-    return int("WRONG" in counts)
+        before, after = page.read_text().partition(BEGIN)[0], page.read_text().partition(END)[2]
+        page.write_text(f"{before}{BEGIN}\n{text_of(rows)}\n{END}{after}")
+    return rows
+
+
+def text_of(rows):
+    counts = Counter(kind for kind, _ in rows.values())
+    lines = [f"| {name} | {kind} | {why.replace('|', '/')} |" for name, (kind, why) in rows.items()]
+    total = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    version = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
+    first = f"With {version}: {len(rows)} classes, {sum(name in CAUSAL for name in rows)} of them causal: {total}."
+    return "\n".join([first, "", "| class | loss | proof, or reason |", "|---|---|---|", *lines])
+
+
+def main():
+    rows = made_table(PAGE, __doc__, guarded, text_of)
+    return int(any(kind == "WRONG" for kind, _ in rows.values()))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Tiny transformers models, what one process makes of them, and the meshes that they are sharded over."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.dtensor import _parallelize_model
+from megatron_ext.dtensor.output.reads import say_once
 from tests.left_behind import cached_with_groups
 
 VOCAB = 97  # odd: shards are uneven
@@ -304,6 +307,22 @@ def loss_and_gradients(model, **given):
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return loss, gradients
+
+
+def check_step(model, loss, expected, gradients):
+    """A loss and the gradients that it leaves in `model` are these; the model keeps none."""
+    assert error(loss, expected) < 3e-6
+    loss.backward()
+    check_gradients(model, gradients)
+    model.zero_grad()
+
+
+@contextlib.contextmanager
+def told(words):
+    """A warning that is given once, as if none had been given yet."""
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match=words):
+        yield
 
 
 _OF_GATES = ("in_proj_a.weight", "in_proj_ba.weight")

@@ -6,13 +6,11 @@ those of one process.
     python -m tests.dtensor.parallelize_table [--resume FILE] [CLASSES...]
 """
 
-import argparse
 import json
 import pickle
 import re
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import torch
@@ -20,7 +18,7 @@ import transformers
 
 from tests import ranks as pools
 from tests.dtensor.any_class import alone, made, run
-from tests.dtensor.fused_loss_table import BEGIN, END, names
+from tests.dtensor.fused_loss_table import made_table
 from tests.dtensor.tiny_models import batch, tiny
 from tests.ranks import close_pools
 
@@ -86,28 +84,11 @@ def text_of(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("classes", nargs="*", help="only these, and only printed")
-    parser.add_argument("--resume", type=Path, help="a file of rows as JSON: kept as they are made, and not made again")
-    given = parser.parse_args()
     pools.TIMEOUT_S = TIME_S
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    resumed = given.resume is not None and given.resume.exists()
-    known = dict(map(json.loads, given.resume.read_text().splitlines())) if resumed else {}
-    rows = {}
     try:
-        for name in given.classes or names():
-            rows[name] = known[name] if name in known else row(name)
-            print(name, rows[name], flush=True)
-            if given.resume is not None and name not in known:
-                with given.resume.open("a") as file:
-                    print(json.dumps([name, rows[name]]), file=file)
+        rows = made_table(PAGE, __doc__, row, text_of)
     finally:
         close_pools()
-    if not given.classes:
-        before, after = PAGE.read_text().partition(BEGIN)[0], PAGE.read_text().partition(END)[2]
-        PAGE.write_text(f"{before}{BEGIN}\n{text_of(rows)}\n{END}{after}")
     return int(any(kind in ("WRONG", "CRASH") for row in rows.values() if not isinstance(row, str) for kind, _ in row))
 
 

@@ -18,7 +18,7 @@ from megatron_ext.dtensor.output.hidden_states_or_logits import logits_proof
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.reference import log_probs, sampled_log_probs
 from megatron_ext.sequence.next_token import next_tokens
-from tests.dtensor.models import VOCAB, batch, check_gradients, drawn, error, make, meshes, parallelize, reference
+from tests.dtensor.models import VOCAB, batch, check_gradients, drawn, error, make, meshes, parallelize, reference, told
 from tests.marks import slow
 from tests.operators import Largest
 from tests.ranks import ranks
@@ -122,8 +122,7 @@ def test_a_head_that_is_not_known_is_read_through_its_logits(dp, cp, tp):
     model = Squared(plain.config)
     model.load_state_dict(state)
     parallelize(model, mesh, dp_cp, sequence_parallel=True)
-    say_once.cache_clear()
-    with pytest.warns(UserWarning, match="Squared makes its own logits .*its forward reads its logits by"):
+    with told("Squared makes its own logits .*its forward reads its logits by"):
         loss = causal_lm_loss(model, mine, temperature=1.3, label_smoothing=0.1)
     assert error(loss, true[mesh["dp"].get_local_rank() :: dp]) < 3e-6
     (loss.sum() * dp).backward()
@@ -182,8 +181,7 @@ def test_logits_that_differ_are_made_and_told_why(change, reason):
     true.sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    say_once.cache_clear()
-    with pytest.warns(UserWarning, match=f"(LlamaForCausalLM|Squared|Leaky) makes its own logits .*{reason}"):
+    with told(f"(LlamaForCausalLM|Squared|Leaky) makes its own logits .*{reason}"):
         found = causal_lm_log_probs(model, tokens)
     assert error(found, true) < 3e-6
     found.sum().backward()
@@ -342,8 +340,7 @@ def test_hooks_are_not_left_out(tp):
     calls = []
     handle = model.lm_head.register_forward_hook(lambda module, given, out: calls.append(1) or 2 * out)
     assert is_hooked(model, "lm_head")
-    say_once.cache_clear()
-    with pytest.warns(UserWarning, match="Llama.* makes its own logits .*its head has hooks"):
+    with told("Llama.* makes its own logits .*its head has hooks"):
         doubled = causal_lm_log_probs(model, tokens)
     assert calls == [1]
     plain = make("llama")

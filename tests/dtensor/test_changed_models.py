@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from megatron_ext import fused_loss_report
 from megatron_ext.dtensor import causal_lm_loss, restore_own_loss, use_fused_loss
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.sequence.next_token import next_tokens
-from tests.dtensor.models import batch, check_gradients, error, loss_and_gradients, make
+from tests.dtensor.models import VOCAB, batch, check_gradients, check_step, error, loss_and_gradients, make, told
 
 
 class ScaledHead(nn.Linear):
@@ -78,6 +80,46 @@ def test_what_a_head_holds_is_looked_at_again(change, way):
     assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
 
 
+class PowerHead(nn.Linear):
+    """A head that is told more than hidden states."""
+
+    power = 1.0
+
+    def forward(self, hidden, power=None):
+        return super().forward(hidden) * (self.power if power is None else power)
+
+
+class TellingModel(LlamaForCausalLM):
+    """A model that tells its head a number, as an argument or, with `sets`, as an attribute."""
+
+    power, sets = None, False
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        if self.sets and self.power is not None:
+            self.lm_head.power = self.power
+        told = {} if self.sets or self.power is None else {"power": self.power}
+        logits = self.lm_head(hidden, **told)
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("way", ["use_fused_loss", "read"])
+@pytest.mark.parametrize("first", [None, 2.0])
+@pytest.mark.parametrize("sets", [False, True])
+def test_a_head_that_is_told_more_than_hidden_states(first, sets, way):
+    model = TellingModel(make("llama").config)
+    model.sets = sets
+    model.lm_head = PowerHead(model.lm_head.in_features, VOCAB, bias=False)
+    model = use_fused_loss(model) if way == "use_fused_loss" else model
+    for power in (first, 2.0, 3.0):
+        model.power = power
+        expected, gradients = loss_and_gradients(restore_own_loss(copy.deepcopy(model)), **batch())
+        found, of_ours = read(way, model)
+        assert error(found, expected) < 3e-6
+        assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
+
+
 def test_dropout_of_a_head_first_called_in_eval_mode():
     model, true = use_fused_loss(with_scaled_head(), in_eval=True), with_scaled_head()
     for one in (true, model):
@@ -106,10 +148,7 @@ def test_functions_replaced_in_torch_after_a_proof_are_called(monkeypatch):
     own, vocabulary = F.linear, true.lm_head.out_features
     monkeypatch.setattr(F, "linear", lambda x, w, b=None: own(x, w, b) * (2 if len(w) == vocabulary else 1))
     expected, gradients = loss_and_gradients(true, **batch())
-    found = model(**batch()).loss
-    assert error(found, expected) < 3e-6
-    found.backward()
-    check_gradients(model, gradients)
+    check_step(model, model(**batch()).loss, expected, gradients)
 
 
 def of_all_modules(model):
@@ -180,11 +219,7 @@ def test_a_proof_leaves_the_state_of_modules_as_it_was():
         one.model.norm = Counting(one.model.norm)
     for _ in range(2):
         expected, gradients = loss_and_gradients(true, **batch())
-        found = model(**batch()).loss
-        assert error(found, expected) < 3e-6
-        found.backward()
-        check_gradients(model, gradients)
-        model.zero_grad()
+        check_step(model, model(**batch()).loss, expected, gradients)
     assert fused_loss_report(model).proofs[0].fused
     counted = model.model.norm
     assert (counted.calls, counted.seen.item()) == (2, 2 * batch()["labels"].numel())
@@ -222,6 +257,30 @@ def test_a_first_call_inside_of_a_checkpoint(reentrant):
     assert fused_loss_report(model).proofs[0].fused
 
 
+class ThirdOfGradients(nn.Linear):
+    def forward(self, hidden):
+        hidden = hidden / 3 + hidden.detach() * 2 / 3
+        return super().forward(hidden)
+
+
+class CheckpointedHead(LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        def loss_of(hidden):
+            return self.loss_function(logits=self.lm_head(hidden), labels=labels, vocab_size=VOCAB)
+
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        return CausalLMOutputWithPast(loss=checkpoint(loss_of, hidden, use_reentrant=True))
+
+
+def test_gradients_of_a_head_in_a_reentrant_checkpoint():
+    model = CheckpointedHead(make("llama").config)
+    model.lm_head = ThirdOfGradients(model.lm_head.in_features, VOCAB, bias=False)
+    expected, gradients = loss_and_gradients(model, **batch())
+    found, of_ours = loss_and_gradients(use_fused_loss(model), **batch())
+    assert error(found, expected) < 3e-6
+    assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
+
+
 @pytest.mark.parametrize("proved", [False, True])
 def test_transforms_of_torch_func_see_the_models_own_loss(proved):
     """Gradients of each row, as data attribution takes them: nothing can be compared inside, nor our head be run."""
@@ -238,8 +297,7 @@ def test_transforms_of_torch_func_see_the_models_own_loss(proved):
     true, fused = gradients_of_rows(model), use_fused_loss(copy.deepcopy(model))
     if proved:
         fused(**given)
-    say_once.cache_clear()
-    with pytest.warns(UserWarning, match="torch.func"):
+    with told("torch.func"):
         found = gradients_of_rows(fused)
     assert all(torch.equal(found[name], true[name]) for name in true)
 
@@ -258,8 +316,7 @@ def test_a_head_of_whole_numbers_keeps_its_logits():
     for one in (true, model):
         one.lm_head = Quantised(one.lm_head)
     expected, gradients = loss_and_gradients(true, **batch())
-    say_once.cache_clear()
-    with pytest.warns(UserWarning, match="its lm head holds torch.int8"):
+    with told("its lm head holds torch.int8"):
         found = model(**batch()).loss
     assert torch.equal(found, expected)
     found.backward()
@@ -284,7 +341,9 @@ def test_inference_mode_fuses_and_spoils_no_later_call():
 def test_logits_to_keep_beside_all_labels_is_refused(chosen):
     model, given = use_fused_loss(make("llama")), batch()
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"labels has shape \[2, 9\], and with logits_to_keep .* 3 positions"):
+        with pytest.raises(
+            ValueError, match=r"\[2, 9\], and with logits_to_keep the model makes logits of 3 positions"
+        ):
             model(**given, logits_to_keep=chosen)
     own = make("llama")
     labels = given["labels"][:, -3:] if isinstance(chosen, int) else given["labels"][:, chosen]

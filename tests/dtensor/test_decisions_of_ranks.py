@@ -17,7 +17,7 @@ from megatron_ext.dtensor import causal_lm_loss, use_fused_loss
 from megatron_ext.dtensor.output import loss_proof
 from megatron_ext.proof import Proof
 from megatron_ext.sequence.next_token import next_tokens
-from tests.dtensor.models import batch, check_gradients, error, loss_and_gradients, make, meshes, parallelize
+from tests.dtensor.models import batch, check_step, error, loss_and_gradients, make, meshes, parallelize
 from tests.marks import slow
 from tests.ranks import ranks, shared_folder
 
@@ -49,11 +49,7 @@ def sharded(way, **sizes):
 def check_two_reads(model, given, expected, true):
     """Two losses of a model, with all gradients, beside those of the plain one."""
     for _ in range(2):
-        found = read("read", model, given)
-        assert error(found, expected) < 3e-6
-        found.backward()
-        check_gradients(model, true)
-        model.zero_grad()
+        check_step(model, read("read", model, given), expected, true)
 
 
 @pytest.mark.parametrize(
@@ -214,11 +210,7 @@ def test_a_change_of_config_on_all_ranks_stays_fused():
         model = sharded(way, tp=2)
         for value in (1, 2, 2):
             model.config.tokens_seen = value
-            found = read(way, model, given)
-            assert error(found, expected) < 3e-6
-            found.backward()
-            check_gradients(model, true)
-            model.zero_grad()
+            check_step(model, read(way, model, given), expected, true)
 
 
 @pytest.mark.parametrize("fault", ["hook", "proof", "raises"])
@@ -285,10 +277,7 @@ def test_data_parallel_ranks_prove_alone(wrap, when):
     for _ in range(2):
         found = model(**mine)
         assert (found.logits is None) == (rank == 0)
-        assert error(found.loss, expected[rank]) < 3e-6
-        found.loss.backward()
-        check_gradients(model, true)
-        model.zero_grad()
+        check_step(model, found.loss, expected[rank], true)
 
 
 @ranks(2)
@@ -296,11 +285,7 @@ def test_context_parallel_ranks_prove_alone():
     given, model = batch(2, 8), parallelize(make("llama"), *meshes(cp=2))
     expected, true = loss_and_gradients(make("llama"), **given)
     for _ in range(3):
-        found = read("read", model, given)
-        assert error(found, expected) < 3e-6
-        found.backward()
-        check_gradients(model, true)
-        model.zero_grad()
+        check_step(model, read("read", model, given), expected, true)
         if dist.get_rank() == 1:
             model.lm_head.register_forward_hook(lambda module, given, out: None)
 

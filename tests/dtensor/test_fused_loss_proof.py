@@ -16,7 +16,6 @@ from transformers import LlamaForCausalLM, Trainer
 from megatron_ext import fused_loss_report, linear_cross_entropy
 from megatron_ext.dtensor import use_attention, use_fused_loss
 from megatron_ext.dtensor.output import fused_loss, loss_proof
-from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.proof import compare
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import (
@@ -29,6 +28,7 @@ from tests.dtensor.models import (
     make,
     meshes,
     parallelize,
+    told,
 )
 from tests.dtensor.test_fused_loss import check_fused
 from tests.dtensor.test_trainer import rows, settings
@@ -83,8 +83,7 @@ def test_what_differs_keeps_the_models_own_loss(monkeypatch):
         return 2 * linear_cross_entropy(*args, **kwargs)
 
     monkeypatch.setattr(loss_proof, "PLAIN", loss_proof.PLAIN._replace(hidden=twice))
-    say_once.cache_clear()
-    with pytest.warns(UserWarning, match=r"LlamaForCausalLM keeps its own loss \(differs by a factor 0.5\)"):
+    with told(r"LlamaForCausalLM keeps its own loss \(differs by a factor 0.5\)"):
         found = use_fused_loss(model)(**given)
     assert torch.equal(found.loss, expected)
     assert found.logits is not None
@@ -116,6 +115,7 @@ def test_saved_and_copied_models_stay_fused():
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
+    assert not torch.equal(model(**given).loss, expected)
     for twin in twins:
         found = twin(**given)
         assert torch.equal(found.loss, expected)
@@ -150,8 +150,7 @@ def test_a_compiled_forward_keeps_its_own_loss(options):
     model, given = make("llama"), batch()
     expected = use_fused_loss(model)(**given).loss  # proved before it is compiled
     compiled = torch.compile(use_fused_loss(model), backend="eager", **options)
-    say_once.cache_clear()
-    with pytest.warns(UserWarning, match=r"Llama.* own loss .* torch.compile, .* by model.model.compile\(\)"):
+    with told(r"Llama.* own loss .* torch.compile, .* by model.model.compile\(\)"):
         found = compiled(**given).loss
     torch.testing.assert_close(found, expected)
     assert str(fused_loss_report(model)).endswith("; its own loss in graphs of torch.compile")
@@ -204,8 +203,7 @@ def test_losses_that_cannot_take_promises_stay_the_models_own(loss):
     model, given = make("llama"), batch()
     model.loss_function = loss if loss is _checkpointed else torch.compile(loss, backend="eager")
     expected, true = loss_and_gradients(model, **given)
-    say_once.cache_clear()
-    with pytest.warns(UserWarning, match="keeps its own loss .*without its logits it raised"):
+    with told("keeps its own loss .*without its logits it raised"):
         found, gradients = loss_and_gradients(use_fused_loss(model), **given)
     torch.testing.assert_close((found, gradients), (expected, true))
 
@@ -263,8 +261,6 @@ def test_arguments_that_do_not_fit_are_refused_in_a_sentence():
     model, given = use_fused_loss(make("llama")), batch()
     with pytest.raises(ValueError, match=r"labels has shape \[2, 8\]: it must be that of input_ids, \[2, 9\]"):
         model(**given | {"labels": given["labels"][:, :-1]})
-    with pytest.raises(ValueError, match="with logits_to_keep the model makes logits of 3 positions"):
-        model(**given, logits_to_keep=3)
     one = {name: x[:1] for name, x in given.items()}
     expected = make("llama")(**one).loss
     torch.testing.assert_close(model(**one | {"labels": one["labels"][0]}).loss, expected)
@@ -336,6 +332,32 @@ def test_labels_of_another_forward_are_its_own_affair():
     assert use_fused_loss(model)(drawn(2, 9), labels=labels).loss == expected
 
 
+def test_a_row_of_one_embedding():
+    model, labels = make("llama"), drawn(2, 1)
+    given = {"inputs_embeds": torch.randn(2, 1, SIZES["hidden_size"]), "labels": labels, "shift_labels": labels}
+    expected = model(**given).loss
+    torch.testing.assert_close(use_fused_loss(model)(**given).loss, expected)
+
+
+class OfImages(LlamaForCausalLM):
+    """A model with token ids below 0 where images stand, as those of LLaVA's first code."""
+
+    def forward(self, input_ids=None, images=None, **kwargs):
+        embedded = self.get_input_embeddings()(input_ids.clamp(min=0))
+        embedded = embedded if images is None else embedded.where((input_ids >= 0).unsqueeze(-1), images[:, None])
+        return super().forward(inputs_embeds=embedded, **kwargs)
+
+
+def test_token_ids_of_another_forward_may_stand_for_images():
+    model, given = OfImages(make("llama").config), batch()
+    given["input_ids"][:, 1] = -200
+    given["images"] = torch.randn(len(given["input_ids"]), SIZES["hidden_size"])
+    expected, true = loss_and_gradients(model, **given)
+    loss, gradients = loss_and_gradients(use_fused_loss(model), **given)
+    torch.testing.assert_close((loss, gradients), (expected, true))
+    assert "fused (proved" in str(fused_loss_report(model))
+
+
 @pytest.mark.parametrize("way", ["label_smoothing_factor", "compute_loss_func"])
 def test_a_trainer_that_takes_the_labels_out_is_told(way, tmp_path):
     def compute(outputs, labels, num_items_in_batch=None):
@@ -370,8 +392,7 @@ def test_batches_of_16_bits_are_proved():
                 warnings.simplefilter("error", UserWarning)
                 found = use_fused_loss(model, proof="always")(**given)
         torch.testing.assert_close(found.loss.float(), expected.float(), rtol=5e-3, atol=0)
-        owners = model.__dict__[fused_loss.FUSED]._owners.values()
-        (proof,) = [fused_loss._PROOFS.made(owner) for owner in owners]
+        (proof,) = fused_loss_report(model).proofs
         assert proof.tokens == 64
         assert proof.largest_difference < 1e-5
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_ext.dtensor import use_fused_loss
-from tests.dtensor.models import batch, check_gradients, error, loss_and_gradients, make, meshes, parallelize
+from tests.dtensor.models import batch, check_step, loss_and_gradients, make, meshes, parallelize
 from tests.dtensor.test_decisions_of_ranks import _CHANGED, CHANGES
 from tests.ranks import ranks
 
@@ -68,11 +68,7 @@ def test_losses_of_fewer_tokens_and_a_change_on_one_rank(loss, options):
     expected, true = loss_and_gradients(plain, **given)
     for seen in (0, 1, 1):  # the first change is one of all ranks
         model.config.tokens_seen = seen
-        found = model(**given).loss
-        assert error(found, expected) < 3e-6
-        found.backward()
-        check_gradients(model, true)
-        model.zero_grad()
+        check_step(model, model(**given).loss, expected, true)
     if dist.get_rank() == 1:
         CHANGES["logits"](model)
     for _ in range(2):

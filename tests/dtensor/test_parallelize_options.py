@@ -12,14 +12,7 @@ from megatron_ext.dtensor import (
     get_grad_norm,
     tie_word_embeddings,
 )
-from tests.dtensor.models import (
-    drawn,
-    error,
-    make,
-    meshes,
-    parallelize,
-    reference,
-)
+from tests.dtensor.models import drawn, error, make, meshes, parallelize, reference
 from tests.dtensor.test_parallelize import check_trains_as
 from tests.marks import slow
 from tests.ranks import ranks

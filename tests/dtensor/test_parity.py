@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from tests.dtensor.cells import check
-from tests.dtensor.models import NAMES
+from tests.dtensor.models import FAMILIES, HYBRIDS, MIXTURES, MORE, NAMES, STACKED, WITH_IMAGES
 from tests.ranks import ranks
 
 LAYOUTS = {
@@ -74,3 +74,34 @@ def test_activation_checkpointing(name):
 def test_one_rank():
     check("gemma3", False, checkpointing=True)
     check("llama", True, packed=True)
+
+
+FAMILY_LAYOUTS = {name: layout for name, layout in LAYOUTS.items() if name != "cp2"}
+FAMILY_LAYOUTS |= {
+    "ep2": {"tp": 2, "expert_parallel": True},
+    "ep2_sp": {"tp": 2, "expert_parallel": True, "sequence_parallel": True, "checkpointing": True},
+}
+QUICK_OF_FAMILIES = {("apertus", "tp2"), ("olmo2", "tp2_sp"), ("gpt_oss", "ep2_sp"), ("gpt_oss", "cp2_packed")}
+
+
+def _family_cells():
+    return [
+        pytest.param(*cell, marks=[] if cell in QUICK_OF_FAMILIES else (pytest.mark.slow, pytest.mark.each_version))
+        for cell in itertools.product(FAMILIES, FAMILY_LAYOUTS)
+        if (cell[0] in MIXTURES and STACKED) or "ep" not in cell[1]
+    ]
+
+
+@pytest.mark.parametrize("name,layout", _family_cells())
+@ranks(2)
+def test_families_on_two_ranks(name, layout):
+    check(name, layout.endswith("sp"), **FAMILY_LAYOUTS[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.each_version
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+@pytest.mark.parametrize("name", [*(name for name in HYBRIDS if name in MORE), *WITH_IMAGES])
+@ranks(2)
+def test_hybrids_on_two_ranks(name, layout):
+    check(name, False, tolerance=5e-6, **LAYOUTS[layout])

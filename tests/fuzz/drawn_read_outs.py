@@ -1,7 +1,7 @@
 """Read-outs as one call of a head or of logits takes several of: each with its truth in fp64."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,18 +48,21 @@ class Made:
             are read, of the same tensor the same object.
         true: its results from fp64 logits that are bent, and a teacher's.
         shapes: of each result; None of one that has no gradient.
+        named: the arguments of the function that reads this alone, where there is one.
     """
 
     read_out: Callable[[Any, Arranged], Any]
     true: Callable[[Tensor, Tensor], list[Tensor]]
     shapes: list[tuple[int, ...] | None]
+    named: dict[str, Any] = field(default_factory=dict)
 
 
 class Tokens:
     """What read-outs of a call share: labels and which of them count, the vocabulary's size, the temperature."""
 
     def __init__(self, draw: Draw, lead: tuple[int, ...], vocabulary: Vocabulary, temperature: float = 1.0):
-        self.draw, self.lead, self.size, self.temperature = draw, lead, vocabulary.size, temperature
+        self.draw, self.lead, self.temperature = draw, lead, temperature
+        self.vocabulary, self.size = vocabulary, vocabulary.size
         self.labels = labels_and_mask(draw, lead, vocabulary, -100)[0].long()
         self.counts = self.labels != -100
 
@@ -113,26 +116,30 @@ def _of_rows(read_out: type, true: Callable[[Tensor], Tensor]) -> Callable[[Toke
     return make
 
 
-def _gather(t: Tokens) -> Made:
-    ids = torch.randint(t.size, (*t.lead, t.draw.integer(1, 4)), generator=t.draw.generator)
-    normalised = t.draw.chance(0.5)
+def _either(t: Tokens, normalised: bool | None) -> bool:
+    return t.draw.chance(0.5) if normalised is None else normalised
+
+
+def gather(t: Tokens, normalised: bool | None = None) -> Made:
+    ids = t.draw.ids((*t.lead, t.draw.integer(1, 5)), t.size)
+    normalised = _either(t, normalised)
 
     def true(z: Tensor, p: Tensor) -> list[Tensor]:
         z = reference.counted(z, t.size)
-        return [(z.log_softmax(-1) if normalised else z * t.temperature).gather(-1, ids)]
+        return [(z.log_softmax(-1) if normalised else z * t.temperature).gather(-1, ids.long())]
 
-    return Made(lambda teacher, of: Gather(of(ids), normalised), true, [tuple(ids.shape)])
+    return Made(lambda teacher, of: Gather(of(ids), normalised), true, [tuple(ids.shape)], {"indices": ids})
 
 
-def _top_k(t: Tokens) -> Made:
-    k, normalised = t.draw.random.choice([1, min(3, t.size), t.size]), t.draw.chance(0.5)
+def top_k(t: Tokens, normalised: bool | None = None) -> Made:
+    k, normalised = t.draw.random.choice([1, min(3, t.size), t.size]), _either(t, normalised)
 
     def true(z: Tensor, p: Tensor) -> list[Tensor]:
         z = z[..., : t.size]
         order = z.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
         return [(z.log_softmax(-1) if normalised else z * t.temperature).gather(-1, order), order]
 
-    return Made(lambda teacher, of: TopK(k, normalised), true, [(*t.lead, k), None])
+    return Made(lambda teacher, of: TopK(k, normalised), true, [(*t.lead, k), None], {"k": k})
 
 
 def _kept(read_out: type) -> Callable[[Tokens], Made]:
@@ -158,24 +165,33 @@ def _kept(read_out: type) -> Callable[[Tokens], Made]:
 
 
 def _sampled(t: Tokens) -> Made:
-    top_k, top_p = t.draw.random.choice([1, 3, 100, None]), t.draw.random.choice([1.0, 0.9, 0.537])
+    top_k, top_p = t.draw.random.choice([1, 3, 100, 5000, None]), t.draw.random.choice([1.0, 0.9, 0.537])
 
     def true(z: Tensor, p: Tensor) -> list[Tensor]:
         found = reference.sampled_log_probs(z, t.labels, top_k, top_p if top_p < 1 else torch.inf, t.size)
         return [found.where(found > -torch.inf, found.detach())]
 
-    return Made(lambda teacher, of: Sampled(of(t.labels), top_k, top_p), true, [t.lead])
+    named = {"labels": t.labels, "top_k": top_k, "top_p": top_p}
+    return Made(lambda teacher, of: Sampled(of(t.labels), top_k, top_p), true, [t.lead], named)
 
 
-def _divergence(make: Callable[[Any], Any], of: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tokens], Made]:
+def _divergence(
+    make: Callable[..., Any], formula: Callable[[Tensor, Tensor], Tensor], **named: Any
+) -> Callable[[Tokens], Made]:
     def made(t: Tokens) -> Made:
         return Made(
-            lambda teacher, of: make(teacher),
-            lambda z, p: [of(*(x[..., : t.size].log_softmax(-1) for x in (z, p)))],
+            lambda teacher, of: make(teacher, **named),
+            lambda z, p: [formula(*(x[..., : t.size].log_softmax(-1) for x in (z, p)))],
             [t.lead],
+            named,
         )
 
     return made
+
+
+def _jensen_shannon(t: Tokens) -> Made:
+    named = t.draw.options(beta=(0.5, 0.1, 0.9))
+    return _divergence(JensenShannon, Divergence("jsd", **named).of, **named)(t)
 
 
 # By name. Those of the softmax alone need no logits in backward.
@@ -190,17 +206,17 @@ OF_SOFTMAX: dict[str, Callable[[Tokens], Made]] = {
 }
 OTHERS: dict[str, Callable[[Tokens], Made]] = {
     "sum of squares": _of_rows(SumOfSquares, lambda z: z.softmax(-1).square().sum(-1)),
-    "gather": _gather,
-    "top-k": _top_k,
+    "gather": gather,
+    "top-k": top_k,
     "kept": _kept(Kept),
     "kept entropy": _kept(KeptEntropy),
     "sampled": _sampled,
     "KL": _divergence(KL, Divergence("forward").of),
-    "reverse KL": _divergence(lambda teacher: KL(teacher, "reverse"), Divergence("reverse").of),
+    "reverse KL": _divergence(KL, Divergence("reverse").of, direction="reverse"),
     "soft cross entropy": _divergence(
         lambda teacher: KL(teacher, "cross entropy"), lambda q, p: -(p.exp() * q).sum(-1)
     ),
-    "JS": _divergence(JensenShannon, Divergence("jsd").of),
+    "JS": _jensen_shannon,
     "total variation": _divergence(TotalVariation, lambda q, p: (q.exp() - p.exp()).abs().sum(-1) / 2),
     "acceptance": _divergence(AcceptanceRate, lambda q, p: torch.minimum(q, p).exp().sum(-1)),
 }

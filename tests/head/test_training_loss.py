@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.head import LmHead
-from megatron_ext.head.training_loss import LossSettings, linear_training_loss
+from megatron_ext.head.training_loss import linear_training_loss
 
 
 @pytest.mark.parametrize("options", [{}, {"skip_ignored": True}, {"skip_ignored": 9, "hits": True}], ids=str)
@@ -18,7 +18,7 @@ def test_entropy_beside_a_loss_has_no_gradient(options):
     logits = hidden @ weight.t()
     expected = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     entropy = torch.distributions.Categorical(logits=logits.detach()).entropy() * (labels != -100)
-    found = linear_training_loss(LmHead(weight), hidden, labels, LossSettings(entropy=True, **options))
+    found = linear_training_loss(LmHead(weight), hidden, labels, entropy=True, **options)
     torch.testing.assert_close(found.loss, expected)
     torch.testing.assert_close(found.entropy, entropy, rtol=1e-5, atol=1e-6)
     assert not found.entropy.requires_grad

@@ -139,6 +139,12 @@ def test_wrong_arguments_are_told_with_the_right_ones(wrong, message):
             "weighs tokens; use 'token'",
         ),
         ({"loss_type": "cispo"}, "epsilon_high is None with loss_type 'cispo'"),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0, "delta": 2.0},
+            "delta is 2.0 with loss_type 'cispo', which has no",
+        ),
+        ({"loss_type": "sapo", "delta": 2.0}, "delta is 2.0 with loss_type 'sapo', which has no use"),
+        ({"loss_type": "sapo", "epsilon_high": 0.3}, "epsilon_high is 0.3 with loss_type 'sapo', which has no use"),
         ({"loss_type": "dr_grpo"}, "max_completion_length is None"),
         ({"loss_type": "dr_grpo", "max_completion_length": -3}, "max_completion_length is -3"),
         ({"loss_type": "dr_grpo", "max_completion_length": 2.5}, "max_completion_length is 2.5"),

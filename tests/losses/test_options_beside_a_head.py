@@ -1,15 +1,16 @@
 """Options of a loss beside an `LmHead` in the weight's place: merged with the head's, or refused; never dropped."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext import VocabShard
+from megatron_ext import VocabShard, linear_log_probs
 from megatron_ext.head import KL, LmHead, LogProbs, Teacher
 from megatron_ext.losses import DistillationLoss, DPOLoss, GRPOLoss, KTOLoss, ORPOLoss, SimPOLoss, TopKDistillationLoss
-from tests.batch_invariant_mode import fixed_calls
+from tests.batch_invariant_mode import fixed_calls, switched_on
 from tests.losses.problems import B, S, V, drawn, head, rows
 from tests.ranks import ranks
 
@@ -19,19 +20,42 @@ LOSSES = {
     "DPO": (DPOLoss, {"reference_log_probs": rows().others["reference_log_probs"]}),
     "SimPO": (SimPOLoss, {}),
     "ORPO": (ORPOLoss, {}),
-    "KTO": (KTOLoss, {"desirable": torch.arange(B) % 2 == 0, "reference_free": True}),
+    "KTO": (partial(KTOLoss, reference_free=True), {"desirable": torch.arange(B) % 2 == 0}),
 }
 
 
 def called(name, weight, **options):
     """The loss and its gradient by the weight; `weight`: of a leaf what the loss is given in its place."""
     kind, given = LOSSES[name]
-    given = dict(given)
-    options |= {"reference_free": given.pop("reference_free")} if "reference_free" in given else {}
     hidden, leaf = head()
     leaf.requires_grad_()
     loss, _ = kind(**options)(hidden, weight(leaf), rows().labels, **given)
     return loss, torch.autograd.grad(loss, leaf)[0]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_log_probabilities_have_the_bits_that_are_asked_for(name):
+    """Those of the head with these bits, in any chunks; the switch asks for them too."""
+    kind, given = LOSSES[name]
+    labels, (hidden, weight) = rows().labels, [x.float().requires_grad_() for x in head()]
+    given = given | {"mask": (labels != -100).float()}
+
+    def gradients(loss):
+        return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+    log_probs = linear_log_probs(hidden, weight, labels, bits="batch")
+    expected = gradients(kind().from_log_probs(log_probs, **given)[0])
+    with fixed_calls() as calls:
+        for chunk in (None, 5):
+            found = gradients(kind(bits="batch", chunk_tokens=chunk)(hidden, weight, labels, **given)[0])
+            assert all(map(torch.equal, found, expected))
+        assert len(calls) == 2
+        kind()(hidden, weight, labels, **given)
+        assert len(calls) == 2
+        with switched_on():
+            assert torch.equal(kind()(hidden, weight, labels, **given)[0], expected[0])
+            kind(bits="fast")(hidden, weight, labels, **given)
+        assert len(calls) == 3
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -165,6 +165,15 @@ def test_counts_and_kl_of_several_numbers_are_refused():
     torch.testing.assert_close(found, loss.from_log_probs(log_probs, desirable, kl=1.0))
 
 
+@pytest.mark.parametrize("kl", [-0.7, torch.tensor(-0.7)])
+def test_a_mean_below_0_is_no_divergence(kl):
+    log_probs, desirable = -torch.rand(4, 3), torch.tensor([True, False, True, False])
+    loss = KTOLoss(beta=1.0, reference_free=True)
+    torch.testing.assert_close(
+        loss.from_log_probs(log_probs, desirable, kl=kl), loss.from_log_probs(log_probs, desirable)
+    )
+
+
 @pytest.mark.parametrize("logit", [2.0, 10.0, 20.0, 30.0])
 def test_odds_near_certainty_lose_digits_as_derived(logit):
     """Of two tokens with logits x and 0 the first has log odds x: off by a rounding of log p over 1 - p, no more."""

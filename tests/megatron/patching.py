@@ -1,6 +1,7 @@
 """What the tests of the GPTModel patch share: a small batch, a patch for a while, gradients to compare."""
 
 import functools
+import inspect
 import itertools
 from contextlib import contextmanager
 from unittest import mock
@@ -9,7 +10,7 @@ import torch
 
 from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
 from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
-from tests.gpt import causal_mask, tiny_batches, tiny_gpt
+from tests.gpt import causal_mask, grouped, tiny_batches, tiny_gpt
 
 SEQ = 8
 ROUNDING = 2e-6
@@ -57,6 +58,24 @@ def counting_logits(layer):
 
 def one_gpt(**overrides):
     return tiny_gpt(**overrides)[0]
+
+
+def on_gpt(tp: int = 1, **overrides):
+    """`@grouped(tp)` of a body that gets the `model` that `one_gpt` makes of `overrides`, and `labels` if it asks."""
+
+    def decorate(body):
+        parameters = dict(inspect.signature(body).parameters)
+        asks = parameters.pop("model") and parameters.pop("labels", None)
+
+        @functools.wraps(body)
+        def test(**kwargs):
+            given = {"labels": batch()[1]} if asks else {}
+            body(model=one_gpt(**overrides), **given, **kwargs)
+
+        test.__signature__ = inspect.Signature(list(parameters.values()))
+        return grouped(tp)(test)
+
+    return decorate
 
 
 def later_gpt(**overrides):

@@ -16,16 +16,15 @@ from megatron_ext.megatron.layer_specs import gpt_layer_spec
 from megatron_ext.megatron.output_processors import NextTokenLogProbs
 from megatron_ext.numerics import batch_invariance
 from tests.batch_invariant_mode import fixed_calls, switch, switched_on
-from tests.gpt import causal_mask, model_parallel
-from tests.megatron.patching import SEQ, batch, one_gpt, patched, run
-from tests.ranks import ranks
+from tests.gpt import causal_mask, grouped
+from tests.megatron.patching import SEQ, batch, on_gpt, one_gpt, patched, run
 
 
-@ranks(1)
+@on_gpt()
 @pytest.mark.parametrize("by", ["config", "global switch"])
-def test_the_fused_head_takes_batch_and_says_so(by):
-    with model_parallel(1), patched(), fixed_calls() as calls:
-        model, (tokens, labels, _), seen = one_gpt(), batch(), []
+def test_the_fused_head_takes_batch_and_says_so(model, by):
+    with patched(), fixed_calls() as calls:
+        (tokens, labels, _), seen = batch(), []
         model.decoder.register_forward_hook(lambda module, inputs, found: seen.append(found.detach()))
         run(model, labels, tokens)
         assert not calls, "off"
@@ -43,11 +42,11 @@ def test_the_fused_head_takes_batch_and_says_so(by):
         assert torch.equal(loss.detach().flatten(), torch.stack(alone))
 
 
-@ranks(1)
-def test_bits_are_an_option_of_patch_and_output_processors():
+@on_gpt()
+def test_bits_are_an_option_of_patch_and_output_processors(model):
     """What is asked for goes before the mode."""
-    with model_parallel(1), fixed_calls() as calls:
-        model, (tokens, labels, _) = one_gpt(), batch()
+    with fixed_calls() as calls:
+        tokens, labels, _ = batch()
         for bits, fixed in (("tensor_parallel", 1), ("batch", 1), ("fast", 0), (None, 0)):
             with patched(bits=bits):
                 run(model, labels, tokens)
@@ -68,26 +67,25 @@ def reads_logits(module, inputs, outputs):
     outputs[0].sum()
 
 
-@ranks(1)
-def test_bits_are_refused_where_megatron_makes_the_logits():
+@on_gpt()
+def test_bits_are_refused_where_megatron_makes_the_logits(model):
     """A hook that reads them, a layer whose loss is left to Megatron; "fast" leaves both as they are."""
-    with model_parallel(1):
-        model, (tokens, labels, _) = one_gpt(), batch()
-        stock = run(model, labels, tokens)
-        layer = model.output_layer
-        hooks = {
-            "the loss of GPTModel is taken from logits that Megatron made": (layer.register_forward_hook, reads_logits),
-            "and cannot go into GPTModel: its output layer has backward hooks": (
-                layer.register_full_backward_hook,
-                lambda module, before, after: None,
-            ),
-        }
-        for said, (register, hook) in hooks.items():
-            with register(hook):
-                with patched(bits="batch"), pytest.raises(ValueError, match=said):
-                    run(model, labels, tokens)
-                with patched(bits="fast"):
-                    torch.testing.assert_close(run(model, labels, tokens), stock)
+    tokens, labels, _ = batch()
+    stock = run(model, labels, tokens)
+    layer = model.output_layer
+    hooks = {
+        "the loss of GPTModel is taken from logits that Megatron made": (layer.register_forward_hook, reads_logits),
+        "and cannot go into GPTModel: its output layer has backward hooks": (
+            layer.register_full_backward_hook,
+            lambda module, before, after: None,
+        ),
+    }
+    for said, (register, hook) in hooks.items():
+        with register(hook):
+            with patched(bits="batch"), pytest.raises(ValueError, match=said):
+                run(model, labels, tokens)
+            with patched(bits="fast"):
+                torch.testing.assert_close(run(model, labels, tokens), stock)
 
 
 @contextmanager
@@ -131,11 +129,11 @@ def test_the_mode_reaches_every_head(on):
         assert len(calls) == 11
 
 
-@ranks(1)
-def test_free_memory_does_not_change_repeated_runs():
+@on_gpt()
+def test_free_memory_does_not_change_repeated_runs(model):
     """Under Megatron's `deterministic_mode`, which is said once."""
-    with model_parallel(1), patched(cache="auto"):
-        model, (tokens, labels, _) = one_gpt(), batch()
+    with patched(cache="auto"):
+        tokens, labels, _ = batch()
         heads, resolved = [], LmHead.resolved
         with mock.patch.object(LmHead, "resolved", lambda head: heads.append(head.cache) or resolved(head)):
             run(model, labels, tokens)
@@ -153,11 +151,11 @@ def test_free_memory_does_not_change_repeated_runs():
 
 
 @pytest.mark.slow
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize("spec", [None, gpt_layer_spec], ids=["Megatron's layers", "ours"])
 def test_a_whole_model_keeps_a_rows_bits(spec):
     """Layers, norms, attention and loss, in batches of two rows and of one."""
-    with model_parallel(1), patched(), entered():
+    with patched(), entered():
         model, (tokens, labels, _) = one_gpt(spec=spec), batch()
         together = run(model, labels, tokens).detach()
         for row in (0, 1):

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_ext.megatron import versions
 from tests import gpt
-from tests.gpt import loss_and_grads, model_parallel, ours_everywhere, tiny_batches
+from tests.gpt import grouped, loss_and_grads, model_parallel, ours_everywhere, tiny_batches
 from tests.megatron.language_models import tiny_hybrid_chunks
 from tests.ranks import ranks
 
@@ -39,9 +39,9 @@ def test_the_numbers_of_megatrons_layers(sizes, options):
             assert (grad - stock_grads[name]).norm() <= 1e-6 * stock_grads[name].norm(), name
 
 
-@ranks(1)
+@grouped(1)
 def test_other_kinds_of_layers_are_refused():
-    with model_parallel(), pytest.raises(ValueError, match=r"pattern has a gdn layer.*use Megatron's own"):
+    with pytest.raises(ValueError, match="pattern has a gdn layer.*use Megatron's own"):
         tiny_hybrid_chunks(ours=True, pattern="*G")
 
 

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.spec_utils import build_module
 
+from megatron_ext.megatron import norms
 from megatron_ext.megatron.layer_specs import gpt_block_spec, gpt_layer_spec, gpt_moe_layer_spec
 from tests.gpt import (
     EXPERTS,
     forward_step,
+    grouped,
     loss_and_grads,
     model_parallel,
     ours_everywhere,
@@ -21,27 +25,26 @@ from tests.ranks import ranks
 LATENT = {"multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "v_head_dim": 8}
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize("spec", [gpt_block_spec, gpt_layer_spec], ids=["block", "layer"])
 def test_multi_latent_attention_is_refused(spec):
     """It was built as plain attention."""
     refused = pytest.raises(ValueError, match="multi_latent_attention is True: .* take Megatron's own layer spec")
-    with model_parallel(), refused:
+    with refused:
         tiny_gpt(spec, **LATENT)
 
 
-@ranks(1)
+@grouped(1)
 def test_other_kinds_of_attention_are_refused():
     """All layers were built with plain attention."""
-    with model_parallel():
-        config = tiny_config()
+    config = tiny_config()
+    gpt_block_spec(config)
+    config.experimental_attention_variant = "gated_delta_net"  # past the kernels that its own checks ask for
+    with pytest.raises(ValueError, match="experimental_attention_variant is 'gated_delta_net': .* plain"):
         gpt_block_spec(config)
-        config.experimental_attention_variant = "gated_delta_net"  # past the kernels that its own checks ask for
-        with pytest.raises(ValueError, match="experimental_attention_variant is 'gated_delta_net': .* plain"):
-            gpt_block_spec(config)
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize(
     "name,value",
     [
@@ -56,13 +59,10 @@ def test_other_kinds_of_attention_are_refused():
 )
 def test_settings_that_need_other_layers_are_refused(name, value):
     """A layer was built as if they were not there."""
-    from megatron.core.transformer.spec_utils import build_module
-
-    with model_parallel():
-        config = tiny_config()
-        setattr(config, name, value)  # past the checks of the config itself
-        with pytest.raises(ValueError, match=rf"config\.{name} is {value!r}: .* take Megatron's own layer spec"):
-            build_module(gpt_layer_spec, config=config)
+    config = tiny_config()
+    setattr(config, name, value)  # past the checks of the config itself
+    with pytest.raises(ValueError, match=rf"config\.{name} is {value!r}: .* take Megatron's own layer spec"):
+        build_module(gpt_layer_spec, config=config)
 
 
 @ranks(1, 2)
@@ -71,7 +71,6 @@ def test_layer_spec_has_experts_where_the_config_says(freq):
     """It built a dense model; loss and gradients are those of Megatron's own specs."""
     pipeline = torch.distributed.get_world_size()
     with model_parallel(pp=pipeline):
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         def stock(config, stage):
             return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
@@ -90,13 +89,13 @@ def test_layer_spec_has_experts_where_the_config_says(freq):
                 torch.testing.assert_close(grad, expected[1][name], rtol=1e-4, atol=1e-6)
 
 
-@ranks(1)
+@grouped(1)
 def test_grouped_experts_are_refused_by_the_layer_spec():
-    with model_parallel(), pytest.raises(ValueError, match="moe_grouped_gemm is True"):
+    with pytest.raises(ValueError, match="moe_grouped_gemm is True"):
         tiny_gpt(gpt_layer_spec, **EXPERTS, moe_grouped_gemm=True)
 
 
-@ranks(2)
+@grouped(2)
 def test_layers_of_the_spec_are_known_as_megatrons():
     """LoRA of Megatron-Bridge asks for the class, and refused "Layer type is unrecognized for LoRA"."""
 
@@ -109,36 +108,33 @@ def test_layers_of_the_spec_are_known_as_megatrons():
             return "row", layer.input_size, layer.output_size, layer.explicit_expert_comm
         raise NotImplementedError(f"Layer type is unrecognized for LoRA: {type(layer)}")
 
-    with model_parallel(tp=2):
+    def kinds(model):
+        layers = {name: layer for name, layer in model.named_modules() if ".linear_" in name}
+        return {name: (type(layer).__name__, *adapted(layer)) for name, layer in layers.items()}
 
-        def kinds(model):
-            layers = {name: layer for name, layer in model.named_modules() if ".linear_" in name}
-            return {name: (type(layer).__name__, *adapted(layer)) for name, layer in layers.items()}
-
-        expected = kinds(tiny_gpt(stock_spec)[0])
-        assert len(expected) == 8
+    expected = kinds(tiny_gpt(stock_spec)[0])
+    assert len(expected) == 8
+    assert kinds(tiny_gpt(gpt_layer_spec)[0]) == expected
+    layer = tiny_gpt(gpt_layer_spec)[0].decoder.layers[0].mlp.linear_fc1
+    assert "communication=" in repr(layer)
+    with ours_everywhere():
+        assert adapted(layer)[0] == "column"
         assert kinds(tiny_gpt(gpt_layer_spec)[0]) == expected
-        layer = tiny_gpt(gpt_layer_spec)[0].decoder.layers[0].mlp.linear_fc1
-        assert "communication=" in repr(layer)
-        with ours_everywhere():
-            assert adapted(layer)[0] == "column"
-            assert kinds(tiny_gpt(gpt_layer_spec)[0]) == expected
 
 
-@ranks(1)
+@grouped(1)
 def test_a_list_of_another_length_than_the_layers_is_refused():
     """It built fewer layers than the config has."""
-    with model_parallel():
-        config = tiny_config(moe_layer_freq=[0, 1], **EXPERTS)
-        assert len(gpt_block_spec(config).layer_specs) == 2
-        config.moe_layer_freq = [1]
-        with pytest.raises(ValueError, match=r"moe_layer_freq is \[1\]: .* 2 layers"):
-            gpt_block_spec(config)
+    config = tiny_config(moe_layer_freq=[0, 1], **EXPERTS)
+    assert len(gpt_block_spec(config).layer_specs) == 2
+    config.moe_layer_freq = [1]
+    with pytest.raises(ValueError, match=r"moe_layer_freq is \[1\]: .* 2 layers"):
+        gpt_block_spec(config)
 
 
-@ranks(1)
+@grouped(1)
 def test_transformer_engines_layers_where_it_is_missing():
-    with model_parallel(), pytest.raises(ImportError) as told:
+    with pytest.raises(ImportError) as told:
         gpt_block_spec(tiny_config(), transformer_engine=True)
     assert str(told.value).startswith(
         "gpt_block_spec(transformer_engine=True) needs Transformer Engine, which Megatron"
@@ -146,38 +142,34 @@ def test_transformer_engines_layers_where_it_is_missing():
     assert "without a GPU megatron_on_cpu(transformer_engine=True) needs only its Python part" in str(told.value)
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize("present", [False, True], ids=["without", "with"])
 def test_norms_of_their_own_store_what_transformer_engines_do(present, monkeypatch):
-    with model_parallel():
-        from megatron_ext.megatron import norms
-
-        monkeypatch.setattr(norms, "have_transformer_engine", lambda: present)
-        (model,) = tiny_gpt(gpt_block_spec, qk_layernorm=True, **EXPERTS)
-        state = sharded_state(model)
-        extra = {name for name in state if "norm" in name and name.endswith("_extra_state")}
-        expected = {"decoder.final_layernorm"} | {
-            f"decoder.layers.{layer}.{norm}"
-            for layer in range(2)
-            for norm in ("pre_mlp_layernorm", "self_attention.q_layernorm", "self_attention.k_layernorm")
-        }
-        assert extra == ({f"{name}._extra_state" for name in expected} if present else set())
-        loaded = model.state_dict() | {"decoder.final_layernorm._extra_state": torch.zeros(3)}
-        loaded["decoder.final_layernorm.weight"] = loaded["decoder.final_layernorm.weight"] + 2
-        model.load_state_dict(loaded, strict=True)
-        assert torch.equal(model.decoder.final_layernorm.weight, loaded["decoder.final_layernorm.weight"])
+    monkeypatch.setattr(norms, "have_transformer_engine", lambda: present)
+    (model,) = tiny_gpt(gpt_block_spec, qk_layernorm=True, **EXPERTS)
+    state = sharded_state(model)
+    extra = {name for name in state if "norm" in name and name.endswith("_extra_state")}
+    expected = {"decoder.final_layernorm"} | {
+        f"decoder.layers.{layer}.{norm}"
+        for layer in range(2)
+        for norm in ("pre_mlp_layernorm", "self_attention.q_layernorm", "self_attention.k_layernorm")
+    }
+    assert extra == ({f"{name}._extra_state" for name in expected} if present else set())
+    loaded = model.state_dict() | {"decoder.final_layernorm._extra_state": torch.zeros(3)}
+    loaded["decoder.final_layernorm.weight"] = loaded["decoder.final_layernorm.weight"] + 2
+    model.load_state_dict(loaded, strict=True)
+    assert torch.equal(model.decoder.final_layernorm.weight, loaded["decoder.final_layernorm.weight"])
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fp32_residuals_run_beside_16_bit_weights(sequence_parallel):
-    with model_parallel(tp=2):
-        found = []
-        for settings in ({}, {"bf16": True, "params_dtype": torch.bfloat16, "fp32_residual_connection": True}):
-            (model,) = tiny_gpt(gpt_block_spec, sequence_parallel=sequence_parallel, **settings)
-            model = model.bfloat16() if settings else model
-            loss = forward_step(iter([tiny_batches()[0]]), model)[0].mean()
-            loss.backward()
-            found.append((loss.item(), model.decoder.layers[0].mlp.linear_fc1.weight.grad.float()))
-        assert found[1][0] == pytest.approx(found[0][0], rel=1e-2)
-        assert (found[1][1] - found[0][1]).norm() < 0.05 * found[0][1].norm()
+    found = []
+    for settings in ({}, {"bf16": True, "params_dtype": torch.bfloat16, "fp32_residual_connection": True}):
+        (model,) = tiny_gpt(gpt_block_spec, sequence_parallel=sequence_parallel, **settings)
+        model = model.bfloat16() if settings else model
+        loss = forward_step(iter([tiny_batches()[0]]), model)[0].mean()
+        loss.backward()
+        found.append((loss.item(), model.decoder.layers[0].mlp.linear_fc1.weight.grad.float()))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-2)
+    assert (found[1][1] - found[0][1]).norm() < 0.05 * found[0][1].norm()

@@ -5,25 +5,26 @@ import warnings
 from types import SimpleNamespace
 from unittest import mock
 
+import megatron.core
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.extensions import transformer_engine
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron import versions
-from megatron_ext.megatron.fusion_report import reset_fusion_report
-from tests.gpt import VOCAB, model_parallel
+from tests.gpt import VOCAB, grouped
 from tests.marks import slow
-from tests.megatron.patching import SEQ, assert_fused_is_stock, batch, later_gpt, one_gpt, patch, patched, run
+from tests.megatron.patching import SEQ, assert_fused_is_stock, batch, later_gpt, on_gpt, one_gpt, patch, patched, run
 from tests.programs import python
-from tests.ranks import ranks
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
 def test_labels_of_another_shape(sequence_parallel):
-    with model_parallel(tp=2), patched():
+    with patched():
         model, labels = one_gpt(sequence_parallel=sequence_parallel), batch()[1]
         for wrong in (labels[:, 1:], labels[:1], labels.T, labels[0]):
             with pytest.raises(ValueError, match=r"labels have shape .* takes labels \[batch, sequence\] of \(2, 8\)"):
@@ -31,10 +32,10 @@ def test_labels_of_another_shape(sequence_parallel):
         assert run(model, labels).shape == labels.shape
 
 
-@ranks(1, 2)
+@grouped(1, 2)
 def test_gathered_logits_together_with_labels():
     world_size = dist.get_world_size()
-    with model_parallel(tp=world_size), patched():
+    with patched():
         model, labels = one_gpt(), batch()[1]
         gathering = one_gpt(model={"parallel_output": False})
         right = run(model, labels)
@@ -49,53 +50,44 @@ def test_gathered_logits_together_with_labels():
         assert torch.equal(run(gathering, labels, runtime_gather_output=False), right)
 
 
-@ranks(1)
+@grouped(1)
 def test_wrong_settings():
-    with model_parallel():
-        from megatron.core.models.gpt import GPTModel
-
-        before = list(vars(GPTModel).items())
-        for size in (0, -1, 2.5, True, "4"):
-            with pytest.raises(ValueError, match="chunk_size is .* positive number of sequence positions, or None"):
-                patch(chunk_size=size)
-        for cache in (-1, "much"):
-            with pytest.raises(ValueError, match="cache is"):
-                patch(cache=cache)
-        assert list(vars(GPTModel).items()) == before
+    before = list(vars(GPTModel).items())
+    for size in (0, -1, 2.5, True, "4"):
+        with pytest.raises(ValueError, match="chunk_size is .* positive number of sequence positions, or None"):
+            patch(chunk_size=size)
+    for cache in (-1, "much"):
+        with pytest.raises(ValueError, match="cache is"):
+            patch(cache=cache)
+    assert list(vars(GPTModel).items()) == before
 
 
-@ranks(1)
+@grouped(1)
 def test_a_class_without_the_seams():
-    with model_parallel():
-        with pytest.raises(
-            ValueError, match=r"Linear lacks an argument `labels` of forward\(\), a method compute_lang"
-        ):
-            patch(model=torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"Linear lacks an argument `labels` of forward\(\), a method compute_lang"):
+        patch(model=torch.nn.Linear(2, 2))
 
-        model = one_gpt()
+    model = one_gpt()
 
-        class NoLabels(type(model)):
-            def _postprocess(self, hidden_states):
-                return hidden_states
+    class NoLabels(type(model)):
+        def _postprocess(self, hidden_states):
+            return hidden_states
 
-        model.__class__ = NoLabels
-        with pytest.raises(ValueError, match=r"NoLabels lacks an argument `labels` of _postprocess\(\)"):
-            patch(model=model)
+    model.__class__ = NoLabels
+    with pytest.raises(ValueError, match=r"NoLabels lacks an argument `labels` of _postprocess\(\)"):
+        patch(model=model)
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize("version,tested", [("0.13.1", False), ("0.15.0", True), ("0.18.0rc1", True), ("1.0.0", False)])
 def test_an_untested_megatron_warns_once(version, tested):
-    with model_parallel():
-        import megatron.core
-
-        versions.warn_if_untested.cache_clear()
-        another = mock.patch.object(megatron.core, "__version__", version)
-        with another, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with patched():
-                patch(chunk_size=2)
-        versions.warn_if_untested.cache_clear()
+    versions.warn_if_untested.cache_clear()
+    another = mock.patch.object(megatron.core, "__version__", version)
+    with another, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with patched():
+            patch(chunk_size=2)
+    versions.warn_if_untested.cache_clear()
     tested_with = f"is tested with Megatron-Core {versions.TESTED[0]} to {versions.TESTED[-1]}"
     said = [w for w in caught if tested_with in str(w.message)]
     assert len(said) == (0 if tested else 1)
@@ -181,7 +173,7 @@ def mxfp8_layer(model):
     return r"multiplies in MXFP8 .fp8_output_proj.*set fp8_output_proj=False"
 
 
-@ranks(2)
+@on_gpt(tp=2)
 @pytest.mark.parametrize(
     "change",
     [
@@ -191,10 +183,8 @@ def mxfp8_layer(model):
         *slow(custom_layer, layer_with_hooks, instance_forward, rounded_logits, weight_in_pieces, mxfp8_layer),
     ],
 )
-def test_unknown_linear_cross_entropy_stays_with_megatron(change):
-    reset_fusion_report()
-    with model_parallel(tp=2), mock.patch.dict(vars(transformer_engine)):
-        model, labels = one_gpt(), batch()[1]
+def test_unknown_linear_cross_entropy_stays_with_megatron(model, labels, change):
+    with mock.patch.dict(vars(transformer_engine)):
         reason = change(model)
         try:
             stock = run(model, labels)
@@ -216,72 +206,65 @@ def test_unknown_linear_cross_entropy_stays_with_megatron(change):
         torch.testing.assert_close(log_probs, -run(model, ids.roll(-1, 1))[:, :-1])
 
 
-@ranks(1)
-def test_the_loss_stays_a_method_of_the_model():
+@on_gpt()
+def test_the_loss_stays_a_method_of_the_model(model, labels):
     """Whoever is handed it during a forward, as output processors are, finds the model by it."""
-    with model_parallel():
-        model, labels, seen = one_gpt(), batch()[1], []
-        kind = type(model)
+    seen = []
+    kind = type(model)
 
-        def _postprocess(self, *args, **kwargs):
-            seen.append(self.compute_language_model_loss.__self__)
-            return kind._postprocess(self, *args, **kwargs)
+    def _postprocess(self, *args, **kwargs):
+        seen.append(self.compute_language_model_loss.__self__)
+        return kind._postprocess(self, *args, **kwargs)
 
-        model.__class__ = type("Curious", (kind,), {"_postprocess": _postprocess})
-        with patched():
-            run(model, labels)
-        assert seen == [model]
+    model.__class__ = type("Curious", (kind,), {"_postprocess": _postprocess})
+    with patched():
+        run(model, labels)
+    assert seen == [model]
 
 
-@ranks(1)
+@grouped(1)
 def test_a_stand_in_for_a_model_is_left_alone():
     """As tests of a class's `forward` call it: no module, with a function for an output layer."""
-    with model_parallel():
-        from megatron.core.models.common.language_module.language_module import LanguageModule
 
-        class Model(LanguageModule):
-            def forward(self, hidden, labels=None):
-                return self.compute_language_model_loss(labels, self.output_layer(hidden)[0])
+    class Model(LanguageModule):
+        def forward(self, hidden, labels=None):
+            return self.compute_language_model_loss(labels, self.output_layer(hidden)[0])
 
-        fake = SimpleNamespace(
-            output_layer=lambda hidden: (2 * hidden, None),
-            compute_language_model_loss=lambda labels, logits: logits - labels,
-        )
-        with patched():
-            assert Model.forward(fake, torch.tensor(3), labels=torch.tensor(1)).item() == 5
+    fake = SimpleNamespace(
+        output_layer=lambda hidden: (2 * hidden, None),
+        compute_language_model_loss=lambda labels, logits: logits - labels,
+    )
+    with patched():
+        assert Model.forward(fake, torch.tensor(3), labels=torch.tensor(1)).item() == 5
 
 
-@ranks(2)
-def test_a_layer_that_names_its_softcap_is_fused():
-    with model_parallel(tp=2):
-        model, labels = one_gpt(), batch()[1]
-        custom_layer(model)
-        with count_collectives() as plain:
-            stock = run(model, labels)
-        model.output_layer.softcap = 0.5
-        with patched():
-            run(model, labels)  # ranks agree that it is fused
-            with count_collectives() as fused:
-                loss = run(model, labels)
-        assert fused.total() == plain.total() - 2
-        torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
-
-
-@ranks(1)
-@pytest.mark.parametrize("change", ["no softcap in forward", "another term in forward"])
-def test_a_softcap_that_a_layer_names_is_proved(change):
-    """An attribute of this name says nothing of the forward."""
-    with model_parallel():
-        model, labels = one_gpt(), batch()[1]
-        if change == "another term in forward":
-            custom_layer(model)
-            kind = type(model.output_layer)
-            scaled = {"forward": lambda self, *args, **kwargs: (3 * kind.forward(self, *args, **kwargs)[0], None)}
-            model.output_layer.__class__ = type("Scaled", (kind,), scaled)
-        model.output_layer.softcap = 0.5
+@on_gpt(tp=2)
+def test_a_layer_that_names_its_softcap_is_fused(model, labels):
+    custom_layer(model)
+    with count_collectives() as plain:
         stock = run(model, labels)
-        with patched(), pytest.warns(UserWarning, match="own loss is another one: .* attribute `softcap`"):
-            assert torch.equal(run(model, labels), stock)
+    model.output_layer.softcap = 0.5
+    with patched():
+        run(model, labels)  # ranks agree that it is fused
+        with count_collectives() as fused:
+            loss = run(model, labels)
+    assert fused.total() == plain.total() - 2
+    torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+
+
+@on_gpt()
+@pytest.mark.parametrize("change", ["no softcap in forward", "another term in forward"])
+def test_a_softcap_that_a_layer_names_is_proved(model, labels, change):
+    """An attribute of this name says nothing of the forward."""
+    if change == "another term in forward":
+        custom_layer(model)
+        kind = type(model.output_layer)
+        scaled = {"forward": lambda self, *args, **kwargs: (3 * kind.forward(self, *args, **kwargs)[0], None)}
+        model.output_layer.__class__ = type("Scaled", (kind,), scaled)
+    model.output_layer.softcap = 0.5
+    stock = run(model, labels)
+    with patched(), pytest.warns(UserWarning, match="own loss is another one: .* attribute `softcap`"):
+        assert torch.equal(run(model, labels), stock)
 
 
 def compare_later(model, fewer_collectives, **kwargs):
@@ -298,80 +281,76 @@ def compare_later(model, fewer_collectives, **kwargs):
     assert sent[0] - sent[1] == fewer_collectives
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
 def test_scaled_logits_and_unknown_arguments(sequence_parallel):
-    with model_parallel(tp=2):
-        model = later_gpt(sequence_parallel=sequence_parallel)
-        compare_later(model, 2, novelty="new")
-        assert model.passed_on["novelty"] == "new"
-        for change in (lambda z: 4 * z, lambda z: z / 4, lambda z: torch.div(z.mul(2), 3)):
-            model.change = change
-            compare_later(model, 2)
+    model = later_gpt(sequence_parallel=sequence_parallel)
+    compare_later(model, 2, novelty="new")
+    assert model.passed_on["novelty"] == "new"
+    for change in (lambda z: 4 * z, lambda z: z / 4, lambda z: torch.div(z.mul(2), 3)):
+        model.change = change
+        compare_later(model, 2)
 
 
-@ranks(2)
+@grouped(2)
 def test_whoever_needs_logits_gets_them():
     """Then the loss is Megatron's own, of just those logits: also if they were changed in place, or read only."""
-    with model_parallel(tp=2):
-        model = later_gpt()
-        shapes = []
+    model = later_gpt()
+    shapes = []
 
-        def look(logits):
-            shapes.append((logits.shape, logits.size(0), logits.dim(), logits.dtype, logits.device.type))
-            return logits
+    def look(logits):
+        shapes.append((logits.shape, logits.size(0), logits.dim(), logits.dtype, logits.device.type))
+        return logits
 
-        model.change = look
-        compare_later(model, 2)
-        assert shapes[0] == shapes[1] == ((SEQ, 2, VOCAB // 2), SEQ, 3, torch.float32, "cpu")
+    model.change = look
+    compare_later(model, 2)
+    assert shapes[0] == shapes[1] == ((SEQ, 2, VOCAB // 2), SEQ, 3, torch.float32, "cpu")
 
-        best = []
+    best = []
 
-        def accept(logits):
-            best.append(logits.argmax(-1))
-            return logits
+    def accept(logits):
+        best.append(logits.argmax(-1))
+        return logits
 
-        model.change = accept
+    model.change = accept
+    compare_later(model, 0)
+    assert all(torch.equal(best[0], again) for again in best)
+    for change in (
+        lambda z: z.mul_(0.5),
+        lambda z: (z.add_(torch.arange(VOCAB // 2) / 9), z)[1],
+        lambda z: z * -1,
+        lambda z: 2 / (z + 3),
+        lambda z: z * torch.tensor(0.5),
+        lambda z: z.float()[..., :] + torch.cat([z, z])[:SEQ],
+    ):
+        model.change = change
         compare_later(model, 0)
-        assert all(torch.equal(best[0], again) for again in best)
-        for change in (
-            lambda z: z.mul_(0.5),
-            lambda z: (z.add_(torch.arange(VOCAB // 2) / 9), z)[1],
-            lambda z: z * -1,
-            lambda z: 2 / (z + 3),
-            lambda z: z * torch.tensor(0.5),
-            lambda z: z.float()[..., :] + torch.cat([z, z])[:SEQ],
-        ):
-            model.change = change
-            compare_later(model, 0)
 
 
-@ranks(2)
+@grouped(2)
 def test_an_output_processor_is_the_callers_own():
-    with model_parallel(tp=2):
-        model = later_gpt()
-        compare_later(model, 0, output_processor=lambda hidden, layer: hidden.float())
+    model = later_gpt()
+    compare_later(model, 0, output_processor=lambda hidden, layer: hidden.float())
 
 
-@ranks(2)
+@grouped(2)
 def test_kept_logits_are_those_of_the_step_or_refused():
-    with model_parallel(tp=2):
-        model, kept = later_gpt(), []
-        model.change = lambda logits: (kept.append(logits), logits)[1]
-        run(model, batch()[1])
-        with patched():
-            for _ in range(2):
-                run(model, batch()[1]).sum().backward()
-        assert torch.equal(kept[1].argmax(-1), kept[0].argmax(-1))
-        torch.optim.SGD(model.parameters()).step()
-        with pytest.raises(ValueError, match="logits of an earlier call, .* the output layer has changed since"):
-            kept[2].argmax(-1)
+    model, kept = later_gpt(), []
+    model.change = lambda logits: (kept.append(logits), logits)[1]
+    run(model, batch()[1])
+    with patched():
+        for _ in range(2):
+            run(model, batch()[1]).sum().backward()
+    assert torch.equal(kept[1].argmax(-1), kept[0].argmax(-1))
+    torch.optim.SGD(model.parameters()).step()
+    with pytest.raises(ValueError, match="logits of an earlier call, .* the output layer has changed since"):
+        kept[2].argmax(-1)
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("asks", [False, True], ids=["loss", "logits"])
 def test_hidden_states_changed_before_the_loss_are_refused(asks):
-    with model_parallel(tp=2), patched():
+    with patched():
         model, seen = later_gpt(), []
 
         def change(logits):

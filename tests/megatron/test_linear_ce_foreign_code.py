@@ -8,15 +8,15 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.fusions import fused_cross_entropy
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import cross_entropy, layers, mappings
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-from tests.gpt import model_parallel
-from tests.megatron.patching import assert_same, batch, grads_of, one_gpt, patched, run
-from tests.ranks import ranks
+from megatron_ext.megatron.fusion_report import fusion_report
+from tests.gpt import grouped
+from tests.megatron.patching import assert_same, batch, grads_of, on_gpt, one_gpt, patched, run
 from tests.transparent import Transparent
 
 
@@ -238,125 +238,110 @@ CHANGES = {
 }
 
 
-@ranks(1)
+@on_gpt(tied=False)
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_code_gives_its_own_loss(change):
-    reset_fusion_report()
-    with model_parallel():
-        model, labels = one_gpt(tied=False), batch()[1]
-        with change(model) or mock.patch.dict({}):
-            stock = run(model, labels)
-            wanted = grads_of(model, stock)
-            with patched():
-                for _ in range(2):
-                    loss = run(model, labels)
-                    torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
-                    assert_same(grads_of(model, loss), wanted)
-        assert fusion_report().losses_fused == CHANGES[change]
-
-
-@ranks(1)
-def test_a_loss_with_metrics_beside_it_is_kept():
-    with model_parallel():
-        model, labels = one_gpt(), batch()[1]
-
-        class WithMetrics(type(model)):
-            def compute_language_model_loss(self, labels, logits):
-                losses = super().compute_language_model_loss(labels, logits)
-                return losses, {"mean": losses.detach().mean(), "tokens": labels.numel()}
-
-        model.__class__ = WithMetrics
+def test_changed_code_gives_its_own_loss(model, labels, change):
+    with change(model) or mock.patch.dict({}):
         stock = run(model, labels)
+        wanted = grads_of(model, stock)
         with patched():
             for _ in range(2):
-                torch.testing.assert_close(run(model, labels), stock)
+                loss = run(model, labels)
+                torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+                assert_same(grads_of(model, loss), wanted)
+    assert fusion_report().losses_fused == CHANGES[change]
+
+
+@on_gpt()
+def test_a_loss_with_metrics_beside_it_is_kept(model, labels):
+    class WithMetrics(type(model)):
+        def compute_language_model_loss(self, labels, logits):
+            losses = super().compute_language_model_loss(labels, logits)
+            return losses, {"mean": losses.detach().mean(), "tokens": labels.numel()}
+
+    model.__class__ = WithMetrics
+    stock = run(model, labels)
+    with patched():
+        for _ in range(2):
+            torch.testing.assert_close(run(model, labels), stock)
 
 
 def _not_reentrant(function, _, hidden):
     return checkpoint(function, hidden, use_reentrant=False)
 
 
-@ranks(1)
+@on_gpt()
 @pytest.mark.parametrize("checkpointed", [tensor_parallel.checkpoint, _not_reentrant])
-def test_a_checkpointed_loss_is_kept_and_no_other_one_is_taken(checkpointed):
+def test_a_checkpointed_loss_is_kept_and_no_other_one_is_taken(model, labels, checkpointed):
     """Its function runs again in backward, where the model is not patched."""
-    with model_parallel():
-        model, labels = one_gpt(), batch()[1]
 
-        class Checkpointed(type(model)):
-            def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
-                def loss(hidden):
-                    weight = self.shared_embedding_or_output_weight()
-                    return self.compute_language_model_loss(labels, self.output_layer(hidden, weight=weight)[0])
+    class Checkpointed(type(model)):
+        def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
+            def loss(hidden):
+                weight = self.shared_embedding_or_output_weight()
+                return self.compute_language_model_loss(labels, self.output_layer(hidden, weight=weight)[0])
 
-                return checkpointed(loss, False, hidden_states)
+            return checkpointed(loss, False, hidden_states)
 
-        def step():
-            loss, weight = run(model, labels), model.shared_embedding_or_output_weight()
-            weight.grad = None
-            loss.sum().backward()
-            return loss, weight.grad
+    def step():
+        loss, weight = run(model, labels), model.shared_embedding_or_output_weight()
+        weight.grad = None
+        loss.sum().backward()
+        return loss, weight.grad
 
-        model.__class__ = Checkpointed
-        stock = step()
-        with patched():
-            assert all(map(torch.equal, step(), stock))
-        with patched(temperature=0.5), pytest.raises(ValueError, match="temperature=0.5, .* is called under no_grad"):
-            step()
+    model.__class__ = Checkpointed
+    stock = step()
+    with patched():
+        assert all(map(torch.equal, step(), stock))
+    with patched(temperature=0.5), pytest.raises(ValueError, match="temperature=0.5, .* is called under no_grad"):
+        step()
 
 
-@ranks(1)
+@grouped(1)
 def test_quantizers_in_bfloat16_keep_their_own_loss():
     """Their work is as small as rounding, which the proof allows."""
-    reset_fusion_report()
-    with model_parallel():
-        model, labels = one_gpt(tied=False, params_dtype=torch.bfloat16, bf16=True).bfloat16(), batch()[1]
-        quantizer_inside(model)
-        stock = run(model, labels)
-        with patched():
-            assert torch.equal(run(model, labels), stock)
-        assert fusion_report().losses_fused == 0
+    model, labels = one_gpt(tied=False, params_dtype=torch.bfloat16, bf16=True).bfloat16(), batch()[1]
+    quantizer_inside(model)
+    stock = run(model, labels)
+    with patched():
+        assert torch.equal(run(model, labels), stock)
+    assert fusion_report().losses_fused == 0
 
 
-@ranks(1)
-def test_hooks_of_all_modules_see_one_call_of_the_output_layer():
+@on_gpt()
+def test_hooks_of_all_modules_see_one_call_of_the_output_layer(model, labels):
     seen = []
-    with model_parallel():
-        model, labels = one_gpt(), batch()[1]
 
-        def hook(module, inputs, outputs):
-            if module is not model.output_layer:
-                return None
-            seen.append(outputs[0].shape)
-            return 2 * outputs[0], outputs[1]
+    def hook(module, inputs, outputs):
+        if module is not model.output_layer:
+            return None
+        seen.append(outputs[0].shape)
+        return 2 * outputs[0], outputs[1]
 
-        with register_module_forward_hook(hook):
-            stock = run(model, labels)
-            wanted = grads_of(model, stock)
-            with patched():
-                loss = run(model, labels)
-                found = grads_of(model, loss)
+    with register_module_forward_hook(hook):
+        stock = run(model, labels)
+        wanted = grads_of(model, stock)
+        with patched():
+            loss = run(model, labels)
+            found = grads_of(model, loss)
     torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
     assert_same(found, wanted)
     assert len(seen) == 2
 
 
-@ranks(1)
+@grouped(1)
 def test_logits_returned_beside_a_loss_are_of_that_call():
-    with model_parallel():
-        from megatron.core.models.gpt import GPTModel
+    class Both(GPTModel):
+        def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
+            logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
+            return {"loss": self.compute_language_model_loss(labels, logits), "logits": logits}
 
-        class Both(GPTModel):
-            def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
-                logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
-                return {"loss": self.compute_language_model_loss(labels, logits), "logits": logits}
-
-        model, labels = one_gpt(), batch()[1]
-        loss, logits_BSV = run(model, labels), run(model)
-        model.__class__ = Both
-        with patched():
-            found = run(model, labels)
-        torch.testing.assert_close(found["loss"], loss, rtol=1e-6, atol=1e-6)
-        with torch.no_grad():
-            model.shared_embedding_or_output_weight().zero_()
-        assert torch.equal(found["logits"].transpose(0, 1), logits_BSV)
+    model, labels = one_gpt(), batch()[1]
+    loss, logits_BSV = run(model, labels), run(model)
+    model.__class__ = Both
+    with patched():
+        found = run(model, labels)
+    torch.testing.assert_close(found["loss"], loss, rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        model.shared_embedding_or_output_weight().zero_()
+    assert torch.equal(found["logits"].transpose(0, 1), logits_BSV)

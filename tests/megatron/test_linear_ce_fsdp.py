@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-from tests.gpt import fully_sharded, make_optimizer, model_parallel, tiny_batches, tiny_gpt, train_step
+from megatron_ext.megatron.fusion_report import fusion_report
+from tests.gpt import fully_sharded, grouped, make_optimizer, model_parallel, tiny_batches, tiny_gpt, train_step
 from tests.marks import slow
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import SEQ, assert_same, counting_logits, grads_of, one_gpt, patched, run
@@ -46,49 +46,45 @@ def averaged(grads: dict) -> dict:
     return grads
 
 
-@ranks(2)
+@grouped(2, tp=1)
 @pytest.mark.parametrize("tied", [False, *slow(True)], ids=["untied", "tied"])
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=SLOW)], ids=["resharded", "kept"])
 @pytest.mark.parametrize("build", [one_gpt, pytest.param(tiny_hybrid, marks=SLOW)])
 def test_fsdp2(build, tied, reshard):
-    with model_parallel():
-        model = build(tied=tied)
-        stock, weights = own_step(model)
-        expected = averaged(grads_of(model, stock, weights))
-        names = [name for name, _ in model.named_parameters()]
-        shard(model, reshard)
-        assert isinstance(model.embedding.word_embeddings.weight, DTensor)
-        reset_fusion_report()
-        # The weight that the head then gathers has no main_grad to add to.
-        model.output_layer.gradient_accumulation_fusion = tied and reshard
-        with patched(chunk_size=3), counting_logits(model.output_layer) as made:
-            for _ in range(2):  # gradients are reduced again over a second micro-batch
-                loss, weights = own_step(model)
-                torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
-                loss.backward(weights)
-        assert not made
-        assert fusion_report().losses_fused == 2
-        found = {name: parameter.grad for name, parameter in model.named_parameters()}
-        assert list(found) == names
-        assert_same({n: None if g is None else g.full_tensor() / 2 for n, g in found.items()}, expected)
+    model = build(tied=tied)
+    stock, weights = own_step(model)
+    expected = averaged(grads_of(model, stock, weights))
+    names = [name for name, _ in model.named_parameters()]
+    shard(model, reshard)
+    assert isinstance(model.embedding.word_embeddings.weight, DTensor)
+    # The weight that the head then gathers has no main_grad to add to.
+    model.output_layer.gradient_accumulation_fusion = tied and reshard
+    with patched(chunk_size=3), counting_logits(model.output_layer) as made:
+        for _ in range(2):  # gradients are reduced again over a second micro-batch
+            loss, weights = own_step(model)
+            torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+            loss.backward(weights)
+    assert not made
+    assert fusion_report().losses_fused == 2
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert list(found) == names
+    assert_same({n: None if g is None else g.full_tensor() / 2 for n, g in found.items()}, expected)
 
 
-@ranks(2)
+@grouped(2, tp=1)
 @pytest.mark.parametrize("reshard", [True, *slow(False)], ids=["resharded", "kept"])
 def test_whoever_asks_for_logits_under_fsdp2_gets_them(reshard):
     """A hook that keeps the mean of the logits; the warning names this file."""
-    with model_parallel():
-        model, seen = one_gpt(tied=False), []
-        stock, _ = own_step(model)
-        shard(model, reshard)
-        model.output_layer.register_forward_hook(lambda module, args, outputs: seen.append(outputs[0].mean()))
-        reset_fusion_report()
-        with patched(chunk_size=3), pytest.warns(UserWarning, match=r"test_linear_ce_fsdp.py:\d+ asks for the logits"):
-            loss, weights = own_step(model)
-        torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
-        loss.backward(weights)
-        assert len(seen) == 1
-        assert fusion_report().logits_made == 1
+    model, seen = one_gpt(tied=False), []
+    stock, _ = own_step(model)
+    shard(model, reshard)
+    model.output_layer.register_forward_hook(lambda module, args, outputs: seen.append(outputs[0].mean()))
+    with patched(chunk_size=3), pytest.warns(UserWarning, match=r"test_linear_ce_fsdp.py:\d+ asks for the logits"):
+        loss, weights = own_step(model)
+    torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+    loss.backward(weights)
+    assert len(seen) == 1
+    assert fusion_report().logits_made == 1
 
 
 MEGATRONS = {

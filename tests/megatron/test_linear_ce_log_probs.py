@@ -5,15 +5,17 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_ext import reference
 from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.output_processors import NextTokenLogProbs
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
-from tests.gpt import VOCAB, causal_mask, model_parallel, tiny_batches, tiny_gpt
+from tests.gpt import VOCAB, causal_mask, grouped, model_parallel, tiny_batches, tiny_gpt
 from tests.marks import slow
-from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, packing, patched, run
+from tests.megatron.patching import SEQ, assert_same, batch, grads_of, on_gpt, one_gpt, packing, patched, run
 from tests.ranks import ranks
 
 ASKED = {"return_logprobs_for_linear_ce_fusion": True}
@@ -28,28 +30,27 @@ def expected(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
     return reference.log_probs(logits_BSV[:, :-1], tokens_BS[:, 1:])
 
 
-@ranks(1, 2)
+@grouped(1, 2)
 @pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
 def test_values_and_gradients(sequence_parallel):
     world_size = dist.get_world_size()
-    with model_parallel(tp=world_size):
-        model, ids = one_gpt(sequence_parallel=sequence_parallel and world_size > 1), batch()[0]
-        log_probs = expected(gathered(model), ids)
-        weights = torch.rand_like(log_probs)
-        # The reference gathers full logits on every rank, each of which gives their whole gradient: one is enough.
-        stock = grads_of(model, log_probs, weights)
-        with patched(chunk_size=3):
-            ours = run(model, ids, **ASKED)
-            fused = grads_of(model, ours, weights)
-        assert ours.shape == (2, SEQ - 1)
-        torch.testing.assert_close(ours, log_probs, rtol=1e-6, atol=2e-6)
-        assert_same(fused, stock)
+    model, ids = one_gpt(sequence_parallel=sequence_parallel and world_size > 1), batch()[0]
+    log_probs = expected(gathered(model), ids)
+    weights = torch.rand_like(log_probs)
+    # The reference gathers full logits on every rank, each of which gives their whole gradient: one is enough.
+    stock = grads_of(model, log_probs, weights)
+    with patched(chunk_size=3):
+        ours = run(model, ids, **ASKED)
+        fused = grads_of(model, ours, weights)
+    assert ours.shape == (2, SEQ - 1)
+    torch.testing.assert_close(ours, log_probs, rtol=1e-6, atol=2e-6)
+    assert_same(fused, stock)
 
 
-@ranks(1)
-def test_false_takes_shifted_labels():
-    with model_parallel(), patched():
-        model, (_, labels, _) = one_gpt(), batch()
+@on_gpt()
+def test_false_takes_shifted_labels(model):
+    with patched():
+        _, labels, _ = batch()
         losses = run(model, labels, return_logprobs_for_linear_ce_fusion=False)
         assert losses.shape == (2, SEQ)
         assert torch.equal(losses, run(model, labels))
@@ -71,37 +72,34 @@ def packed_log_probs(model, tokens, params, borders, **kwargs):
         return model(tokens, positions, None, labels=tokens, packed_seq_params=params, **ASKED), wanted
 
 
-@ranks(2)
+@grouped(2)
 def test_packed_documents_do_not_see_each_other():
     tokens = tiny_batches(batch=1, seq=11)[0]
-    with model_parallel(tp=2):
-        model = our_gpt(sequence_parallel=True)
-        ours, wanted = packed_log_probs(model, tokens, packing(0, 3, 4, 12), [2, 3])
-        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=2e-6)
-        weights = torch.rand_like(ours)
-        assert_same(grads_of(model, ours, weights), grads_of(model, wanted, weights))
-        # Two documents of 3 and 5 tokens, in 4 and 8 places.
-        ours, wanted = packed_log_probs(model, tokens, packing(0, 3, 8, padded=(0, 4, 12)), [2, 3, 8, 9, 10])
-        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=2e-6)
+    model = our_gpt(sequence_parallel=True)
+    ours, wanted = packed_log_probs(model, tokens, packing(0, 3, 4, 12), [2, 3])
+    torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=2e-6)
+    weights = torch.rand_like(ours)
+    assert_same(grads_of(model, ours, weights), grads_of(model, wanted, weights))
+    # Two documents of 3 and 5 tokens, in 4 and 8 places.
+    ours, wanted = packed_log_probs(model, tokens, packing(0, 3, 8, padded=(0, 4, 12)), [2, 3, 8, 9, 10])
+    torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=2e-6)
 
 
-@ranks(1)
+@grouped(1)
 def test_a_forward_that_takes_labels_and_borders_in_kwargs():
     tokens, positions = tiny_batches(batch=1, seq=11)[0], torch.arange(12)[None]
-    with model_parallel():
-        from megatron.core.models.gpt import GPTModel
 
-        class Passing(GPTModel):
-            def forward(self, input_ids, position_ids, attention_mask, **kwargs):
-                return super().forward(input_ids, position_ids, attention_mask, **kwargs)
+    class Passing(GPTModel):
+        def forward(self, input_ids, position_ids, attention_mask, **kwargs):
+            return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
-        model, params = our_gpt(), packing(0, 3, 4, 12)
-        model.__class__ = Passing
-        ours, wanted = packed_log_probs(model, tokens, params, [2, 3])
-        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=2e-6)
-        with patched():
-            given = {"packed_seq_params": params, "output_processor": NextTokenLogProbs()}
-            torch.testing.assert_close(model(tokens, positions, None, **given), wanted, rtol=1e-6, atol=2e-6)
+    model, params = our_gpt(), packing(0, 3, 4, 12)
+    model.__class__ = Passing
+    ours, wanted = packed_log_probs(model, tokens, params, [2, 3])
+    torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=2e-6)
+    with patched():
+        given = {"packed_seq_params": params, "output_processor": NextTokenLogProbs()}
+        torch.testing.assert_close(model(tokens, positions, None, **given), wanted, rtol=1e-6, atol=2e-6)
 
 
 @ranks(2)
@@ -119,8 +117,6 @@ def test_context_parallel(packed):
         wanted = wanted.where(torch.arange(15) != 3, 0.0) if packed else wanted
         stock = grads_of(alone, wanted, weights)
     with model_parallel(cp=2):
-        from megatron.core import parallel_state
-
         cu_seqlens = torch.tensor(starts, dtype=torch.int32) if packed else None
         parts = SequenceParts(parallel_state.get_context_parallel_group(), cu_seqlens)
         extra = {"packed_seq_params": packing(*starts)} if packed else {}
@@ -143,16 +139,14 @@ def test_context_parallel(packed):
             model(own, own_positions, None, labels=tokens[:, :-1], **extra, **ASKED)
 
 
-@ranks(2)
+@grouped(2, over="cp")
 @pytest.mark.parametrize("layers", [0, 2], ids=["main", "and multi-token prediction"])
 def test_a_label_that_one_context_parallel_rank_holds(layers):
     """It alone can refuse it: the other hears of it where the log-probabilities are joined."""
     tokens = tiny_batches(batch=1, seq=15)[0]
     wrong = tokens.clone()
     wrong[0, 15] = VOCAB  # the label of position 14, of rank 0's part
-    with model_parallel(cp=2), patched():
-        from megatron.core import parallel_state
-
+    with patched():
         parts = SequenceParts(parallel_state.get_context_parallel_group())
         model = our_gpt(mtp_num_layers=layers) if layers else our_gpt()
         own, positions = parts.split(tokens, 1), parts.split(torch.arange(16)[None], 1)
@@ -163,29 +157,27 @@ def test_a_label_that_one_context_parallel_rank_holds(layers):
         assert model(own, positions, None, labels=tokens, **ASKED).shape == (1, 15)  # both are still here
 
 
-@ranks(2)
+@on_gpt(tp=2, mtp_num_layers=1)
 @pytest.mark.parametrize("masked", [True, *slow(False)], ids=["masked", "all"])
-def test_multi_token_prediction_predicts_the_same_tokens(masked):
+def test_multi_token_prediction_predicts_the_same_tokens(model, masked):
     """As if Megatron were called with shifted labels and the mask that belongs to them."""
-    with model_parallel(tp=2):
-        model, ids = one_gpt(mtp_num_layers=1), batch()[0]
-        mask = torch.ones_like(ids)
-        mask[0, :3] = 0 if masked else 1
-        labels, label_mask = ids.roll(-1, 1), mask.roll(-1, 1)
-        label_mask[:, -1] = 0
-        weights = torch.rand(2, SEQ)
-        weights[:, -1] = 0
-        stock = grads_of(model, run(model, labels, loss_mask=label_mask), weights)
-        with patched(chunk_size=3):
-            log_probs = run(model, ids, loss_mask=mask if masked else None, **ASKED)
-            fused = grads_of(model, log_probs, -weights[:, :-1])
-        assert_same(fused, stock)
+    ids = batch()[0]
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0 if masked else 1
+    labels, label_mask = ids.roll(-1, 1), mask.roll(-1, 1)
+    label_mask[:, -1] = 0
+    weights = torch.rand(2, SEQ)
+    weights[:, -1] = 0
+    stock = grads_of(model, run(model, labels, loss_mask=label_mask), weights)
+    with patched(chunk_size=3):
+        log_probs = run(model, ids, loss_mask=mask if masked else None, **ASKED)
+        fused = grads_of(model, log_probs, -weights[:, :-1])
+    assert_same(fused, stock)
 
 
-@ranks(2)
-def test_other_stages_pass_hidden_states_on():
-    with model_parallel(tp=2), patched():
-        model = one_gpt(model={"post_process": False})
+@on_gpt(tp=2, model={"post_process": False})
+def test_other_stages_pass_hidden_states_on(model):
+    with patched():
         hidden = run(model)
         assert hidden.shape == (SEQ, 2, 32)
         assert torch.equal(run(model, batch()[1]), hidden)
@@ -193,10 +185,10 @@ def test_other_stages_pass_hidden_states_on():
         assert torch.equal(run(model, **ASKED), hidden)
 
 
-@ranks(2)
-def test_wrong_labels():
-    with model_parallel(tp=2), patched():
-        model, ids = one_gpt(), batch()[0]
+@on_gpt(tp=2)
+def test_wrong_labels(model):
+    with patched():
+        ids = batch()[0]
         with pytest.raises(
             ValueError, match="labels and input_ids are None: .* pass the token ids, not shifted, as labels=input_ids"
         ):

@@ -8,8 +8,8 @@ import torch
 
 from megatron_ext import reference
 from megatron_ext.megatron import versions
-from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-from tests.gpt import model_parallel, tiny_batches, train_steps
+from megatron_ext.megatron.fusion_report import fusion_report
+from tests.gpt import grouped, model_parallel, tiny_batches, train_steps
 from tests.marks import slow
 from tests.megatron import language_models, multimodal_models
 from tests.megatron.patching import (
@@ -18,7 +18,7 @@ from tests.megatron.patching import (
     batch,
     counting_logits,
     next_token_loss,
-    one_gpt,
+    on_gpt,
     patched,
     run,
 )
@@ -47,7 +47,6 @@ def compare(model, step=next_token_loss, layer=None, inside=None) -> dict:
     """Losses and gradients as stock's, which are returned, no logits in training, and a report that says so.
 
     `inside`: the language model in `model`, of which only that is patched then."""
-    reset_fusion_report()
     named = model if inside is None else inside
     with counting_logits(layer or named.output_layer) as made:
         found = assert_fused_is_stock(model, step, patched_model=None if inside is None else model)
@@ -66,12 +65,11 @@ NEWER = pytest.mark.skipif(
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
 @TIED
 def test_hybrid(tied, sequence_parallel):
-    with model_parallel(tp=2):
-        compare(language_models.tiny_hybrid(tied=tied, sequence_parallel=sequence_parallel))
+    compare(language_models.tiny_hybrid(tied=tied, sequence_parallel=sequence_parallel))
 
 
 @pytest.mark.slow
@@ -92,38 +90,33 @@ def test_hybrid_with_mamba_layers(ours):
         assert losses == pytest.approx(alone, rel=1e-5)
 
 
-@ranks(2)
+@grouped(2)
 @TIED
 def test_bert(tied):
-    with model_parallel(tp=2):
-        compare(language_models.tiny_bert(tied=tied), bert_step)
+    compare(language_models.tiny_bert(tied=tied), bert_step)
 
 
 @pytest.mark.slow
-@ranks(2)
+@grouped(2)
 @TIED
 def test_t5(tied):
-    with model_parallel(tp=2):
-        model = language_models.tiny_t5(tied=tied)
-        compare(model, t5_step, model.lm_head.output_layer)
+    model = language_models.tiny_t5(tied=tied)
+    compare(model, t5_step, model.lm_head.output_layer)
 
 
-@ranks(1)
-def test_a_loss_that_megatron_binds_once():
+@on_gpt()
+def test_a_loss_that_megatron_binds_once(model):
     """As newer versions choose it when the model is built: the head still goes in."""
-    with model_parallel():
-        model = one_gpt()
-        model.compute_language_model_loss = functools.partial(type(model).compute_language_model_loss, model)
-        own = dict(vars(model))
-        compare(model)
-        assert vars(model) == own
+    model.compute_language_model_loss = functools.partial(type(model).compute_language_model_loss, model)
+    own = dict(vars(model))
+    compare(model)
+    assert vars(model) == own
 
 
 @pytest.mark.slow
-@ranks(1)
-def test_classes_made_after_the_patch():
-    with model_parallel(), patched(chunk_size=3):
-        model = one_gpt()
+@on_gpt()
+def test_classes_made_after_the_patch(model):
+    with patched(chunk_size=3):
 
         class Later(type(model)):
             def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
@@ -131,13 +124,12 @@ def test_classes_made_after_the_patch():
                 return self.compute_language_model_loss(labels, 2 * logits)
 
         model.__class__ = Later
-        reset_fusion_report()
         run(model, batch()[1])
         assert fusion_report().losses_fused == 1
     assert not hasattr(Later._postprocess, "original")
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize(
     "build,step",
     [
@@ -148,21 +140,19 @@ def test_classes_made_after_the_patch():
 )
 def test_megatrons_multimodal_models(build, step):
     """Gradients reach the encoders of images, too."""
-    with model_parallel():
-        model = build()
-        found = compare(model, step, inside=model.language_model)
-        images = [grad for name, grad in found.items() if name.startswith(("vision_model", "modality_submodules"))]
-        assert images
-        assert all(grad.any() for grad in images)
+    model = build()
+    found = compare(model, step, inside=model.language_model)
+    images = [grad for name, grad in found.items() if name.startswith(("vision_model", "modality_submodules"))]
+    assert images
+    assert all(grad.any() for grad in images)
 
 
-@ranks(2)
+@grouped(2)
 def test_labels_of_hybrid_tokens_as_log_probs():
-    with model_parallel(tp=2):
-        model, ids = language_models.tiny_hybrid(), batch()[0]
-        expected = reference.log_probs(run(model, runtime_gather_output=True)[:, :-1], ids[:, 1:])
-        with patched(chunk_size=3), counting_logits(model.output_layer) as made:
-            for labels in (ids, None):
-                found = run(model, labels, return_logprobs_for_linear_ce_fusion=True)
-                torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
-        assert not made
+    model, ids = language_models.tiny_hybrid(), batch()[0]
+    expected = reference.log_probs(run(model, runtime_gather_output=True)[:, :-1], ids[:, 1:])
+    with patched(chunk_size=3), counting_logits(model.output_layer) as made:
+        for labels in (ids, None):
+            found = run(model, labels, return_logprobs_for_linear_ce_fusion=True)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
+    assert not made

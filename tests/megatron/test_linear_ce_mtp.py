@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_ext.megatron.fused_loss.model_methods import takes_losses_without_labels
-from tests.gpt import model_parallel
+from tests.gpt import grouped
 from tests.megatron.language_models import hybrid_has_mtp, tiny_hybrid
 from tests.megatron.patching import (
     SEQ,
@@ -17,7 +19,6 @@ from tests.megatron.patching import (
     patched,
     run,
 )
-from tests.ranks import ranks
 
 LAYERS = 2
 
@@ -32,8 +33,6 @@ def hybrid(**overrides):
 
 def logged() -> dict:
     """What Megatron logs of multi-token prediction, cleared for the next step."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
     tracker = MTPLossLoggingHelper.tracker
     found = {name: value.clone() for name, value in tracker.items() if isinstance(value, torch.Tensor)}
     tracker.clear()
@@ -66,8 +65,6 @@ def compare(model, labels) -> None:
 
 def likeliest_one_further(model):
     """Labels of which some are what the layers of multi-token prediction find likeliest, so that hits are counted."""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
     _, labels, _ = batch()
     hits = []
     layer = model.output_layer
@@ -80,32 +77,30 @@ def likeliest_one_further(model):
     return labels
 
 
-@ranks(1, 2)
+@grouped(1, 2)
 @pytest.mark.parametrize("build", [gpt, hybrid])
 def test_acceptance_counts(build):
-    with model_parallel(tp=torch.distributed.get_world_size()):
-        if build is hybrid and not hybrid_has_mtp():
-            pytest.skip("hybrid models have no multi-token prediction before Megatron-Core 0.17")
-        for sequence_parallel in (False, True)[: torch.distributed.get_world_size()]:
-            model = build(sequence_parallel=sequence_parallel)
-            compare(model, likeliest_one_further(model))
+    if build is hybrid and not hybrid_has_mtp():
+        pytest.skip("hybrid models have no multi-token prediction before Megatron-Core 0.17")
+    for sequence_parallel in (False, True)[: torch.distributed.get_world_size()]:
+        model = build(sequence_parallel=sequence_parallel)
+        compare(model, likeliest_one_further(model))
 
 
-@ranks(2)
+@grouped(2)
 def test_without_labels_the_layers_train_on_tokens():
     """From 0.19 on: the model returns logits, and its layers of multi-token prediction take losses without any."""
-    with model_parallel(tp=2):
-        model = gpt()
-        if not takes_losses_without_labels(model):
-            pytest.skip("before Megatron-Core 0.19 multi-token prediction takes no loss without labels")
-        stock = run(model)
-        weights = torch.rand_like(stock)
-        expected, expected_log = grads_of(model, stock, weights), logged()
-        with patched(chunk_size=3), counting_logits(model.output_layer) as made:
-            logits = run(model)
-            found, found_log = grads_of(model, logits, weights), logged()
-        assert type(logits) is torch.Tensor
-        assert len(made) == 1
-        torch.testing.assert_close(logits, stock, rtol=1e-6, atol=1e-6)
-        assert_same(found, expected)
-        torch.testing.assert_close(found_log, expected_log, rtol=1e-6, atol=0)
+    model = gpt()
+    if not takes_losses_without_labels(model):
+        pytest.skip("before Megatron-Core 0.19 multi-token prediction takes no loss without labels")
+    stock = run(model)
+    weights = torch.rand_like(stock)
+    expected, expected_log = grads_of(model, stock, weights), logged()
+    with patched(chunk_size=3), counting_logits(model.output_layer) as made:
+        logits = run(model)
+        found, found_log = grads_of(model, logits, weights), logged()
+    assert type(logits) is torch.Tensor
+    assert len(made) == 1
+    torch.testing.assert_close(logits, stock, rtol=1e-6, atol=1e-6)
+    assert_same(found, expected)
+    torch.testing.assert_close(found_log, expected_log, rtol=1e-6, atol=0)

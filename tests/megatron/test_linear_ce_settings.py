@@ -9,6 +9,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from megatron_ext.head.training_loss import TrainingLoss
 from megatron_ext.megatron.fused_loss import megatron_log
@@ -19,7 +22,7 @@ from megatron_ext.megatron.layer_specs import gpt_layer_spec
 from megatron_ext.megatron.spec_head import with_fused_head
 from megatron_ext.memory import __main__ as memory
 from megatron_ext.memory.sizes import Sizes
-from tests.gpt import VOCAB, causal_mask, data_parallel, model_parallel, stock_spec, tiny_batches, tiny_gpt
+from tests.gpt import VOCAB, causal_mask, data_parallel, grouped, stock_spec, tiny_batches, tiny_gpt
 from tests.marks import slow
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import (
@@ -29,13 +32,13 @@ from tests.megatron.patching import (
     counting_logits,
     grads_of,
     later_gpt,
+    on_gpt,
     one_gpt,
     patch,
     patched,
     run,
     unpatch,
 )
-from tests.ranks import ranks
 from tests.stub_modules import stub_modules
 
 CHANGED = {"z_loss": 0.03, "label_smoothing": 0.2, "softcap": 0.4, "temperature": 0.7}
@@ -57,12 +60,12 @@ def reads_shape(module, args, outputs):
     assert outputs[0].shape[:2] == (SEQ, 2)
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("build", [later_gpt, *slow(one_gpt, tiny_hybrid)])
 @pytest.mark.parametrize("made", [False, True], ids=["fused", "made"])
 def test_options_of_the_loss(build, made):
     """Also of logits that a hook has asked for: the options are not lost with the promise."""
-    with model_parallel(tp=2), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, labels = build(sequence_parallel=True), batch()[1]
         for options in (CHANGED, {"z_loss": 0.1}, {"softcap": 0.3}):
@@ -89,20 +92,18 @@ def test_options_of_the_loss(build, made):
                 assert counters.z_loss is None
 
 
-@ranks(1)
-def test_reported_z_loss_is_a_mean_over_labels_that_count():
-    with model_parallel():
-        model, labels = one_gpt(), batch()[1].clone()
-        labels[0, :3] = -100
-        counted = labels != -100
-        _, z_loss = reference(run(model), labels.where(counted, 0), z_loss=0.1)
-        reset_fusion_report()
-        with patched(z_loss=0.1, entropy=True, model=model):
-            run(model, labels)
-        (counters,) = fusion_report().models
-        entropy = torch.distributions.Categorical(logits=run(model)).entropy()
-        assert counters.entropy == pytest.approx(entropy[counted].mean().item(), rel=1e-5)
-        assert counters.z_loss == pytest.approx(z_loss[counted].mean().item(), rel=1e-5)
+@on_gpt()
+def test_reported_z_loss_is_a_mean_over_labels_that_count(model):
+    labels = batch()[1].clone()
+    labels[0, :3] = -100
+    counted = labels != -100
+    _, z_loss = reference(run(model), labels.where(counted, 0), z_loss=0.1)
+    with patched(z_loss=0.1, entropy=True, model=model):
+        run(model, labels)
+    (counters,) = fusion_report().models
+    entropy = torch.distributions.Categorical(logits=run(model)).entropy()
+    assert counters.entropy == pytest.approx(entropy[counted].mean().item(), rel=1e-5)
+    assert counters.z_loss == pytest.approx(z_loss[counted].mean().item(), rel=1e-5)
 
 
 def ours_of_spec(**head):
@@ -124,41 +125,39 @@ def hybrid_of_spec(**head):
     return tiny_hybrid(change_spec=(lambda spec: with_fused_head(spec, **head)) if head else None)
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("build", [ours_of_spec, *slow(block_of_spec, hybrid_of_spec)])
 def test_options_in_the_layer_spec(build):
-    with model_parallel(tp=2):
-        plain, labels = build(), batch()[1]
-        logits = run(plain, runtime_gather_output=True)
-        loss, z_loss = reference(logits, labels, **CHANGED)
-        weights = torch.rand_like(loss)
-        expected = grads_of(plain, loss + z_loss, weights)
-        stock = run(plain, labels)
-        reset_fusion_report()
-        try:
-            model = build(chunk_tokens=6, **CHANGED)
-            with counting_logits(model.output_layer) as made:
-                found = run(model, labels)
-                grads = grads_of(model, found, weights)
-            torch.testing.assert_close(found, loss, rtol=2e-6, atol=1e-6)
-            assert_same(grads, expected)
-            assert not made
-            (counters,) = fusion_report().models
-            assert counters.losses_fused == 1
-            assert counters.z_loss == pytest.approx(z_loss.mean().item(), rel=1e-5)
+    plain, labels = build(), batch()[1]
+    logits = run(plain, runtime_gather_output=True)
+    loss, z_loss = reference(logits, labels, **CHANGED)
+    weights = torch.rand_like(loss)
+    expected = grads_of(plain, loss + z_loss, weights)
+    stock = run(plain, labels)
+    try:
+        model = build(chunk_tokens=6, **CHANGED)
+        with counting_logits(model.output_layer) as made:
+            found = run(model, labels)
+            grads = grads_of(model, found, weights)
+        torch.testing.assert_close(found, loss, rtol=2e-6, atol=1e-6)
+        assert_same(grads, expected)
+        assert not made
+        (counters,) = fusion_report().models
+        assert counters.losses_fused == 1
+        assert counters.z_loss == pytest.approx(z_loss.mean().item(), rel=1e-5)
 
-            # Other models stay as they are, and other patches do not change what the spec says.
-            assert torch.equal(run(plain, labels), stock)
-            patch()
-            assert torch.equal(run(model, labels), found)
-            patch(model=model)
-            torch.testing.assert_close(run(model, labels), stock, rtol=2e-6, atol=1e-6)
-            unpatch(model=model)
-            assert torch.equal(run(model, labels), found)
-            unpatch()
-            assert torch.equal(run(model, labels), stock)
-        finally:
-            unpatch()
+        # Other models stay as they are, and other patches do not change what the spec says.
+        assert torch.equal(run(plain, labels), stock)
+        patch()
+        assert torch.equal(run(model, labels), found)
+        patch(model=model)
+        torch.testing.assert_close(run(model, labels), stock, rtol=2e-6, atol=1e-6)
+        unpatch(model=model)
+        assert torch.equal(run(model, labels), found)
+        unpatch()
+        assert torch.equal(run(model, labels), stock)
+    finally:
+        unpatch()
 
 
 def test_a_remembered_z_loss_keeps_no_graph():
@@ -196,12 +195,9 @@ def training_script(rank, *, writes):
     )
 
 
-@ranks(2)
+@grouped(2)
 def test_z_loss_entropy_and_counts_in_megatrons_log():
     """By the script's own weights of the tokens, and in the form in which the script logs its loss."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     mask = torch.ones(2, SEQ)
     mask[1, 2:] = 0
 
@@ -220,195 +216,182 @@ def test_z_loss_entropy_and_counts_in_megatrons_log():
 
         return output, loss
 
-    with model_parallel(tp=2):
-        for form, way in (("pair", "patch"), ("mean", "spec")):
-            written, script = training_script(torch.distributed.get_rank(), writes=way == "patch")
-            reset_fusion_report()
-            try:
-                spec = None
-                if way == "spec":
-                    spec = with_fused_head(get_gpt_layer_local_spec(), z_loss=0.1, entropy=True, chunk_tokens=6)
-                else:
-                    patch(z_loss=0.1, entropy=True, chunk_size=3)
-                chunks = data_parallel(tiny_gpt(spec), distributed_optimizer=False)
-                tokens = tiny_batches(batch=4, seq=SEQ)[0]
-                with stub_modules({"megatron.training.global_vars": script}):
-                    for forward_only in (True, False):
-                        with torch.set_grad_enabled(not forward_only):
-                            logs = get_forward_backward_func()(
-                                forward_step_func=step,
-                                data_iterator=[iter(tokens.split(2))],
-                                model=chunks,
-                                num_microbatches=2,
-                                seq_length=SEQ,
-                                micro_batch_size=2,
-                                forward_only=forward_only,
-                            )
-                        assert ("entropy" in logs[0]) != forward_only
-            finally:
-                unpatch()
-            for part, log in zip(tokens.split(2), logs, strict=True):
-                logits = run(chunks[0], tokens=part[:, :-1], runtime_gather_output=True)
-                loss, z_loss = reference(logits, part[:, 1:], z_loss=0.1)
-                entropy = torch.distributions.Categorical(logits=logits).entropy()
-                for name, expected in (("lm loss", loss), ("z loss", z_loss), ("entropy", entropy)):
-                    total = (expected * mask).sum()
-                    torch.testing.assert_close(log[name], forms(total, mask.sum())[form], rtol=2e-6, atol=1e-6)
-            assert not megatron_log._last, "a later step would log it again"
-            counts = {"fused losses": 2, "losses by Megatron": 0, "logits made": 0}
-            writes = way == "patch" and torch.distributed.get_rank() == 1
-            assert written == ([(name, count, 6) for name, count in counts.items()] + [(counts, 6)]) * writes
+    for form, way in (("pair", "patch"), ("mean", "spec")):
+        written, script = training_script(torch.distributed.get_rank(), writes=way == "patch")
+        reset_fusion_report()
+        try:
+            spec = None
+            if way == "spec":
+                spec = with_fused_head(get_gpt_layer_local_spec(), z_loss=0.1, entropy=True, chunk_tokens=6)
+            else:
+                patch(z_loss=0.1, entropy=True, chunk_size=3)
+            chunks = data_parallel(tiny_gpt(spec), distributed_optimizer=False)
+            tokens = tiny_batches(batch=4, seq=SEQ)[0]
+            with stub_modules({"megatron.training.global_vars": script}):
+                for forward_only in (True, False):
+                    with torch.set_grad_enabled(not forward_only):
+                        logs = get_forward_backward_func()(
+                            forward_step_func=step,
+                            data_iterator=[iter(tokens.split(2))],
+                            model=chunks,
+                            num_microbatches=2,
+                            seq_length=SEQ,
+                            micro_batch_size=2,
+                            forward_only=forward_only,
+                        )
+                    assert ("entropy" in logs[0]) != forward_only
+        finally:
+            unpatch()
+        for part, log in zip(tokens.split(2), logs, strict=True):
+            logits = run(chunks[0], tokens=part[:, :-1], runtime_gather_output=True)
+            loss, z_loss = reference(logits, part[:, 1:], z_loss=0.1)
+            entropy = torch.distributions.Categorical(logits=logits).entropy()
+            for name, expected in (("lm loss", loss), ("z loss", z_loss), ("entropy", entropy)):
+                total = (expected * mask).sum()
+                torch.testing.assert_close(log[name], forms(total, mask.sum())[form], rtol=2e-6, atol=1e-6)
+        assert not megatron_log._last, "a later step would log it again"
+        counts = {"fused losses": 2, "losses by Megatron": 0, "logits made": 0}
+        writes = way == "patch" and torch.distributed.get_rank() == 1
+        assert written == ([(name, count, 6) for name, count in counts.items()] + [(counts, 6)]) * writes
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("of_fp32", ["logits", "weight"])
 def test_logits_of_another_dtype(of_fp32):
     """bf16 hidden states, and logits in fp32, or a weight whose logits Megatron's own product does not make."""
-    with model_parallel(tp=2):
-        model = one_gpt(params_dtype=torch.bfloat16, bf16=True, tied=False).bfloat16()
-        layer, labels, kept = model.output_layer, batch()[1], []
-        if of_fp32 == "weight":
-            layer.weight = torch.nn.Parameter(layer.weight.detach().float())
-        else:
-            layer.output_dtype = torch.float32
-        keeping = layer.register_forward_pre_hook(lambda module, args: kept.append(args[0].detach()))
-        with keeping, patched(chunk_size=3, model=model):
-            loss = run(model, labels)
-            with counting_logits(layer) as made:
-                grads = grads_of(model, loss)
-        assert not made
-        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-        logits = gather_from_tensor_model_parallel_region(kept[0].float() @ layer.weight.detach().float().t())
-        logits.requires_grad_()
-        expected, _ = reference(logits.transpose(0, 1), labels)
-        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
-        (dz,) = torch.autograd.grad(expected.sum(), logits)
-        own = dz.chunk(2, dim=-1)[torch.distributed.get_rank()].flatten(0, 1)
-        wanted = own.t() @ kept[0].float().flatten(0, 1)
-        torch.testing.assert_close(grads["output_layer.weight"].float(), wanted, rtol=4e-3, atol=1e-5)
+    model = one_gpt(params_dtype=torch.bfloat16, bf16=True, tied=False).bfloat16()
+    layer, labels, kept = model.output_layer, batch()[1], []
+    if of_fp32 == "weight":
+        layer.weight = torch.nn.Parameter(layer.weight.detach().float())
+    else:
+        layer.output_dtype = torch.float32
+    keeping = layer.register_forward_pre_hook(lambda module, args: kept.append(args[0].detach()))
+    with keeping, patched(chunk_size=3, model=model):
+        loss = run(model, labels)
+        with counting_logits(layer) as made:
+            grads = grads_of(model, loss)
+    assert not made
+    logits = gather_from_tensor_model_parallel_region(kept[0].float() @ layer.weight.detach().float().t())
+    logits.requires_grad_()
+    expected, _ = reference(logits.transpose(0, 1), labels)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    (dz,) = torch.autograd.grad(expected.sum(), logits)
+    own = dz.chunk(2, dim=-1)[torch.distributed.get_rank()].flatten(0, 1)
+    wanted = own.t() @ kept[0].float().flatten(0, 1)
+    torch.testing.assert_close(grads["output_layer.weight"].float(), wanted, rtol=4e-3, atol=1e-5)
 
 
-@ranks(1)
-def test_refusals():
-    with model_parallel():
-        model, labels = one_gpt(), batch()[1]
-        for name, wrong in (("z_loss", "much"), ("label_smoothing", 1.0), ("softcap", -1), ("temperature", 0)):
-            for take in (patch, HeadSettings, functools.partial(with_fused_head, model.transformer_layer_spec)):
-                with pytest.raises(ValueError, match=f"{name} is {wrong!r}: it must be"):
-                    take(**{name: wrong})
-        with pytest.raises(ValueError, match="entropy is 1: it must be True or False"):
-            patch(entropy=1)
-        with pytest.raises(TypeError, match="chunk_size: the fused head has no .*; chunk_tokens counts tokens: pass"):
-            with_fused_head(model.transformer_layer_spec, chunk_size=8)
-        with pytest.raises(TypeError, match="z_los: the fused head has no such setting. It has chunk_tokens, .*z_loss"):
-            patch(z_los=0.1)
-        with pytest.raises(ValueError, match="spec is <function reference .* it must be a layer spec object"):
-            with_fused_head(reference)
+@on_gpt()
+def test_refusals(model, labels):
+    for name, wrong in (("z_loss", "much"), ("label_smoothing", 1.0), ("softcap", -1), ("temperature", 0)):
+        for take in (patch, HeadSettings, functools.partial(with_fused_head, model.transformer_layer_spec)):
+            with pytest.raises(ValueError, match=f"{name} is {wrong!r}: it must be"):
+                take(**{name: wrong})
+    with pytest.raises(ValueError, match="entropy is 1: it must be True or False"):
+        patch(entropy=1)
+    with pytest.raises(TypeError, match="chunk_size: the fused head has no .*; chunk_tokens counts tokens: pass"):
+        with_fused_head(model.transformer_layer_spec, chunk_size=8)
+    with pytest.raises(TypeError, match="z_los: the fused head has no such setting. It has chunk_tokens, .*z_loss"):
+        patch(z_los=0.1)
+    with pytest.raises(ValueError, match="spec is <function reference .* it must be a layer spec object"):
+        with_fused_head(reference)
 
-        patch_language_models(HeadSettings(z_loss=0.1, softcap=2.0))
-        try:
-            model.output_layer.softcap = 3.0
-            with pytest.raises(ValueError, match="softcap is 2.0 and the output layer has a softcap of 3.0 already"):
-                run(model, labels)
-            del model.output_layer.softcap
-            hooked = model.output_layer.register_full_backward_hook(lambda module, before, after: None)
-            said = r"asked for z_loss=0.1, softcap=2.0, and cannot go into GPTModel: .*hook"
-            with hooked, pytest.raises(ValueError, match=said):
-                run(model, labels)
+    patch_language_models(HeadSettings(z_loss=0.1, softcap=2.0))
+    try:
+        model.output_layer.softcap = 3.0
+        with pytest.raises(ValueError, match="softcap is 2.0 and the output layer has a softcap of 3.0 already"):
             run(model, labels)
-        finally:
-            unpatch()
-
-        with patched(label_smoothing=0.1):
-            with pytest.raises(ValueError, match="label_smoothing=0.1 .* patch with label_smoothing=0.0 and"):
-                run(model, batch()[0], return_logprobs_for_linear_ce_fusion=True)
-            patch(z_loss=0.1)
-            with pytest.raises(ValueError, match="z_loss=0.1: .* gradients would not be those of log-probabilities"):
-                run(model, batch()[0], return_logprobs_for_linear_ce_fusion=True)
-
-
-@ranks(1)
-def test_the_report_says_what_runs():
-    with model_parallel():
-        model, labels = one_gpt(), batch()[1]
-        model.config.cross_entropy_loss_fusion, model.config.cross_entropy_fusion_impl = True, "te"
-        reset_fusion_report()
-        assert "no model has taken a loss" in str(fusion_report())
-        with patched():
-            with mock.patch.object(logging.getLogger("megatron_ext.megatron.fusion_report"), "info") as told:
-                run(model, labels)
-            assert "asks for Megatron's fused loss (te)" in told.call_args.args[0]
-            earlier = fusion_report()
-            said = str(earlier)
-            assert "GPTModel: 1 loss fused, logits made 0 times" in said
-            assert "\n  tensor-parallel layers: 10 of megatron\n" in said  # 4 of each block, embedding, output
-            sizes = said.partition("megatron-ext memory ")[2]
-            tokens, width = labels.numel(), model.config.hidden_size
-            eighths = min(8 * 2 * width // tokens, 8)  # 4 bytes of each, no more than the weight's and its gradient's 8
-            kept = 100 * (VOCAB * eighths // 8) / VOCAB
-            assert f"\n  cache: up to {kept:.0f} % of the exponentials are kept for backward\n" in said
-            assert sizes == f"--tokens {tokens} --hidden {width} --vocab {VOCAB} --tp 1 --dtype fp32 --cache bounded"
-            counted, ignored = memory._sizes(memory._parser().parse_args(sizes.split()))
-            assert (counted, ignored) == (Sizes(tokens, width, VOCAB, dtype=torch.float32), [])
-            assert "asks for Transformer Engine's fused loss, the fused head runs instead" in said
+        del model.output_layer.softcap
+        hooked = model.output_layer.register_full_backward_hook(lambda module, before, after: None)
+        said = r"asked for z_loss=0.1, softcap=2.0, and cannot go into GPTModel: .*hook"
+        with hooked, pytest.raises(ValueError, match=said):
             run(model, labels)
-            assert (earlier.losses_fused, fusion_report().losses_fused) == (1, 2)
-            model.config.cross_entropy_fusion_impl = "native"
-            model.config.cross_entropy_loss_fusion = False
-            hooked = model.output_layer.register_full_backward_hook(lambda module, before, after: None)
-            with hooked, pytest.warns(UserWarning, match="keeps Megatron's own loss"):
-                run(model, labels)
-            report = fusion_report()
-            assert (report.stock_losses, report.logits_made) == (1, 1)
-            assert "logits made 1 time (1 for Megatron's own loss), 1 loss by Megatron" in str(report)
-            assert "left to Megatron: its output layer has backward hooks" in str(report)
+        run(model, labels)
+    finally:
+        unpatch()
+
+    with patched(label_smoothing=0.1):
+        with pytest.raises(ValueError, match="label_smoothing=0.1 .* patch with label_smoothing=0.0 and"):
+            run(model, batch()[0], return_logprobs_for_linear_ce_fusion=True)
+        patch(z_loss=0.1)
+        with pytest.raises(ValueError, match="z_loss=0.1: .* gradients would not be those of log-probabilities"):
+            run(model, batch()[0], return_logprobs_for_linear_ce_fusion=True)
 
 
-@ranks(1)
-def test_the_report_follows_patches_and_their_end():
-    with model_parallel():
-        model, other, labels = one_gpt(), one_gpt(), batch()[1]
-        reset_fusion_report()
-        try:
-            patch()
+@on_gpt()
+def test_the_report_says_what_runs(model, labels):
+    model.config.cross_entropy_loss_fusion, model.config.cross_entropy_fusion_impl = True, "te"
+    assert "no model has taken a loss" in str(fusion_report())
+    with patched():
+        with mock.patch.object(logging.getLogger("megatron_ext.megatron.fusion_report"), "info") as told:
             run(model, labels)
-            for cache in (0, 1):
-                patch(cache=cache)
-                assert "cache" not in str(fusion_report())
-                run(model, labels)
-                said = str(fusion_report())
-                assert f"cache: up to {100 * cache} % of the exponentials are kept" in said
-                assert said.endswith(f"--cache {cache}")
-            patch(model=other)
-            run(other, labels)
+        assert "asks for Megatron's fused loss (te)" in told.call_args.args[0]
+        earlier = fusion_report()
+        said = str(earlier)
+        assert "GPTModel: 1 loss fused, logits made 0 times" in said
+        assert "\n  tensor-parallel layers: 10 of megatron\n" in said  # 4 of each block, embedding, output
+        sizes = said.partition("megatron-ext memory ")[2]
+        tokens, width = labels.numel(), model.config.hidden_size
+        eighths = min(8 * 2 * width // tokens, 8)  # 4 bytes of each, no more than the weight's and its gradient's 8
+        kept = 100 * (VOCAB * eighths // 8) / VOCAB
+        assert f"\n  cache: up to {kept:.0f} % of the exponentials are kept for backward\n" in said
+        assert sizes == f"--tokens {tokens} --hidden {width} --vocab {VOCAB} --tp 1 --dtype fp32 --cache bounded"
+        counted, ignored = memory._sizes(memory._parser().parse_args(sizes.split()))
+        assert (counted, ignored) == (Sizes(tokens, width, VOCAB, dtype=torch.float32), [])
+        assert "asks for Transformer Engine's fused loss, the fused head runs instead" in said
+        run(model, labels)
+        assert (earlier.losses_fused, fusion_report().losses_fused) == (1, 2)
+        model.config.cross_entropy_fusion_impl = "native"
+        model.config.cross_entropy_loss_fusion = False
+        hooked = model.output_layer.register_full_backward_hook(lambda module, before, after: None)
+        with hooked, pytest.warns(UserWarning, match="keeps Megatron's own loss"):
             run(model, labels)
-            assert "unpatched" not in str(fusion_report())
-            unpatch()
-            first, second = str(fusion_report()).split("\nfused head: ")
-            assert first.startswith("fused head: GPTModel: 4 losses fused, logits made 0 times, unpatched since then\n")
-            assert first.endswith("--cache 1")  # of its last head
-            assert "unpatched" not in second
-            patch()
-            assert "unpatched" not in str(fusion_report())
-        finally:
-            unpatch(model=other)
-            unpatch()
-        assert str(fusion_report()).count("unpatched") == 2
-        with mock.patch.object(model.output_layer, "promises", True, create=True):  # a vocabulary shared over stages
-            unpatch()
-            assert str(fusion_report()).count("unpatched") == 1
+        report = fusion_report()
+        assert (report.stock_losses, report.logits_made) == (1, 1)
+        assert "logits made 1 time (1 for Megatron's own loss), 1 loss by Megatron" in str(report)
+        assert "left to Megatron: its output layer has backward hooks" in str(report)
 
 
-@ranks(1)
-def test_a_model_that_had_no_patch_is_not_called_unpatched():
-    with model_parallel():
-        model, other = one_gpt(), one_gpt()
-        reset_fusion_report()
-        ids, labels, positions = batch()
-        forward_with_fused_head(model, ids, positions, causal_mask(SEQ), labels=labels)
-        said = str(fusion_report())
+@on_gpt()
+def test_the_report_follows_patches_and_their_end(model, labels):
+    other = one_gpt()
+    try:
+        patch()
+        run(model, labels)
+        for cache in (0, 1):
+            patch(cache=cache)
+            assert "cache" not in str(fusion_report())
+            run(model, labels)
+            said = str(fusion_report())
+            assert f"cache: up to {100 * cache} % of the exponentials are kept" in said
+            assert said.endswith(f"--cache {cache}")
         patch(model=other)
-        assert str(fusion_report()) == said
+        run(other, labels)
+        run(model, labels)
+        assert "unpatched" not in str(fusion_report())
+        unpatch()
+        first, second = str(fusion_report()).split("\nfused head: ")
+        assert first.startswith("fused head: GPTModel: 4 losses fused, logits made 0 times, unpatched since then\n")
+        assert first.endswith("--cache 1")  # of its last head
+        assert "unpatched" not in second
+        patch()
+        assert "unpatched" not in str(fusion_report())
+    finally:
         unpatch(model=other)
-        assert str(fusion_report()) == said
+        unpatch()
+    assert str(fusion_report()).count("unpatched") == 2
+    with mock.patch.object(model.output_layer, "promises", True, create=True):  # a vocabulary shared over stages
+        unpatch()
+        assert str(fusion_report()).count("unpatched") == 1
+
+
+@on_gpt()
+def test_a_model_that_had_no_patch_is_not_called_unpatched(model):
+    other = one_gpt()
+    ids, labels, positions = batch()
+    forward_with_fused_head(model, ids, positions, causal_mask(SEQ), labels=labels)
+    said = str(fusion_report())
+    patch(model=other)
+    assert str(fusion_report()) == said
+    unpatch(model=other)
+    assert str(fusion_report()) == said

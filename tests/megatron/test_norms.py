@@ -3,7 +3,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.megatron.layer_specs import _FinalNorm
 from megatron_ext.megatron.norms import LayerNorm, Norm, RMSNorm
 
 
@@ -89,10 +91,6 @@ def test_a_wider_residual_runs_under_autocast(kind):
 
 def test_final_norm_of_megatron_has_its_default_epsilon():
     """Also where the class stands in for Megatron's, which passes `eps` itself."""
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_ext.megatron.layer_specs import _FinalNorm
-
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     x = torch.randn(3, 8) * 1e-3  # so small that eps shows
     torch.testing.assert_close(_FinalNorm(config, 8)(x), F.layer_norm(x, (8,), eps=1e-5))

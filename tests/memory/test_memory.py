@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from functools import partial
 
 import pytest
@@ -13,8 +14,8 @@ from benchmarks.implementations import ours as measured
 from benchmarks.meter import measure
 from benchmarks.plan import A, B, measured_rows, plan
 from megatron_ext import __main__ as programs
-from megatron_ext import linear_cross_entropy
-from megatron_ext.memory import __main__, apart, step_time
+from megatron_ext import linear_cross_entropy, run
+from megatron_ext.memory import __main__, step_time
 from megatron_ext.memory.__main__ import main, rows
 from megatron_ext.memory.heads import megatron, ours, peak_bytes, transformers
 from megatron_ext.memory.sizes import Sizes
@@ -182,13 +183,13 @@ def test_wrong_arguments_are_told(given, said, capsys):
 
 
 def test_a_count_by_another_process_may_fail(monkeypatch):
-    monkeypatch.setattr(apart.sys, "executable", "/nowhere/python")
-    assert apart.counted_apart("--tokens 8") == ""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert run.counted_memory("--tokens 8") == ""
 
 
 @pytest.mark.slow
 def test_another_process_counts_what_this_one_does():
-    found = apart.counted_apart("--tokens 512 --hidden 64 --vocab 4096 --cache 0.5")
+    found = run.counted_memory("--tokens 512 --hidden 64 --vocab 4096 --cache 0.5")
     assert found == "\n".join(rows(SMALL, [0.5]))
 
 

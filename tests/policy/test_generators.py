@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_ext.dtensor.pretrained.hub_names import hub_rename
+from megatron_ext.dtensor.pretrained.saving import hub_rename
 from megatron_ext.policy import DTensorPolicyWorker, MegatronPolicyWorker, NLLLoss
 from megatron_ext.policy.refit.weight_transfer import require_same_buckets, send_weights
 from megatron_ext.policy.vllm_extension import refit_vllm

@@ -20,6 +20,7 @@ from megatron_ext.proof import (
     fusion_is_on,
     module_parts,
     proof_mode,
+    why_fusion_is_off,
 )
 from tests.ranks import ranks
 
@@ -254,14 +255,14 @@ def test_a_proof_is_made_once_and_again_after_a_change():
         return Proof("proved", tokens=64, largest_difference=1e-6)
 
     for expected in (1, 1):
-        assert proofs.of(owner, lambda: ProofBasis(rests), prove).fused
+        assert proofs.of(owner, ProofBasis(rests), prove).fused
         assert len(calls) == expected
     rests.append(2)
-    proofs.of(owner, lambda: ProofBasis(rests), prove)
+    proofs.of(owner, ProofBasis(rests), prove)
     assert len(calls) == 2
-    proofs.of(owner, lambda: ProofBasis(rests), prove, mode="always")
+    proofs.of(owner, ProofBasis(rests), prove, mode="always")
     assert len(calls) == 3
-    assert str(proofs.of(owner, lambda: ProofBasis(rests), prove, mode="off")).startswith("not compared")
+    assert str(proofs.of(owner, ProofBasis(rests), prove, mode="off")).startswith("not compared")
     assert len(calls) == 3
     assert str(proofs.made(owner)) == "proved on 64 tokens, largest difference 1e-06"
     assert proofs.made(Owner()) is None
@@ -275,14 +276,14 @@ def test_a_captured_graph_is_not_comparable(monkeypatch):
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
-    found = proofs.of(owner, lambda: ProofBasis(1), prove)
+    found = proofs.of(owner, ProofBasis(1), prove)
     assert not found.fused
     assert "a CUDA graph is being captured" in str(found)
-    assert proofs.of(owner, lambda: ProofBasis(1), prove, mode="off").fused
+    assert proofs.of(owner, ProofBasis(1), prove, mode="off").fused
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
-    assert proofs.of(owner, lambda: ProofBasis(1), prove).fused
+    assert proofs.of(owner, ProofBasis(1), prove).fused
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
-    assert proofs.of(owner, lambda: ProofBasis(1), prove).fused  # it was proved before
+    assert proofs.of(owner, ProofBasis(1), prove).fused  # it was proved before
 
 
 def test_modes_come_from_options_and_the_environment(monkeypatch):
@@ -296,10 +297,10 @@ def test_modes_come_from_options_and_the_environment(monkeypatch):
     with pytest.raises(ValueError, match="proof is 'no': it must be"):
         proof_mode("no")
     monkeypatch.setenv("MEGATRON_EXT_FUSION", "off")
-    assert not fusion_is_on()
+    assert why_fusion_is_off() == "MEGATRON_EXT_FUSION=off is set in the environment"
     monkeypatch.setenv("MEGATRON_EXT_FUSION", "0")
     with pytest.raises(ValueError, match="MEGATRON_EXT_FUSION is '0': it must be"):
-        fusion_is_on()
+        why_fusion_is_off()
 
 
 @ranks(2)

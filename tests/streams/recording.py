@@ -7,6 +7,7 @@ wait for them.
 """
 
 import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -220,79 +221,39 @@ def _group_of(group: Any) -> tuple[str, tuple[int, ...]]:
     return group.group_name, tuple(dist.get_process_group_ranks(group))
 
 
-def _messages(log: Log) -> dict[str, Callable[..., Any]]:
-    """torch.distributed's functions that communicate, by name."""
+_MESSAGES = ["isend", "irecv", "send", "recv", "broadcast", "reduce", "all_reduce", "all_to_all_single"]
+_MESSAGES += ["all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor"]
+_ONE_WAY = {"isend": "send", "send": "send", "irecv": "receive", "recv": "receive"}
 
-    def sent(kind: str, real: Any, reads: list[Tensor], writes: list[Tensor], group: Any, peer: int, wait: bool) -> Any:
-        both = [*writes, *reads]
-        message = Message(_group_of(group), kind, peer, both[0].nbytes)
-        at = log.message(message, reads, writes)
-        work = Work(log, at, both, log.aside(real) if log.real else None)
-        if not wait:
+
+def _message(log: Log, name: str) -> Callable[..., Any]:
+    """Stands in for a function of torch.distributed that communicates."""
+    original, kind = getattr(dist, name), _ONE_WAY.get(name, name)
+    signature = inspect.signature(original)
+    start = {"send": dist.isend, "receive": dist.irecv}.get(kind) or functools.partial(original, async_op=True)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        returns = given.pop("async_op", name in ("isend", "irecv"))
+        peer = given.get("dst", given.get("src", -1))
+        both = [x for x in given.values() if isinstance(x, Tensor)]  # what is written first
+        writes, reads = both[:1], both[-1:]
+        if kind == "send" or (kind == "broadcast" and peer == dist.get_rank()):
+            writes = []
+        elif kind in ("receive", "broadcast"):
+            reads = []
+        if len(both) == 2 and not log.real:
+            out, x = both
+            out.view(-1).copy_(x.reshape(-1).repeat(-(-out.numel() // max(1, x.numel())))[: out.numel()])
+        at = log.message(Message(_group_of(given.get("group")), kind, peer, both[0].nbytes), reads, writes)
+        work = Work(log, at, both, log.aside(lambda: start(**given)) if log.real else None)
+        if returns:
             return work
         work.wait()
         return None
 
-    def between(kind: str, name: str, wait: bool) -> Any:
-        start = getattr(dist, "isend" if kind == "send" else "irecv")
-
-        @functools.wraps(getattr(dist, name))
-        def call(tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> Any:
-            tensors = ([tensor], []) if kind == "send" else ([], [tensor])
-            return sent(kind, functools.partial(start, tensor, peer, group), *tensors, group, peer, wait)
-
-        return call
-
-    def rooted(name: str, root: str) -> Any:
-        original = getattr(dist, name)
-
-        @functools.wraps(original)
-        def call(tensor: Tensor, *args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
-            peer = args[0] if args else kwargs[root]
-            own = peer == dist.get_rank()
-            reads = [tensor] if own or name == "reduce" else []
-            writes = [] if own and name == "broadcast" else [tensor]
-            real = functools.partial(original, tensor, peer, group=group, async_op=True)
-            return sent(name, real, reads, writes, group, peer, not async_op)
-
-        return call
-
-    def in_place(name: str) -> Any:
-        original = getattr(dist, name)
-
-        @functools.wraps(original)
-        def call(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-            real = functools.partial(original, tensor, op=op, group=group, async_op=True)
-            return sent(name, real, [tensor], [tensor], group, -1, not async_op)
-
-        return call
-
-    def out_of_place(name: str, original: Any) -> Any:
-        @functools.wraps(original)
-        def call(
-            out: Tensor, tensor: Tensor, *args: Any, group: Any = None, async_op: bool = False, **more: Any
-        ) -> Any:
-            real = functools.partial(original, out, tensor, *args, group=group, async_op=True, **more)
-            if not log.real:
-                out.view(-1).copy_(tensor.reshape(-1).repeat(-(-out.numel() // max(1, tensor.numel())))[: out.numel()])
-            return sent(name, real, [tensor], [out], group, -1, not async_op)
-
-        return call
-
-    made = {
-        "isend": between("send", "isend", False),
-        "irecv": between("receive", "irecv", False),
-        "send": between("send", "send", True),
-        "recv": between("receive", "recv", True),
-        "broadcast": rooted("broadcast", "src"),
-        "reduce": rooted("reduce", "dst"),
-        "all_reduce": in_place("all_reduce"),
-    }
-    for name in ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"):
-        if hasattr(dist, name):
-            made[name] = out_of_place(name, getattr(dist, name))
-    made["all_to_all_single"] = out_of_place("all_to_all_single", dist.all_to_all_single)
-    return made
+    return call
 
 
 def _after(log: Log, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -326,7 +287,7 @@ def recording(log: Log) -> Iterator[Log]:
         patch(Tensor, "record_stream", lambda tensor, stream: log.record_stream(tensor, stream))
         patch(side_stream, "has_streams", lambda device: True)
         patch(Tensor, "tolist", _after(log, Tensor.tolist))
-        messages = _messages(log)
+        messages = {name: _message(log, name) for name in _MESSAGES if hasattr(dist, name)}
         for name, new in messages.items():
             patch(dist, name, new)
         for own, names in (

@@ -4,23 +4,20 @@ import copy
 
 import pytest
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_ext.distributed.counting import count_collectives
-from tests.gpt import SEQUENCE, causal_mask, model_parallel, tiny_batches, tiny_gpt
+from megatron_ext.megatron.layer_specs import gpt_block_spec
+from megatron_ext.tensor_parallel import InferenceLayerNormColumnParallelLinear as Column
+from megatron_ext.tensor_parallel import InferenceRowParallelLinear as Row
+from tests.gpt import SEQUENCE, causal_mask, grouped, tiny_batches, tiny_gpt
 from tests.marks import slow
-from tests.ranks import ranks
 
 LAYERS = 2
 
 
 def inference_spec(config, vp_stage=None):
     """Our spec with the norms inside the linear layers that follow them."""
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    from megatron_ext.megatron.layer_specs import gpt_block_spec
-    from megatron_ext.tensor_parallel import InferenceLayerNormColumnParallelLinear as Column
-    from megatron_ext.tensor_parallel import InferenceRowParallelLinear as Row
-
     block = copy.deepcopy(gpt_block_spec(config, vp_stage))
     for layer in block.layer_specs:
         parts = layer.submodules
@@ -41,16 +38,13 @@ def logits(spec, **options):
         return model(tokens_BS, positions, causal_mask(SEQUENCE)), sum(counts.values())
 
 
-@ranks(1, 2)
+@grouped(1, 2)
 @pytest.mark.parametrize("fused", [True, *slow(False)])
 def test_logits_of_plain_layers(fused):
-    from megatron_ext.megatron.layer_specs import gpt_block_spec
-
     size = torch.distributed.get_world_size()
-    with model_parallel(tp=size):
-        options = {"sequence_parallel": size > 1}
-        plain, sent = logits(gpt_block_spec, **options)
-        inference = {"transformer_impl": "inference_optimized", "inference_fuse_tp_communication": fused}
-        found, sent_too = logits(inference_spec, **options, **inference)
+    options = {"sequence_parallel": size > 1}
+    plain, sent = logits(gpt_block_spec, **options)
+    inference = {"transformer_impl": "inference_optimized", "inference_fuse_tp_communication": fused}
+    found, sent_too = logits(inference_spec, **options, **inference)
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
     assert sent_too == sent

@@ -5,6 +5,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers as stock
+from megatron.core.tensor_parallel import random as megatrons
+from megatron.core.tensor_parallel import random as stock_random
 
 from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.tensor_parallel import layers as ours
@@ -14,7 +17,7 @@ from megatron_ext.tensor_parallel._layers.initialization import (
     piece_of,
 )
 from megatron_ext.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from tests.gpt import model_parallel, tiny_config
+from tests.gpt import grouped, model_parallel, tiny_config
 from tests.marks import slow
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import no_tracker
@@ -70,8 +73,6 @@ def test_each_rank_draws_from_its_own_stream(is_expert, whose):
     """In a program that seeds by Megatron's own function too."""
     size, rank = dist.get_world_size(), dist.get_rank()
     with model_parallel(tp=size, expert_tensor_parallel_size=size), no_tracker():
-        from megatron.core.tensor_parallel import random as megatrons
-
         seed = model_parallel_cuda_manual_seed if whose == "ours" else megatrons.model_parallel_cuda_manual_seed
         seed(3)
         layer = build("column", D, N, is_expert=is_expert, config=Config(use_cpu_initialization=False))
@@ -79,15 +80,12 @@ def test_each_rank_draws_from_its_own_stream(is_expert, whose):
         assert torch.equal(layer.weight, torch.randn(N // size, D, generator=generator))
 
 
-@ranks(1, 2, 4)
+@grouped(1, 2, 4)
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("stride", [2, *slow(1)])
 def test_megatrons_own_weights(stride, on_cpu):
     """To the bit; and random numbers go on alike, each rank's own and those of all."""
-    with model_parallel(tp=dist.get_world_size()), no_tracker():
-        from megatron.core.tensor_parallel import layers as stock
-        from megatron.core.tensor_parallel import random as stock_random
-
+    with no_tracker():
         config = tiny_config(use_cpu_initialization=on_cpu, params_dtype=torch.bfloat16)
         results = []
         for package in (ours, stock):

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megatron_ext.distributed.counting import count_collectives
-from tests.gpt import model_parallel, tiny_config
+from tests.gpt import grouped, model_parallel, tiny_config
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import Config, build, numbers
 from tests.tensor_parallel.test_layers import D, N, S, init
@@ -44,49 +45,44 @@ def test_sharded_experts_leave_communication_to_the_dispatcher(sequence_parallel
     assert up.weight.allreduce is True  # no expert parallelism
 
 
-@ranks(2)
+@grouped(2, tp=2, ep=2, expert_tensor_parallel_size=1)
 def test_experts_of_expert_parallelism():
     """Expert tensor parallel size 1 within tensor parallel size 2: whole experts, kept out of data-parallel sums."""
-    with model_parallel(tp=2, ep=2, expert_tensor_parallel_size=1):
-        up, down = expert_layers(Config(expert_model_parallel_size=2), bias=True)
-        assert up.weight.shape == (N, D)
-        assert [p.allreduce for layer in (up, down) for p in layer.parameters()] == [False] * 3
-        dense = build("column", D, N, config=Config(expert_model_parallel_size=2))
-        assert dense.weight.shape == (N // 2, D)
-        assert dense.weight.allreduce is True
-        assert not dense.explicit_expert_comm
-        x = torch.randn(S, D, requires_grad=True)
-        with count_collectives() as counts:
-            y, bias = down(up(x)[0])
-            y.sum().backward()
-        assert not counts
-        assert bias is down.bias
+    up, down = expert_layers(Config(expert_model_parallel_size=2), bias=True)
+    assert up.weight.shape == (N, D)
+    assert [p.allreduce for layer in (up, down) for p in layer.parameters()] == [False] * 3
+    dense = build("column", D, N, config=Config(expert_model_parallel_size=2))
+    assert dense.weight.shape == (N // 2, D)
+    assert dense.weight.allreduce is True
+    assert not dense.explicit_expert_comm
+    x = torch.randn(S, D, requires_grad=True)
+    with count_collectives() as counts:
+        y, bias = down(up(x)[0])
+        y.sum().backward()
+    assert not counts
+    assert bias is down.bias
 
 
-@ranks(1)
+@grouped(1, tp=1, ep=1)
 def test_expert_row_without_bias_needs_no_skip_bias_add():
-    with model_parallel(tp=1, ep=1):
-        _, down = expert_layers(Config(expert_model_parallel_size=2), skip_bias_add=False)
-        x = numbers(S, N, seed=1)
-        torch.testing.assert_close(down(x)[0], F.linear(x, down.weight))
+    _, down = expert_layers(Config(expert_model_parallel_size=2), skip_bias_add=False)
+    x = numbers(S, N, seed=1)
+    torch.testing.assert_close(down(x)[0], F.linear(x, down.weight))
 
 
-@ranks(2)
+@grouped(2, tp=2, expert_tensor_parallel_size=1)
 def test_experts_cut_otherwise_have_a_dp_group_of_their_own():
     """Tensor parallel size 2 for dense layers and 1 for experts: both ranks hold whole experts."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    with model_parallel(tp=2, expert_tensor_parallel_size=1):
-        config = tiny_config(expert_tensor_parallel_size=1)
-        experts = torch.nn.ModuleList(expert_layers(config, bias=True, skip_bias_add=False))
-        assert [p.allreduce for p in experts.parameters()] == [False] * 3
-        assert build("column", D, N, config=config).weight.allreduce is True
-        model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), experts)
-        up, down = experts
-        x = [numbers(S, D, seed=rank) for rank in range(2)]
-        down(up(x[dist.get_rank()])[0])[0].sum().backward()
-        model.finish_grad_sync()
-        weights = [numbers(N, D, seed=7).requires_grad_(), numbers(D, N, seed=7).requires_grad_()]
-        sum(F.linear(F.linear(own, weights[0]), weights[1]).sum() for own in x).backward()
-        for layer, weight in zip((up, down), weights, strict=True):
-            torch.testing.assert_close(layer.weight.main_grad, weight.grad, rtol=1e-5, atol=1e-4)
+    config = tiny_config(expert_tensor_parallel_size=1)
+    experts = torch.nn.ModuleList(expert_layers(config, bias=True, skip_bias_add=False))
+    assert [p.allreduce for p in experts.parameters()] == [False] * 3
+    assert build("column", D, N, config=config).weight.allreduce is True
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), experts)
+    up, down = experts
+    x = [numbers(S, D, seed=rank) for rank in range(2)]
+    down(up(x[dist.get_rank()])[0])[0].sum().backward()
+    model.finish_grad_sync()
+    weights = [numbers(N, D, seed=7).requires_grad_(), numbers(D, N, seed=7).requires_grad_()]
+    sum(F.linear(F.linear(own, weights[0]), weights[1]).sum() for own in x).backward()
+    for layer, weight in zip((up, down), weights, strict=True):
+        torch.testing.assert_close(layer.weight.main_grad, weight.grad, rtol=1e-5, atol=1e-4)

@@ -10,7 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import cross_entropy
+from megatron.core.tensor_parallel import layers as stock
 
+from megatron_ext.tensor_parallel import layers as ours
+from megatron_ext.tensor_parallel import vocab_parallel_cross_entropy
 from megatron_ext.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -19,7 +23,7 @@ from megatron_ext.tensor_parallel.layers import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from tests.gpt import model_parallel, ours_everywhere, tiny_config
+from tests.gpt import grouped, ours_everywhere, tiny_config
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import CLASSES, Config, build, numbers, piece, world
 from tests.tensor_parallel.test_layers import B, D, N, S, column, init, row
@@ -224,63 +228,53 @@ def test_a_subclass_with_a_matmul_of_its_own(kind, sequence_parallel):
     assert (y == ranks_).all()
 
 
-@ranks(2)
+@grouped(2)
 def test_attributes_of_megatrons_layers():
     """Whatever an object of Megatron's layers carries, ours carries too, with the same value."""
-    with model_parallel(tp=2):
-        from megatron.core.tensor_parallel import layers as stock
-
-        from megatron_ext.tensor_parallel import layers as ours
-
-        config = tiny_config()
-        for name in CLASSES:
-            sizes = (N, D) if name == "embedding" else (D, N)
-            theirs, mine = (build(name, *sizes, package=package, config=config) for package in (stock, ours))
-            own = {key: value for key, value in vars(theirs).items() if key not in vars(torch.nn.Module())}
-            assert own
-            for key, value in own.items():
-                assert getattr(mine, key) == value, (name, key)
-            for key in [*dir(type(theirs)), "weight", "bias"]:
-                assert hasattr(mine, key) or not hasattr(theirs, key), (name, key)
+    config = tiny_config()
+    for name in CLASSES:
+        sizes = (N, D) if name == "embedding" else (D, N)
+        theirs, mine = (build(name, *sizes, package=package, config=config) for package in (stock, ours))
+        own = {key: value for key, value in vars(theirs).items() if key not in vars(torch.nn.Module())}
+        assert own
+        for key, value in own.items():
+            assert getattr(mine, key) == value, (name, key)
+        for key in [*dir(type(theirs)), "weight", "bias"]:
+            assert hasattr(mine, key) or not hasattr(theirs, key), (name, key)
 
 
-@ranks(2)
+@grouped(2)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("home", ["megatron", "ours"])
 def test_layers_call_a_replaced_linear_function(home, frozen):
     """Quantizers replace the function in its module while a layer runs, and quantize what it is given."""
-    with model_parallel(tp=2):
-        from megatron.core.tensor_parallel import layers as stock
+    module = stock if home == "megatron" else ours
+    name = "linear_with_frozen_weight" if frozen else "linear_with_grad_accumulation_and_async_allreduce"
+    original = getattr(module, name)
 
-        from megatron_ext.tensor_parallel import layers as ours
+    @functools.wraps(original)
+    def quantized(input, weight, *args, **kwargs):
+        return original(input.round(decimals=1), weight.round(decimals=1), *args, **kwargs)
 
-        module = stock if home == "megatron" else ours
-        name = "linear_with_frozen_weight" if frozen else "linear_with_grad_accumulation_and_async_allreduce"
-        original = getattr(module, name)
-
-        @functools.wraps(original)
-        def quantized(input, weight, *args, **kwargs):
-            return original(input.round(decimals=1), weight.round(decimals=1), *args, **kwargs)
-
-        results = {}
-        for package in (stock, ours):
-            for kind in ("column", "row"):
-                layer = build(kind, D, N, config=tiny_config(), package=package)
-                with torch.no_grad():
-                    layer.weight.copy_(piece(numbers(N, D, seed=2), 0 if kind == "column" else 1))
-                layer.weight.requires_grad_(not frozen)
-                x = numbers(S, B, D, seed=1)
-                x = (piece(x, -1) if kind == "row" else x).requires_grad_()
-                replaced = module if package is ours else stock
-                with mock.patch.object(replaced, name, quantized):
-                    y, _ = layer(x)
-                y.square().sum().backward()
-                results[package, kind] = y.detach(), x.grad, layer.weight.grad
+    results = {}
+    for package in (stock, ours):
         for kind in ("column", "row"):
-            torch.testing.assert_close(results[ours, kind], results[stock, kind])
+            layer = build(kind, D, N, config=tiny_config(), package=package)
+            with torch.no_grad():
+                layer.weight.copy_(piece(numbers(N, D, seed=2), 0 if kind == "column" else 1))
+            layer.weight.requires_grad_(not frozen)
+            x = numbers(S, B, D, seed=1)
+            x = (piece(x, -1) if kind == "row" else x).requires_grad_()
+            replaced = module if package is ours else stock
+            with mock.patch.object(replaced, name, quantized):
+                y, _ = layer(x)
+            y.square().sum().backward()
+            results[package, kind] = y.detach(), x.grad, layer.weight.grad
+    for kind in ("column", "row"):
+        torch.testing.assert_close(results[ours, kind], results[stock, kind])
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize(
     "module, name",
     [
@@ -292,7 +286,7 @@ def test_layers_call_a_replaced_linear_function(home, frozen):
 )
 @pytest.mark.parametrize("substituted", [False, True])
 def test_a_replaced_function_that_layers_do_not_call_is_told(module, name, substituted):
-    with model_parallel(), ours_everywhere() if substituted else contextlib.nullcontext():
+    with ours_everywhere() if substituted else contextlib.nullcontext():
         home = importlib.import_module(f"megatron.core.tensor_parallel.{module}")
         layer, x = build("column", D, N, config=tiny_config()), numbers(S, B, D, seed=1)
         plain = layer(x)[0]
@@ -309,11 +303,11 @@ def test_a_replaced_function_that_layers_do_not_call_is_told(module, name, subst
         assert torch.equal(layer(x)[0], plain)
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize("place", ["layers.reduce_from_tensor_model_parallel_region", "mappings._reduce"])
 @pytest.mark.parametrize("substituted", [False, True])
 def test_a_replaced_sum_of_an_embedding_is_told(place, substituted):
-    with model_parallel(), ours_everywhere() if substituted else contextlib.nullcontext():
+    with ours_everywhere() if substituted else contextlib.nullcontext():
         layer, ids = build("embedding", 8, D, config=tiny_config()), torch.arange(6).view(2, 3)
         plain = layer(ids)
         module, name = place.split(".")
@@ -327,75 +321,62 @@ def test_a_replaced_sum_of_an_embedding_is_told(place, substituted):
         assert torch.equal(layer(ids), plain)
 
 
-@ranks(1)
+@grouped(1)
 def test_replaced_parts_of_the_loss_of_logits_are_told():
     """As patch managers replace them, after the substitution; a call of ours by its own name is none of Megatron's."""
-    from megatron_ext.tensor_parallel import vocab_parallel_cross_entropy
-
-    with model_parallel():
-        from megatron.core.tensor_parallel import cross_entropy
-
-        logits, labels = numbers(S, B, 8, seed=1), torch.zeros(S, B, dtype=torch.int64)
-        plain = vocab_parallel_cross_entropy(logits, labels)
-        other = mock.patch.object(cross_entropy, "VocabParallelCrossEntropy", type("Other", (), {}))
-        with other:
-            assert torch.equal(vocab_parallel_cross_entropy(logits, labels), plain)
-        with ours_everywhere():
-            owner = cross_entropy.VocabParallelCrossEntropy
-            method = mock.patch.object(owner, "calculate_logits_max", staticmethod(lambda x: (x, x.amax(-1))))
-            for change in (other, method):
-                with (
-                    change,
-                    pytest.raises(RuntimeError, match="VocabParallelCrossEntropy.* was replaced, and megatron"),
-                ):
-                    cross_entropy.vocab_parallel_cross_entropy(logits, labels)
-            assert torch.equal(cross_entropy.vocab_parallel_cross_entropy(logits, labels), plain)
+    logits, labels = numbers(S, B, 8, seed=1), torch.zeros(S, B, dtype=torch.int64)
+    plain = vocab_parallel_cross_entropy(logits, labels)
+    other = mock.patch.object(cross_entropy, "VocabParallelCrossEntropy", type("Other", (), {}))
+    with other:
+        assert torch.equal(vocab_parallel_cross_entropy(logits, labels), plain)
+    with ours_everywhere():
+        owner = cross_entropy.VocabParallelCrossEntropy
+        method = mock.patch.object(owner, "calculate_logits_max", staticmethod(lambda x: (x, x.amax(-1))))
+        for change in (other, method):
+            with (
+                change,
+                pytest.raises(RuntimeError, match="VocabParallelCrossEntropy.* was replaced, and megatron"),
+            ):
+                cross_entropy.vocab_parallel_cross_entropy(logits, labels)
+        assert torch.equal(cross_entropy.vocab_parallel_cross_entropy(logits, labels), plain)
 
 
-@ranks(1)
+@grouped(1)
 def test_a_replaced_autograd_class_is_called_or_refused():
-    with model_parallel():
-        from megatron.core.tensor_parallel import layers as stock
+    autograd = stock.LinearWithGradAccumulationAndAsyncCommunication
+    layer, x = build("column", D, N, config=tiny_config()), numbers(S, B, D, seed=1)
+    plain = layer(x)[0]
 
-        from megatron_ext.tensor_parallel import layers as ours
+    class Doubling(autograd):
+        @staticmethod
+        def forward(ctx, input, *args):
+            return 2 * autograd.forward(ctx, input, *args)
 
-        autograd = stock.LinearWithGradAccumulationAndAsyncCommunication
-        layer, x = build("column", D, N, config=tiny_config()), numbers(S, B, D, seed=1)
-        plain = layer(x)[0]
-
-        class Doubling(autograd):
-            @staticmethod
-            def forward(ctx, input, *args):
-                return 2 * autograd.forward(ctx, input, *args)
-
-        with mock.patch.object(stock, autograd.__name__, Doubling):
-            torch.testing.assert_close(layer(x)[0], 2 * plain)
-        forward = autograd.forward
-        with mock.patch.object(autograd, "forward", staticmethod(lambda *args: 3 * forward(*args))):
-            torch.testing.assert_close(layer(x)[0], 3 * plain)
-        torch.testing.assert_close(layer(x)[0], plain, rtol=0, atol=0)
-        refused = pytest.raises(RuntimeError, match="LinearWithGradAccumulationAndAsyncCommunication was replaced")
-        with mock.patch.object(ours, autograd.__name__, Doubling), refused:
-            layer(x)
+    with mock.patch.object(stock, autograd.__name__, Doubling):
+        torch.testing.assert_close(layer(x)[0], 2 * plain)
+    forward = autograd.forward
+    with mock.patch.object(autograd, "forward", staticmethod(lambda *args: 3 * forward(*args))):
+        torch.testing.assert_close(layer(x)[0], 3 * plain)
+    torch.testing.assert_close(layer(x)[0], plain, rtol=0, atol=0)
+    refused = pytest.raises(RuntimeError, match="LinearWithGradAccumulationAndAsyncCommunication was replaced")
+    with mock.patch.object(ours, autograd.__name__, Doubling), refused:
+        layer(x)
 
 
-@ranks(1)
+@grouped(1)
 def test_subclass_of_megatrons_autograd_function_stays():
     """Python refuses another base for it: the substitution leaves it as the user wrote it."""
-    with model_parallel():
-        from megatron.core.tensor_parallel import layers as stock
+    autograd = stock.LinearWithGradAccumulationAndAsyncCommunication
 
-        autograd = stock.LinearWithGradAccumulationAndAsyncCommunication
+    class Doubling(autograd):
+        @staticmethod
+        def forward(ctx, input, *args):
+            return 2 * autograd.forward(ctx, input, *args)
 
-        class Doubling(autograd):
-            @staticmethod
-            def forward(ctx, input, *args):
-                return 2 * autograd.forward(ctx, input, *args)
-
-        x, weight = numbers(S, B, D, seed=1), numbers(N, D, seed=2)
-        given = (x, weight, None, False, False, False, None, 0, dist.group.WORLD)
-        before = Doubling.apply(*given)
-        with ours_everywhere():
-            assert Doubling.__bases__ == (autograd,)
-            assert torch.equal(Doubling.apply(*given), before)
-            torch.testing.assert_close(before, 2 * x @ weight.T)
+    x, weight = numbers(S, B, D, seed=1), numbers(N, D, seed=2)
+    given = (x, weight, None, False, False, False, None, 0, dist.group.WORLD)
+    before = Doubling.apply(*given)
+    with ours_everywhere():
+        assert Doubling.__bases__ == (autograd,)
+        assert torch.equal(Doubling.apply(*given), before)
+        torch.testing.assert_close(before, 2 * x @ weight.T)

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers as stock
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_ext.tensor_parallel import layers as ours
 from tests.gpt import model_parallel, tiny_config
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import build
@@ -63,10 +65,6 @@ CASES = [
 @pytest.mark.parametrize("kind,sequence_parallel,wanted", CASES)
 def test_collectives_and_bytes(kind, sequence_parallel, wanted):
     with model_parallel(tp=2):
-        from megatron.core.tensor_parallel import layers as stock
-
-        from megatron_ext.tensor_parallel import layers as ours
-
         results = []
         scattered = {"reduce_scatter_embeddings": sequence_parallel} if kind == "embedding" else {}
         sizes = (N, D) if kind == "embedding" else (D, N)

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings as stock
 
 from megatron_ext.tensor_parallel import mappings
-from tests.gpt import model_parallel
-from tests.ranks import ranks
+from tests.gpt import grouped
 from tests.tensor_parallel.test_mappings import draw
 
 CLASSES = {  # shapes of what `forward` and `backward` take
@@ -24,17 +24,14 @@ CLASSES = {  # shapes of what `forward` and `backward` take
 }
 
 
-@ranks(2)
+@grouped(2)
 def test_the_parts_by_themselves_as_megatrons():
     """As Megatron's own tests call them. Clones, since it reduces its arguments in place."""
-    with model_parallel(tp=2):
-        from megatron.core.tensor_parallel import mappings as stock
-
-        for name, shapes in CLASSES.items():
-            theirs, ours = (list(parts(getattr(module, name), shapes)) for module in (stock, mappings))
-            assert [type(part) for part in theirs] == [type(part) for part in ours], name
-            for a, b in zip(theirs, ours, strict=True):
-                assert a is None or torch.equal(a, b), name
+    for name, shapes in CLASSES.items():
+        theirs, ours = (list(parts(getattr(module, name), shapes)) for module in (stock, mappings))
+        assert [type(part) for part in theirs] == [type(part) for part in ours], name
+        for a, b in zip(theirs, ours, strict=True):
+            assert a is None or torch.equal(a, b), name
 
 
 def parts(function, shapes):

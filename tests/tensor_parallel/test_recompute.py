@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import random as stock
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_ext.tensor_parallel import mappings, random
@@ -437,8 +438,6 @@ def test_without_a_tracker_none_is_made():
 def test_streams_of_megatrons_own_tracker_are_drawn_again(graph_safe, monkeypatch):
     """Its layers draw from them, and may run inside our checkpoint without the substitution."""
     with megatron_on_cpu(), no_tracker():
-        from megatron.core.tensor_parallel import random as stock
-
         for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
             monkeypatch.setattr(stock, name, None)
         stock.initialize_rng_tracker(use_cudagraphable_rng=graph_safe)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel.random import checkpoint
-from tests.gpt import model_parallel
+from tests.gpt import grouped, model_parallel
 from tests.marks import slow
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import no_tracker, seeded
@@ -17,10 +17,10 @@ from tests.tensor_parallel.test_gpt_parity import FULL, check
 from tests.tensor_parallel.test_recompute import assert_as_without, assert_equal, grads_of, saved_tensors
 
 
-@ranks(1, 2, 4)
+@grouped(1, 2, 4)
 def test_distributed_activations_of_any_shape():
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    with model_parallel(tp=size), seeded(7, tp_rank=rank, ep_rank=0, etp_rank=0):
+    with seeded(7, tp_rank=rank, ep_rank=0, etp_rank=0):
         weight = torch.nn.Parameter(numbers(5, 5, seed=1))
         for shape in ((3, 5), (7, 1, 5), (5,), (0, 5), (4, 4, 5)):
             x, scale = numbers(*shape, seed=2).requires_grad_(), numbers(5, seed=4).requires_grad_()
@@ -53,7 +53,7 @@ def test_what_cannot_be_distributed_is_refused():
         checkpoint(lambda x: x, True, [torch.ones(2)])
 
 
-@ranks(1, 2)
+@grouped(1, 2)
 @pytest.mark.parametrize("leaf", [True, *slow(False)])
 def test_a_distributed_argument_becomes_this_ranks_part_of_it(leaf):
     """The caller's tensor itself, so that the memory of the rest is free; its gradient has the shape of the whole.
@@ -61,32 +61,30 @@ def test_a_distributed_argument_becomes_this_ranks_part_of_it(leaf):
     With one rank it becomes flat.
     """
     size = torch.distributed.get_world_size()
-    with model_parallel(tp=size):
-        given = numbers(3, 4, seed=1).requires_grad_()
-        other = numbers(3, 4, seed=2).requires_grad_()
-        expected = grads_of(lambda: (given if leaf else given.exp()).sin() * other, given, other)
-        given.grad = other.grad = None
-        x = given if leaf else given.exp()
-        part = x.detach().flatten().chunk(size)[world().rank()].clone()
-        out = checkpoint(lambda x, y: x.sin() * y, True, x, other)
-        assert torch.equal(x.detach(), part)
-        assert x.untyped_storage().nbytes() == part.nbytes
-        out.sum().backward()
-        assert_equal([out.detach(), given.grad, other.grad], expected)
+    given = numbers(3, 4, seed=1).requires_grad_()
+    other = numbers(3, 4, seed=2).requires_grad_()
+    expected = grads_of(lambda: (given if leaf else given.exp()).sin() * other, given, other)
+    given.grad = other.grad = None
+    x = given if leaf else given.exp()
+    part = x.detach().flatten().chunk(size)[world().rank()].clone()
+    out = checkpoint(lambda x, y: x.sin() * y, True, x, other)
+    assert torch.equal(x.detach(), part)
+    assert x.untyped_storage().nbytes() == part.nbytes
+    out.sum().backward()
+    assert_equal([out.detach(), given.grad, other.grad], expected)
 
 
-@ranks(2)
+@grouped(2)
 def test_distributed_argument_with_another_use_stays_whole():
-    with model_parallel(tp=2):
-        whole = numbers(3, 4, seed=1).requires_grad_()
-        view = whole[:2]
-        twice = checkpoint(lambda x, y: x * y, True, whole, whole)
-        same = checkpoint(lambda x: x, True, view)
-        assert [t.shape for t in (whole, view, twice, same)] == [(3, 4), (2, 4), (3, 4), (2, 4)]
-        (twice.sum() + same.sum()).backward()
-        expected = 2 * whole.detach()
-        expected[:2] += 1
-        assert torch.equal(whole.grad, expected)
+    whole = numbers(3, 4, seed=1).requires_grad_()
+    view = whole[:2]
+    twice = checkpoint(lambda x, y: x * y, True, whole, whole)
+    same = checkpoint(lambda x: x, True, view)
+    assert [t.shape for t in (whole, view, twice, same)] == [(3, 4), (2, 4), (3, 4), (2, 4)]
+    (twice.sum() + same.sum()).backward()
+    expected = 2 * whole.detach()
+    expected[:2] += 1
+    assert torch.equal(whole.grad, expected)
 
 
 @ranks(2)

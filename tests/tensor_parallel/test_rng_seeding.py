@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random as stock
 
 from megatron_ext.distributed.groups import Coordinates
 from megatron_ext.tensor_parallel import random
@@ -39,8 +41,6 @@ def test_the_streams_start_where_their_seeds_say():
 def test_seeds_are_megatrons_wherever_megatron_seeds(monkeypatch):
     """On one rank at a time, by Megatron's own code; where that raises, ours does not."""
     with megatron_on_cpu(), no_tracker():
-        from megatron.core.tensor_parallel import random as stock
-
         for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
             monkeypatch.setattr(stock, name, None)
         for at in grid():
@@ -133,9 +133,6 @@ def test_without_groups_ranks_must_be_given():
 def test_with_groups_the_ranks_are_megatrons():
     for sizes in ({"tp": 2, "pp": 2}, {"tp": 2, "ep": 2, "expert_tensor_parallel_size": 1}, {"tp": 4}):
         with model_parallel(**sizes), no_tracker():
-            from megatron.core import parallel_state
-            from megatron.core.tensor_parallel import random as stock
-
             stock.model_parallel_cuda_manual_seed(9)
             random.model_parallel_cuda_manual_seed(9)
             tracker = random.get_cuda_rng_tracker()

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import random as stock
 
 from megatron_ext.tensor_parallel import random
 from megatron_ext.tensor_parallel.random import CudaRNGStatesTracker
@@ -362,8 +363,6 @@ def test_draws_what_megatrons_tracker_draws(monkeypatch):
         return out
 
     with megatron_on_cpu(), no_tracker():
-        from megatron.core.tensor_parallel import random as stock
-
         for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
             monkeypatch.setattr(stock, name, None)
         results = []

@@ -4,7 +4,12 @@ import sys
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.tensor_parallel import layers as stock
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
+from megatron_ext.tensor_parallel import layers as ours
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import LayerPlacement
 from tests.gpt import child_processes, model_parallel, tiny_config
 from tests.ranks import ranks
@@ -17,10 +22,6 @@ AXES = {"column.weight": 0, "column.bias": 0, "row.weight": 1, "table.weight": 0
 
 def one_of_each(kind):
     """A module of one layer of each kind."""
-    from megatron.core.tensor_parallel import layers as stock
-
-    from megatron_ext.tensor_parallel import layers as ours
-
     options = {"package": {"ours": ours, "stock": stock}[kind], "config": tiny_config()}
     kinds = {"column": ("column", D, N), "row": ("row", D, N), "table": ("embedding", N, D)}
     return torch.nn.ModuleDict({name: build(*given, **options) for name, given in kinds.items()})
@@ -28,8 +29,6 @@ def one_of_each(kind):
 
 def expected(name):
     """This rank's shard of the full tensor."""
-    from megatron.core import parallel_state
-
     full = numbers(*FULL[name], seed=sum(map(ord, name)))
     if name not in AXES:
         return full
@@ -38,8 +37,6 @@ def expected(name):
 
 
 def sharded(model, kind, prefix, **options):
-    from megatron.core import parallel_state
-
     # Megatron's layers cannot do without it.
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     given = {"metadata": metadata} if kind == "stock" else {}
@@ -54,8 +51,6 @@ def sharded(model, kind, prefix, **options):
 def test_written_at_one_size_read_at_another(tmp_path):
     """At TP 2 by our layers and by Megatron's; at TP 4 and 1 by either. One file, as writing one takes seconds."""
     with model_parallel(tp=2):
-        from megatron.core import dist_checkpointing
-
         state = {}
         for writer in ("ours", "stock"):
             model = one_of_each(writer)
@@ -87,9 +82,6 @@ def test_written_at_one_size_read_at_another(tmp_path):
 @pytest.mark.parametrize("offsets", [(), ((0, 1, 3),), ((0, 1, 3), (1, 0, 2))], ids=str)
 def test_the_same_objects_as_megatrons_layers(offsets):
     with model_parallel(tp=2):
-        from megatron.core import parallel_state
-        from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-
         ours, stock = (sharded(one_of_each(kind), kind, "any", sharded_offsets=offsets) for kind in ("ours", "stock"))
         assert ours.keys() == stock.keys()
         for key, a in ours.items():
@@ -128,8 +120,6 @@ def test_each_copy_of_an_object_has_its_own_number():
 @ranks(2, 4)
 def test_parameters_that_fsdp2_cut_over_the_data_parallel_ranks():
     with model_parallel(tp=torch.distributed.get_world_size() // 2):
-        from megatron.core import parallel_state
-        from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -16,6 +16,15 @@ import torch
 
 from megatron_ext import tensor_parallel
 from megatron_ext.megatron.versions import TESTED, megatron_version
+from megatron_ext.tensor_parallel.layers import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
+from megatron_ext.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    initialize_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 from tests.pages import DOCS
 from tests.tensor_parallel.rng import no_tracker
 from tests.tensor_parallel.signatures import MODULES, recorded, signatures
@@ -249,16 +258,6 @@ def test_the_record_is_that_of_the_imported_version():
 
 @no_tracker()
 def test_calls_in_the_order_of_older_versions():
-    from megatron_ext.tensor_parallel.layers import (
-        linear_with_frozen_weight,
-        linear_with_grad_accumulation_and_async_allreduce,
-    )
-    from megatron_ext.tensor_parallel.random import (
-        get_cuda_rng_tracker,
-        initialize_rng_tracker,
-        model_parallel_cuda_manual_seed,
-    )
-
     x, w = torch.randn(3, 4), torch.randn(5, 4)
     for old in (None, True, False):  # ..., wgrad_deferral_limit, async_grad_allreduce, tp_group
         out = linear_with_grad_accumulation_and_async_allreduce(x, w, None, False, False, False, None, 0, old, None)

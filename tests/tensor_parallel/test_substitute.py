@@ -11,8 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.spec_utils import ModuleSpec
 
-from tests.gpt import model_parallel, ours_everywhere, stock_spec, tiny_batches, tiny_gpt, train_steps
+from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
+from megatron_ext.megatron.substitute import _in_use, _instances
+from tests.gpt import grouped, model_parallel, ours_everywhere, stock_spec, tiny_batches, tiny_gpt, train_steps
 from tests.ranks import TIMEOUT_S, ranks
 from tests.tensor_parallel.test_gpt_parity import FULL
 from tests.transparent import Transparent
@@ -50,57 +56,50 @@ def test_a_model_trains_in_ours_and_everything_is_put_back():
     assert not changed, changed
 
 
-@ranks(1)
+@grouped(1)
 def test_streams_go_on_where_they_are():
-    with model_parallel():
-        from megatron.core import tensor_parallel
+    def draw():
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return torch.rand(4, device="cuda")
 
-        def draw():
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                return torch.rand(4, device="cuda")
-
-        tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
-        expected = [draw() for _ in range(3)]
-        tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
-        got = [draw()]
-        with ours_everywhere():
-            got.append(draw())
+    tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+    expected = [draw() for _ in range(3)]
+    tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+    got = [draw()]
+    with ours_everywhere():
         got.append(draw())
-        for a, b in zip(got, expected, strict=True):
-            assert torch.equal(a, b)
+    got.append(draw())
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
 
 
-@ranks(1)
+@grouped(1)
 def test_layer_specs_of_users_hold_ours_meanwhile(monkeypatch):
     """In local variables, and in modules, where one may lead back to itself."""
-    with model_parallel():
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.tensor_parallel import ColumnParallelLinear
-        from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.tensor_parallel import ColumnParallelLinear
 
-        mlp = get_gpt_layer_local_spec().submodules.mlp.submodules
-        ring = ModuleSpec(ColumnParallelLinear)
-        ring.submodules, user = ring, types.ModuleType("user")
-        user.specs = [ring]
-        monkeypatch.setitem(sys.modules, "user", user)
-        ours = importlib.import_module("megatron_ext.tensor_parallel").ColumnParallelLinear
-        assert mlp.linear_fc1 is ring.module is ColumnParallelLinear
-        with ours_everywhere():
-            assert mlp.linear_fc1 is ring.module is ours
-        assert mlp.linear_fc1 is ring.module is ColumnParallelLinear
+    mlp = get_gpt_layer_local_spec().submodules.mlp.submodules
+    ring = ModuleSpec(ColumnParallelLinear)
+    ring.submodules, user = ring, types.ModuleType("user")
+    user.specs = [ring]
+    monkeypatch.setitem(sys.modules, "user", user)
+    ours = importlib.import_module("megatron_ext.tensor_parallel").ColumnParallelLinear
+    assert mlp.linear_fc1 is ring.module is ColumnParallelLinear
+    with ours_everywhere():
+        assert mlp.linear_fc1 is ring.module is ours
+    assert mlp.linear_fc1 is ring.module is ColumnParallelLinear
 
 
-@ranks(1)
+@grouped(1)
 def test_megatrons_layers_are_known_after_imports_among_ours():
     """What is first imported between substituting and putting back knows Megatron's own classes all the same."""
-    with model_parallel():
-        with ours_everywhere():
-            names = ("fused_loss.fusion_decision", "fused_loss.fused_region")
-            fusion_decision, fused_region = (_executed_anew(f"megatron_ext.megatron.{name}") for name in names)
-        layer = tiny_gpt(stock_spec, num_layers=1)[0].output_layer
-        assert type(layer).__module__.startswith("megatron.core")
-        assert fusion_decision.why_not_known(layer) is None
-        assert isinstance(layer, fused_region._LAYERS["megatron"])
+    with ours_everywhere():
+        names = ("fused_loss.fusion_decision", "fused_loss.fused_region")
+        fusion_decision, fused_region = (_executed_anew(f"megatron_ext.megatron.{name}") for name in names)
+    layer = tiny_gpt(stock_spec, num_layers=1)[0].output_layer
+    assert type(layer).__module__.startswith("megatron.core")
+    assert fusion_decision.why_not_known(layer) is None
+    assert isinstance(layer, fused_region._LAYERS["megatron"])
 
 
 def _executed_anew(name):
@@ -114,29 +113,22 @@ def _executed_anew(name):
     return module
 
 
-@ranks(1)
+@grouped(1)
 def test_refuses_while_megatrons_layers_are_in_use():
-    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
-
-    with model_parallel():
-        chunks = tiny_gpt(stock_spec, num_layers=1)
-        before = references()
-        with pytest.raises(RuntimeError, match=r"layers are in use \(.* RowParallelLinear.*nothing was replaced"):
-            substitute_tensor_parallel()
-        assert references() == before
-        assert restore_tensor_parallel() is None
-        assert all(type(m).__module__.startswith("megatron.") for m in chunks[0].modules() if "Linear" in str(type(m)))
+    chunks = tiny_gpt(stock_spec, num_layers=1)
+    before = references()
+    with pytest.raises(RuntimeError, match=r"layers are in use \(.* RowParallelLinear.*nothing was replaced"):
+        substitute_tensor_parallel()
+    assert references() == before
+    assert restore_tensor_parallel() is None
+    assert all(type(m).__module__.startswith("megatron.") for m in chunks[0].modules() if "Linear" in str(type(m)))
 
 
 @pytest.mark.slow
 @ranks(1)
 def test_models_that_cannot_run_again_are_not_in_use():
     """Gone but for Megatron's hooks, which keep their memory; or there, but without the groups that they ran on."""
-    from megatron_ext.megatron.substitute import _in_use, _instances
-
     with model_parallel():
-        from megatron.core.tensor_parallel import layers
-
         stock = layers.ColumnParallelLinear, layers.RowParallelLinear
         chunks = tiny_gpt(stock_spec, num_layers=1)
         train_steps(chunks, tiny_batches(steps=1))
@@ -225,7 +217,7 @@ def test_other_names_are_none_of_the_package():
         importlib.import_module("megatron_ext").nothing  # noqa: B018
 
 
-@ranks(1)
+@grouped(1)
 @pytest.mark.parametrize(
     "place",
     [
@@ -238,9 +230,7 @@ def test_other_names_are_none_of_the_package():
 )
 def test_substitution_refuses_what_users_replaced(place):
     """A decorator that copies names is no Megatron function; ours would stand there without a word."""
-    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
-
-    with model_parallel(), pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch:
         path, last = f"megatron.core.{place}".rsplit(".", 1)
         owner = pkgutil.resolve_name(path)
         original = getattr(owner, last)
@@ -253,29 +243,22 @@ def test_substitution_refuses_what_users_replaced(place):
         assert restore_tensor_parallel() is None
 
 
-@ranks(1)
+@grouped(1)
 def test_substitution_refuses_code_without_a_file():
     """As typed at a prompt; or behind an object that answers in the name of Megatron's function."""
-    from megatron_ext import substitute_tensor_parallel
-
-    with model_parallel():
-        from megatron.core.tensor_parallel import layers
-
-        typed = {"__name__": "__main__", "own": layers.RowParallelLinear.forward}
-        exec("def forward(*args): return own(*args)", typed)
-        for forward in (functools.wraps(typed["own"])(typed["forward"]), Transparent(typed["own"])):
-            with (
-                mock.patch.object(layers.RowParallelLinear, "forward", forward),
-                pytest.raises(RuntimeError, match=r"layers\.RowParallelLinear\.forward \(.*nothing was replaced"),
-            ):
-                substitute_tensor_parallel()
+    typed = {"__name__": "__main__", "own": layers.RowParallelLinear.forward}
+    exec("def forward(*args): return own(*args)", typed)
+    for forward in (functools.wraps(typed["own"])(typed["forward"]), Transparent(typed["own"])):
+        with (
+            mock.patch.object(layers.RowParallelLinear, "forward", forward),
+            pytest.raises(RuntimeError, match=r"layers\.RowParallelLinear\.forward \(.*nothing was replaced"),
+        ):
+            substitute_tensor_parallel()
 
 
-@ranks(1)
+@grouped(1)
 def test_substitution_calls_a_replaced_linear_function():
-    with model_parallel(), pytest.MonkeyPatch.context() as monkeypatch:
-        from megatron.core.tensor_parallel import layers
-
+    with pytest.MonkeyPatch.context() as monkeypatch:
         original = layers.linear_with_grad_accumulation_and_async_allreduce
         calls = []
 

@@ -10,8 +10,7 @@ import pytest
 
 from megatron_ext import compare, run
 from megatron_ext.verify import two_runs
-from megatron_ext.verify.picture import draw
-from megatron_ext.verify.side_by_side import RecordedStep, TwoRuns, relative_difference
+from megatron_ext.verify.side_by_side import RecordedStep, TwoRuns, draw, relative_difference
 from megatron_ext.verify.step_recorder import read_steps
 from megatron_ext.verify.two_runs import check_ranks
 from tests.pages import DOCS, ROOT, blocks

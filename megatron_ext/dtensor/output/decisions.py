@@ -6,9 +6,9 @@ Where all see another one they prove anew, on some alone every rank raises. All 
 ones) decide alone: a proof sends nothing, and the head with or without logits sends the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,11 +51,8 @@ class ToldFault(ValueError):
     """The fault with which a call of the head that tells of a change has ended, on every rank."""
 
 
-class HeadDecision(NamedTuple):
-    """The proof that holds for a call; `anew` makes another one, once all ranks have told that they see a change."""
-
-    proof: Proof
-    anew: Callable[[], Proof] | None = None
+Decision = tuple[Proof, Callable[[], Proof] | None]
+"""The proof that holds for a call; and what makes another one, once all ranks have told that they see a change."""
 
 
 def decide(
@@ -65,8 +62,8 @@ def decide(
     prove: Callable[[], Proof],
     mode: ProofMode,
     group: Group,
-    others: Sequence[Any] = (),
-) -> HeadDecision:
+    others: Iterable[Any] = (),
+) -> Decision:
     """Decide about a call of the kind of `owner` by the `proofs` of a way in; `others` own those of other kinds.
 
     Communicates: over several ranks of `group`, which share the head's vocabulary, an all-gather of a small object at
@@ -74,13 +71,13 @@ def decide(
     """
 
     def made() -> Proof:
-        return proofs.of(owner, lambda: basis, prove, mode, group)
+        return proofs.of(owner, basis, prove, mode, group)
 
     if group_size(group) > 1:
         known = [proof for each in (owner, *others) if (proof := proofs.made(each)) is not None]
         if known and (proofs.made(owner) is None or proofs.has_changed(owner, basis)):
-            return HeadDecision(known[0], made)
-    return HeadDecision(made())
+            return known[0], made
+    return made(), None
 
 
 def tell_of_change(model: Any, head: Any, read: Read, hidden: Tensor, given: Sequence[Tensor]) -> None:

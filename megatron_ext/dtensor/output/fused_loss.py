@@ -19,7 +19,7 @@ from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, import_transformers, output_head_path
 from megatron_ext.dtensor.output.decisions import (
-    HeadDecision,
+    Decision,
     basis,
     decide,
     not_fusable,
@@ -27,8 +27,14 @@ from megatron_ext.dtensor.output.decisions import (
     tell_of_unread_head,
 )
 from megatron_ext.dtensor.output.loss_proof import own_loss, prove
-from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, DeferredLogits, HeadCall
-from megatron_ext.dtensor.output.reads import Read, head_call, say_that_logits_are_made, with_arguments
+from megatron_ext.dtensor.output.promised_logits import DeferredLogits
+from megatron_ext.dtensor.output.reads import (
+    CrossEntropyArguments,
+    HeadCall,
+    Read,
+    say_that_logits_are_made,
+    with_arguments,
+)
 from megatron_ext.dtensor.output.stand_ins import (
     FUSED,
     KEEPS_LOGITS,
@@ -55,6 +61,7 @@ class FusedLoss:
         calls_without_labels: how many calls in training made logits, as they had no labels.
         compiled: whether a call with labels ran in a graph of torch.compile.
         arguments: those of the last cross entropy that the model read; they say what ranks send.
+        owners: the owners of proofs, of kinds of calls in the order of the first one of each.
     """
 
     arguments = CrossEntropyArguments()
@@ -63,20 +70,15 @@ class FusedLoss:
 
     def __init__(self, read: Read, in_eval: bool, proof: ProofMode | None):
         self.read, self.in_eval, self.proof = read, in_eval, proof
-        self._owners: dict[Any, _Owner] = {}
+        self.owners: dict[Any, _Owner] = {}
 
     def owner(self, given: dict[str, Any], training: bool) -> "_Owner":
         """The owner of proofs of calls with such arguments: others may take another loss."""
         plain = [(name, x if isinstance(x, (bool, str)) else type(x)) for name, x in given.items() if x is not None]
-        return self._owners.setdefault((training, torch.is_grad_enabled(), *plain), _Owner())
-
-    @property
-    def owners(self) -> list["_Owner"]:
-        """The owners of proofs, of kinds of calls in the order of the first one of each."""
-        return list(self._owners.values())
+        return self.owners.setdefault((training, torch.is_grad_enabled(), *plain), _Owner())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"read": self.read, "in_eval": self.in_eval, "proof": self.proof, "_owners": {}}
+        return {"read": self.read, "in_eval": self.in_eval, "proof": self.proof, "owners": {}}
 
 
 class _Owner:
@@ -163,13 +165,8 @@ def model_inside(model: Any) -> Any:
 def proofs_of(model: nn.Module) -> tuple[Proof, ...]:
     """The proofs of `model`'s loss, of each kind of call that was proved, in order."""
     fused: FusedLoss | None = vars(model_inside(model)).get(FUSED)
-    found = [] if fused is None else [_PROOFS.made(owner) for owner in fused.owners]
+    found = [] if fused is None else [_PROOFS.made(owner) for owner in fused.owners.values()]
     return tuple(proof for proof in found if proof is not None)
-
-
-def proof_of(model: nn.Module) -> Proof | None:
-    """The last proof of `model`'s loss, for reports; None before its first call with labels."""
-    return next(reversed(proofs_of(model)), None)
 
 
 def _check_options(losses: Callable[..., Tensor], bits: Bits | None, logit_dtype: torch.dtype | None) -> None:
@@ -207,17 +204,20 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
     if torch._C._are_functorch_transforms_active():
         _say_that_logits_are_made(self, "a transform of torch.func runs it, where nothing can be compared", fused.read)
         return own(self, *args, **kwargs)
-    if str(getattr(own, "__module__", "")).startswith("transformers."):  # another forward may have other labels
+    # Another forward may have other labels, and token ids that stand for images.
+    known = str(getattr(own, "__module__", "")).startswith("transformers.")
+    if known:
         _check_labels(self, given)
     if given.get("labels") is None:  # which a forward asks for before it looks for a loss
         given["labels"] = given["shift_labels"] = given["shift_labels"].contiguous()
-    decision = _decision(self, own, fused, given)
-    if not decision.proof.fused:
-        _refuse_own_loss(self, decision.proof)
-        _say_that_logits_are_made(self, decision.proof.reason, fused.read)
+    proof, anew = _decision(self, own, fused, given)
+    if not proof.fused:
+        _refuse_own_loss(self, proof)
+        _say_that_logits_are_made(self, proof.reason, fused.read)
         return _explaining(own, given)(self, *args, **kwargs)
-    _check_token_ids(self, given)
-    return _answer(self, own, fused, given, decision.anew)
+    if known:
+        _check_token_ids(self, given)
+    return _answer(self, own, fused, given, anew)
 
 
 def _refuse_own_loss(model: Any, proof: Proof) -> None:
@@ -268,18 +268,18 @@ def _say_that_logits_are_made(model: Any, why: str, read: Read) -> None:
     say_that_logits_are_made(f"{name} keeps its own loss ({why})", read)
 
 
-def _decision(model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict[str, Any]) -> HeadDecision:
+def _decision(model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict[str, Any]) -> Decision:
     path = output_head_path(model)
     head, mode, group = model.get_submodule(path), proof_mode(fused.proof), vars(model).get(VOCABULARY)
     reason = not_fusable(model, path, head)
     if reason is not None and group is None:
-        return HeadDecision(Proof.not_comparable(reason))
+        return Proof.not_comparable(reason), None
 
     def proved() -> Proof:
         return Proof.not_comparable(reason) if reason else prove(model, own, path, given, own_loss)
 
     owner, rests_on = fused.owner(given, model.training), basis(model, own, head, mode, reason)
-    return decide(_PROOFS, owner, rests_on, proved, mode, group, fused.owners)
+    return decide(_PROOFS, owner, rests_on, proved, mode, group, fused.owners.values())
 
 
 def _check_labels(model: Any, given: dict[str, Any]) -> None:
@@ -332,7 +332,7 @@ def _check_token_ids(model: Any, given: dict[str, Any]) -> None:
 def _answer(
     model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict[str, Any], anew: Callable[[], Proof] | None
 ) -> Any:
-    """Return what `own` gives, with our loss and without logits. `anew`: see `HeadDecision`."""
+    """Return what `own` gives, with our loss and without logits. `anew`: see `Decision`."""
     path, read, as_before = output_head_path(model), fused.read, with_arguments(fused.read, fused.arguments)
     head = model.get_submodule(path)
     calls: list[HeadCall] = []
@@ -340,7 +340,7 @@ def _answer(
     def call_of(hidden: Tensor) -> HeadCall:
         if anew is not None and not calls:
             _decide_anew(model, head, as_before, hidden, given, anew)
-        return head_call(head, read, hidden, given)
+        return HeadCall(head, read, hidden, given)
 
     with standing_in(model, path, promising(head, call_of, calls.append)) as stub:
         output = _explaining(own, given)(stub, **given)
@@ -384,5 +384,8 @@ def _without_promises(output: Any) -> Any:
         return tuple(real(x) for x in output if real(x) is not None or x is None)
     if isinstance(output, dict):
         kept = {name: real(x) for name, x in output.items()}
-        return type(output)(**{name: x for name, x in kept.items() if x is not None})
+        found = type(output)(**{name: x for name, x in kept.items() if x is not None})
+        for name, x in getattr(output, "__dict__", {}).items():  # what a forward has added
+            vars(found).setdefault(name, real(x))
+        return found
     return output

@@ -18,7 +18,7 @@ from megatron_ext.distributed.groups import UNSHARDED, Group, group_size
 from megatron_ext.dtensor.attention import lay_out, sequence_hook
 from megatron_ext.dtensor.decoder import output_head_path
 from megatron_ext.dtensor.output.decisions import (
-    HeadDecision,
+    Decision,
     ToldFault,
     basis,
     decide,
@@ -29,8 +29,8 @@ from megatron_ext.dtensor.output.decisions import (
     told,
 )
 from megatron_ext.dtensor.output.loss_proof import losses_of_logits, prove
-from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
-from megatron_ext.dtensor.output.reads import Read, head_call, read_hidden, read_logits, say_that_logits_are_made
+from megatron_ext.dtensor.output.promised_logits import DeferredLogits
+from megatron_ext.dtensor.output.reads import HeadCall, Read, read_hidden, read_logits, say_that_logits_are_made
 from megatron_ext.dtensor.output.stand_ins import (
     REGISTERED,
     VOCABULARY,
@@ -111,14 +111,14 @@ def _of_logits(
 
 def logits_proof(model: nn.Module, inputs: dict[str, Any]) -> Proof:
     """The proof that what is read from hidden states equals what is read from the logits of `model(**inputs)`."""
-    return _decision(model, output_head_path(model), inputs).proof
+    return _decision(model, output_head_path(model), inputs)[0]
 
 
-def _decision(model: nn.Module, path: str, inputs: dict[str, Any]) -> HeadDecision:
+def _decision(model: nn.Module, path: str, inputs: dict[str, Any]) -> Decision:
     head, mode, group = model.get_submodule(path), proof_mode(), vars(model).get(VOCABULARY)
     reason = why_logits_are_made(model) or not_fusable(model, path, head)
     if reason is not None and group is None:
-        return HeadDecision(Proof.not_comparable(reason))
+        return Proof.not_comparable(reason), None
     hook = sequence_hook(model)
     cp_ranks = group_size(None if hook is None else hook.cp_group)
     given = inputs | {"labels": inputs["input_ids"]}
@@ -129,10 +129,10 @@ def _decision(model: nn.Module, path: str, inputs: dict[str, Any]) -> HeadDecisi
         return prove(model, forward_of(model), path, given, losses_of_logits, cp_ranks)
 
     rests_on = basis(model, module_parts(model), head, mode, reason)
-    decision = decide(_PROOFS[model.training], model, rests_on, proved, mode, group)
-    if decision.anew is not None and (unproved := cannot_prove_now()) is not None:
-        return HeadDecision(Proof.not_comparable(unproved))  # its logits send what the head sends
-    return decision
+    proof, anew = decide(_PROOFS[model.training], model, rests_on, proved, mode, group)
+    if anew is not None and (unproved := cannot_prove_now()) is not None:
+        return Proof.not_comparable(unproved), None  # its logits send what the head sends
+    return proof, anew
 
 
 def _through_head(
@@ -145,13 +145,13 @@ def _through_head(
 ) -> _Found:
     """Return what `read` makes of these tokens' hidden states, `[B, P]` each, and what it refuses: see `or_refuse`.
 
-    `path`: of the lm head. `anew`: see `HeadDecision`.
+    `path`: of the lm head. `anew`: see `Decision`.
     """
     head = model.get_submodule(path)
     calls: list[HeadCall] = []
 
     def call_of(hidden: Tensor) -> HeadCall:
-        call = head_call(head, read, hidden, {"shift_labels": given_BP[0]})
+        call = HeadCall(head, read, hidden, {"shift_labels": given_BP[0]})
         if anew is not None and not calls:
             tell_of_change(model, head, read, hidden, given_BP)
             if not (proof := anew()).fused:

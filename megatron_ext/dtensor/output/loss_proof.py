@@ -15,12 +15,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.dtensor.decoder import embedding
-from megatron_ext.dtensor.output.promised_logits import HeadCall
-from megatron_ext.dtensor.output.reads import PLAIN, head_call
+from megatron_ext.dtensor.output.reads import PLAIN, HeadCall
 from megatron_ext.dtensor.output.stand_ins import HeadLike, is_registered, is_sharded, promising, stub_of, with_head
 from megatron_ext.dtensor.sequence_arguments import SequenceLayout
-from megatron_ext.proof import SAMPLE_TOKENS, Proof, compare
-from megatron_ext.proof.comparison import state_put_back
+from megatron_ext.proof import SAMPLE_TOKENS, Proof, compare, error_words
+from megatron_ext.proof.comparison import rng_put_back, state_put_back
 from megatron_ext.proof.values import HOOKS
 
 _OF_TOKENS = ("input_ids", "labels", "shift_labels")
@@ -61,13 +60,12 @@ def prove(
     nothing is sent.
     """
     head = whole_copy(model.get_submodule(path))
-    device = next(iter(head.parameters())).device
-    sample = sample_of(model, given, next(iter(head.parameters())).shape[0])
-    made_for_inference = {name: x.clone() for name, x in sample.items() if isinstance(x, Tensor) and x.is_inference()}
-    sample |= made_for_inference
+    weight = next(iter(head.parameters()))
+    device, sample = weight.device, sample_of(model, given, weight.shape[0])
+    sample |= {name: x.clone() for name, x in sample.items() if isinstance(x, Tensor) and x.is_inference()}
     if cp_ranks > 1 or _communicates(model):
         sample = {name: x for name, x in sample.items() if name in _OF_TOKENS or _is_plain(x)}
-        shape = (1, sample["labels"].shape[-1], next(iter(head.parameters())).shape[1])
+        shape = (1, sample["labels"].shape[-1], weight.shape[1])
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
         try:
             model = with_decoder(model, path, drawn)
@@ -85,25 +83,26 @@ def prove(
     with torch.autocast(device.type, enabled=False), state_put_back(model):
         first = SampleHead(head)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with torch.no_grad(), rng_put_back(device):
                 loss(first)
         except _NoLoss:
             return Proof.not_comparable("its forward gives no loss with labels")
         except Exception as error:  # a model's own code may raise anything
-            return Proof.not_comparable(f"on a sample it raised {_words(error)}")
+            return Proof.not_comparable(f"on a sample it raised {error_words(error)}")
         if first.seen is None:
             return Proof.not_comparable("its forward with labels does not call its lm head")
         calls: list[HeadCall] = []
 
         def fused(hidden: Tensor) -> Tensor:
-            return loss(promising(head, lambda _: head_call(head, PLAIN, hidden, {}, whole=True), calls.append))
+            return loss(promising(head, lambda _: HeadCall(head, PLAIN, hidden, {}, is_copy=True), calls.append))
 
-        hidden = first.seen.to(next(iter(head.parameters())).dtype)
-        parameters = _by_rows(head)
+        hidden = first.seen.to(weight.dtype)
+        # Those with a row for each column of the logits first.
+        parameters = dict(sorted(head.named_parameters(), key=lambda item: (not item[0].endswith("weight"), item[0])))
         try:
             proof = compare(lambda hidden: loss(SampleHead(head, hidden)), fused, hidden, parameters)
         except Exception as error:  # its code cannot take promises, as what torch.compile or checkpoint made of it
-            return Proof.refused(f"without its logits it raised {_words(error)}")
+            return Proof.refused(f"without its logits it raised {error_words(error)}")
     if proof.verdict == "not comparable":
         return proof
     if readers := [call.read_by for call in calls if call.read_by]:
@@ -113,21 +112,11 @@ def prove(
     return proof
 
 
-def _words(error: Exception) -> str:
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-
-
 def _communicates(model: nn.Module) -> bool:
     """Return whether layers of `model` send something when they run."""
     if is_registered(model) or any(isinstance(x, DTensor) for x in model.parameters()):
         return True
     return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
-
-
-def _by_rows(head: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a head, those with a row for each column of the logits first."""
-    found = dict(head.named_parameters())
-    return dict(sorted(found.items(), key=lambda item: (not item[0].endswith("weight"), item[0])))
 
 
 def _is_plain(x: Any) -> bool:
@@ -163,7 +152,7 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
         targets = sample["input_ids"].clamp(max=columns - 1).clone()
     else:
         targets = labels.flatten()[:count].view(1, -1).clamp(0, columns - 1).clone()
-    targets[:, 1] = given.get("ignore_index", -100) if isinstance(given.get("ignore_index", -100), int) else -100
+    targets[:, 1:2] = given.get("ignore_index", -100) if isinstance(given.get("ignore_index", -100), int) else -100
     for name in ("labels", "shift_labels"):
         if given.get(name) is not None:
             sample[name] = targets.to(given[name].dtype)
@@ -171,7 +160,7 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
 
 
 class SampleHead(HeadLike):
-    """In the place of an lm head: makes logits of given hidden states by another head, whatever it is called with.
+    """In the place of an lm head: makes logits of given hidden states by another head, whatever those are that come.
 
     Without any given it makes those of what it is called with, and keeps that.
     """
@@ -188,7 +177,7 @@ class SampleHead(HeadLike):
         else:
             hidden = self.given
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.head(hidden)
+            return self.head(hidden, *args, **kwargs)
 
 
 class SampleDecoder(nn.Module):

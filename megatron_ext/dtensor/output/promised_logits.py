@@ -11,7 +11,6 @@ Legend: D hidden size, V vocabulary, [...] the leading dims of the tokens.
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,77 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from megatron_ext.dtensor.output.reads import CrossEntropyArguments, HeadCall, LogitArithmetic
+
 _GETTERS = ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse", "is_quantized", "is_nested")
 _FACTS = [
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size, Tensor.__len__),
     *(Tensor.is_complex, Tensor.get_device),
     *(getattr(Tensor, name).__get__ for name in _GETTERS),
 ]
-
-
-class LogitArithmetic(NamedTuple):
-    """Logits are `scale * z`, or with a cap `scale * tanh(inside * z)`, of the head's product z, bias included."""
-
-    scale: float = 1.0
-    inside: float | None = None
-
-    def facts(self, temperature: float) -> dict[str, float | None]:
-        """The softcap and the temperature that the head's functions take, for logits divided by `temperature`."""
-        if self.inside is None:
-            return {"softcap": None, "temperature": temperature / self.scale}
-        return {"softcap": 1 / self.inside, "temperature": temperature / (self.inside * self.scale)}
-
-
-class CrossEntropyArguments(NamedTuple):
-    """The arguments of a model's own call of cross entropy, beside logits and targets."""
-
-    ignore_index: int = -100
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-
-
-@dataclass
-class HeadCall:
-    """A call of an lm head in a model's forward, whose logits were not made.
-
-    Attributes:
-        hidden: `[..., D]` at the head's input; of a sharded sequence this rank's slice.
-        tokens: the leading dims of the logits.
-        columns, dtype: the other facts of the logits.
-        make: from hidden states to the head's logits, as the head makes them.
-        redeem: from hidden states `[..., D]`, targets, the transform and the number of columns to a cross entropy.
-        in_slices: hidden states are a slice, so that tokens cannot be chosen among them; then it is `whole`.
-        whole: the cross entropy of some tokens is read as one of all: ranks send alike, whatever a loss leaves out.
-        made: the head's logits, once somebody asked for them; `read_by` names the function that did.
-        redeemed: the arguments of the last cross entropy that was read from hidden states.
-        promises: all that were given, as far as they live.
-    """
-
-    hidden: Tensor
-    tokens: tuple[int, ...]
-    columns: int
-    dtype: torch.dtype
-    make: Callable[[Tensor], Tensor] = field(repr=False)
-    redeem: Callable[..., Tensor] = field(repr=False)
-    in_slices: bool = False
-    whole: bool = False
-    made: Tensor | None = field(default=None, repr=False)
-    read_by: str | None = None
-    redeemed: CrossEntropyArguments | None = None
-    promises: "list[weakref.ref[DeferredLogits]]" = field(default_factory=list, repr=False)
-
-    def logits(self) -> Tensor:
-        """The head's logits, made once."""
-        if self.made is None:
-            self.made = self.make(self.hidden)
-        return self.made
-
-    def promise(self) -> "DeferredLogits":
-        """The promise that the head gives in the place of its logits."""
-        places = (
-            torch.arange(math.prod(self.tokens), device=self.hidden.device).view(self.tokens) if self.whole else None
-        )
-        return DeferredLogits.of(self, _State(self.hidden, self.tokens, self.columns, self.dtype, places=places))
 
 
 class _State(NamedTuple):
@@ -109,8 +45,16 @@ class _State(NamedTuple):
     chosen: bool = False
 
 
+def promise_of(call: HeadCall) -> "DeferredLogits":
+    """The promise that the head gives in the place of its logits."""
+    tokens, places = call.tokens, None
+    if call.whole:
+        places = torch.arange(math.prod(tokens), device=call.hidden.device).view(tokens)
+    return DeferredLogits.of(call, _State(call.hidden, tokens, call.columns, call.dtype, places=places))
+
+
 class DeferredLogits(Tensor):
-    """See the top of this file. Made by `HeadCall.promise`.
+    """See the top of this file. Made by `promise_of`.
 
     Attributes:
         source: the promise of which `state.last` made this one; None: the head did.

@@ -6,6 +6,7 @@ Legend: B sequences, P tokens of this rank, D hidden size, V vocabulary, R tenso
 import dataclasses
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
@@ -17,13 +18,31 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import UNSHARDED, group_size
-from megatron_ext.dtensor.output.promised_logits import CrossEntropyArguments, HeadCall, LogitArithmetic
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.call import statistics
 from megatron_ext.head.checks import Bits, bits_or_mode, or_refuse, rounds
 from megatron_ext.head.layer_facts import head_facts, local_shard, unwrapped
 
-_version = attrgetter("_version")
+
+class LogitArithmetic(NamedTuple):
+    """Logits are `scale * z`, or with a cap `scale * tanh(inside * z)`, of the head's product z, bias included."""
+
+    scale: float = 1.0
+    inside: float | None = None
+
+    def facts(self, temperature: float) -> dict[str, float | None]:
+        """The softcap and the temperature that the head's functions take, for logits divided by `temperature`."""
+        if self.inside is None:
+            return {"softcap": None, "temperature": temperature / self.scale}
+        return {"softcap": 1 / self.inside, "temperature": temperature / (self.inside * self.scale)}
+
+
+class CrossEntropyArguments(NamedTuple):
+    """The arguments of a model's own call of cross entropy, beside logits and targets."""
+
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
 
 
 class Read(NamedTuple):
@@ -155,42 +174,6 @@ def _tuple(found: Any) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def head_call(head: Any, read: Read, hidden: Tensor, given: dict[str, Any], whole: bool = False) -> HeadCall:
-    """A call of `head` in a forward that was `given` these arguments; `whole`: of a copy that is sharded no longer."""
-    weight = unwrapped(head)[0].weight
-    tokens = tuple(hidden.shape[:-1])
-    columns, in_slices, ranks = weight.shape[0], False, 1
-    if isinstance(weight, DTensor) and hidden.dim() == 3:
-        group = local_shard(weight, 0)[1]
-        labels = next(given[name] for name in ("labels", "shift_labels") if given.get(name) is not None)
-        length = hidden.shape[1] if not isinstance(hidden, DTensor) else hidden.to_local().shape[1]
-        ranks = 1 if isinstance(group, str) else group_size(group)
-        in_slices = ranks > 1 and labels.shape[-1] != length
-        tokens = (hidden.shape[0], labels.shape[-1]) if in_slices else tokens
-    divisor = given.get("num_items_in_batch") if isinstance(head, FSDPModule) else None
-    dtype = weight.dtype
-    if torch.is_autocast_enabled(hidden.device.type) and not whole:
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-
-    versions = None if weight.is_inference() else [*map(_version, head.parameters())]
-
-    def make(hidden: Tensor) -> Tensor:
-        if versions is not None and versions != [*map(_version, head.parameters())]:
-            raise ValueError(
-                "logits of an earlier call, which were not made, are asked for, and the lm head has changed since: "
-                "read them in the model's forward, or before the optimizer's step"
-            )
-        return head(hidden) if isinstance(weight, DTensor) or isinstance(head, FSDPModule) else head.forward(hidden)
-
-    def redeem(
-        hidden: Tensor, targets: Tensor, logits: LogitArithmetic, columns: int, given: CrossEntropyArguments
-    ) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False) if whole else nullcontext():
-            return _cross_entropy(head, read, hidden, targets, logits.facts(1.0), (columns, given, divisor, tokens))
-
-    return HeadCall(hidden, tokens, columns, dtype, make, redeem, in_slices, ranks > 1)
-
-
 def with_arguments(read: Read, own: CrossEntropyArguments) -> Read:
     """`read`, as a model's own call of cross entropy asks for it. Raises ValueError where both smooth labels."""
     assert read.hidden is not None
@@ -203,33 +186,82 @@ def with_arguments(read: Read, own: CrossEntropyArguments) -> Read:
     return read._replace(hidden=functools.partial(read.hidden, ignore_index=own.ignore_index, **smoothing))
 
 
-def _cross_entropy(
-    head: Any, read: Read, hidden: Tensor, targets: Tensor, logits: dict[str, Any], asked: Any
-) -> Tensor:
-    """A model's own call of cross entropy, from hidden states."""
-    columns, own, divisor, tokens = asked
-    read = with_arguments(read, own)
-    targets = targets.view(tokens) if targets.dim() == 1 and hidden.dim() == 3 else targets
-    count = (targets != own.ignore_index).sum() if own.reduction == "mean" else divisor
+class HeadCall:
+    """A call of an lm head in a model's forward, whose logits were not made.
 
-    def losses(hidden: Tensor) -> tuple[Tensor, ValueError | None]:
-        (found,), fault = read_hidden(head, logits, read, hidden, [targets], columns)
+    Attributes:
+        hidden: `[..., D]` at the head's input; of a sharded sequence this rank's slice.
+        tokens: the leading dims of the logits.
+        columns, dtype: the other facts of the logits.
+        in_slices: hidden states are a slice, so that tokens cannot be chosen among them; then it is `whole`.
+        whole: the cross entropy of some tokens is read as one of all: ranks send alike, whatever a loss leaves out.
+        made: the head's logits, once somebody asked for them; `read_by` names the function that did.
+        redeemed: the arguments of the last cross entropy that was read from hidden states.
+        promises: all that were given, as far as they live.
+    """
+
+    def __init__(self, head: Any, read: Read, hidden: Tensor, given: dict[str, Any], is_copy: bool = False):
+        """`given`: the arguments of the forward; `is_copy`: of a copy of the head that is sharded no longer."""
+        weight = unwrapped(head)[0].weight
+        self.head, self.read, self.hidden, self.is_copy = head, read, hidden, is_copy
+        self.tokens, self.columns, self.in_slices, ranks = tuple(hidden.shape[:-1]), weight.shape[0], False, 1
+        if isinstance(weight, DTensor) and hidden.dim() == 3:
+            group = local_shard(weight, 0)[1]
+            labels = next(given[name] for name in ("labels", "shift_labels") if given.get(name) is not None)
+            length = hidden.shape[1] if not isinstance(hidden, DTensor) else hidden.to_local().shape[1]
+            ranks = 1 if isinstance(group, str) else group_size(group)
+            self.in_slices = ranks > 1 and labels.shape[-1] != length
+            self.tokens = (hidden.shape[0], labels.shape[-1]) if self.in_slices else self.tokens
+        self.whole = ranks > 1
+        self.divisor = given.get("num_items_in_batch") if isinstance(head, FSDPModule) else None
+        self.dtype = weight.dtype
+        if torch.is_autocast_enabled(hidden.device.type) and not is_copy:
+            self.dtype = torch.get_autocast_dtype(hidden.device.type)
+        self.versions = None if weight.is_inference() else self._versions()
+        self.is_called = isinstance(weight, DTensor) or isinstance(head, FSDPModule)
+        self.made: Tensor | None = None
+        self.read_by: str | None = None
+        self.redeemed: CrossEntropyArguments | None = None
+        self.promises: list[weakref.ref[Any]] = []
+
+    def _versions(self) -> list[int]:
+        return [*map(attrgetter("_version"), self.head.parameters())]
+
+    def logits(self) -> Tensor:
+        """The head's logits, as the head makes them, once."""
+        if self.made is None:
+            if self.versions is not None and self.versions != self._versions():
+                raise ValueError(
+                    "logits of an earlier call, which were not made, are asked for, and the lm head has changed since: "
+                    "read them in the model's forward, or before the optimizer's step"
+                )
+            self.made = self.head(self.hidden) if self.is_called else self.head.forward(self.hidden)
+        return self.made
+
+    def redeem(
+        self, hidden: Tensor, targets: Tensor, logits: LogitArithmetic, columns: int, own: CrossEntropyArguments
+    ) -> Tensor:
+        """A model's own call of cross entropy, with arguments `own`, from hidden states `[..., D]`."""
+        read = with_arguments(self.read, own)
+        targets = targets.view(self.tokens) if targets.dim() == 1 and hidden.dim() == 3 else targets
+        count = (targets != own.ignore_index).sum() if own.reduction == "mean" else self.divisor
+        count = count.to(hidden.device) if isinstance(count, Tensor) else count
+
+        def losses(hidden: Tensor) -> tuple[Tensor, ValueError | None]:
+            (found,), fault = read_hidden(self.head, logits.facts(1.0), read, hidden, [targets], columns)
+            if own.reduction == "none":
+                return found, fault
+            total = found.sum()
+            return (total if count is None else total / count), fault
+
+        # FSDP2 may round what leaves the head, and its gradient: a mean's is 1.
+        with torch.autocast(hidden.device.type, enabled=False) if self.is_copy else nullcontext():
+            loss, fault = _called(self.head, losses)(hidden)
+        if fault is not None:
+            raise fault
         if own.reduction == "none":
-            return found, fault
-        total = found.sum()
-        return (total if count is None else total / _there(count, total)), fault
-
-    # FSDP2 may round what leaves the head, and its gradient: a mean's is 1.
-    loss, fault = _called(head, losses)(hidden)
-    if fault is not None:
-        raise fault
-    if own.reduction == "none":
-        return loss.flatten()
-    return loss * _there(count, loss) if own.reduction == "sum" and count is not None else loss
-
-
-def _there(count: Any, like: Tensor) -> Any:
-    return count.to(like.device) if isinstance(count, Tensor) else count
+            return loss.flatten()
+        return loss * count if own.reduction == "sum" and count is not None else loss
 
 
 def _called(head: Any, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:

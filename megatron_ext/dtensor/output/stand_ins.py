@@ -10,6 +10,7 @@ their own weights.
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.dtensor.output.promised_logits import DeferredLogits, HeadCall
+from megatron_ext.dtensor.output.promised_logits import promise_of
+from megatron_ext.dtensor.output.reads import HeadCall
 from megatron_ext.proof import why_fusion_is_off
 
 REGISTERED = "_megatron_ext_head"  # where a model that `parallelize` made has its reading from hidden states
@@ -72,6 +74,7 @@ def standing_in(model: nn.Module, path: str, head: nn.Module) -> Iterator[Any]:
         yield stub
     finally:
         for own, copy, old in before:
+            own._modules |= {name: x for name, x in copy._modules.items() if name not in own._modules}
             for name, x in vars(copy).items():
                 if old.get(name, own) is not x:
                     vars(own)[name] = x
@@ -104,14 +107,24 @@ def is_sharded(head: nn.Module) -> bool:
 
 
 def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[HeadCall], None]) -> nn.Module:
-    """`head`, with its hooks, which gives promises instead of logits; `keep` is told of each call."""
+    """`head`, with its hooks, which gives promises instead of logits; `keep` is told of each call.
 
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> DeferredLogits:
-        call = call_of(hidden)
-        keep(call)
-        return call.promise()
+    A call with more than hidden states, or after the model's forward has set an attribute of the head, of which nothing
+    is known here, gives logits.
+    """
 
     stub: Any = HeadLike(head) if is_sharded(head) else stub_of(head)
+    before, own = dict(vars(stub)), weakref.ref(stub)  # which a cycle would keep alive, with a graph
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        told = {name: x for name, x in vars(own()).items() if name != "forward" and before.get(name, before) is not x}
+        if told or any(x is not None for x in (*args, *kwargs.values())):
+            vars(head).update(told)
+            return (head if is_sharded(head) else head.forward)(hidden, *args, **kwargs)
+        call = call_of(hidden)
+        keep(call)
+        return promise_of(call)
+
     stub.__dict__["forward"] = forward
     return stub
 
@@ -159,14 +172,11 @@ class _OfInstance:
     def __init__(self, model: Any, forward: Callable[..., Any]):
         # A method of another object computes with what that one has, and a proxy of a method adds something to it.
         own = type(forward) is MethodType and forward.__self__ is model
-        self.function = forward.__func__ if own else None  # type: ignore[attr-defined]
-        self.forward = None if own else forward
+        self.takes_model = own
+        self.forward = forward.__func__ if own else forward  # type: ignore[attr-defined]
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.function is not None:
-            return self.function(model, *args, **kwargs)
-        assert self.forward is not None
-        return self.forward(*args, **kwargs)
+        return self.forward(model, *args, **kwargs) if self.takes_model else self.forward(*args, **kwargs)
 
 
 def forward_of(model: Any) -> Callable[..., Any]:

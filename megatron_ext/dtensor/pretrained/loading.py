@@ -2,7 +2,6 @@
 
 import inspect
 import os
-from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -13,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_ext.distributed.same_on_ranks import require_same
 from megatron_ext.dtensor.decoder import import_transformers, tie_word_embeddings
-from megatron_ext.dtensor.parallelize import groups_of, parallelize, with_all_dims
+from megatron_ext.dtensor.parallelize import parallelize, with_all_dims
+from megatron_ext.dtensor.plans import CustomPlan
+from megatron_ext.dtensor.pretrained.saving import Ranks
 
 
 class ParallelizeOptions(TypedDict, total=False):
@@ -22,7 +23,7 @@ class ParallelizeOptions(TypedDict, total=False):
     sequence_parallel: bool
     activation_checkpointing: bool
     cpu_offload: bool
-    plan: Mapping[str, Any] | str | None
+    plan: CustomPlan
     expert_parallel: bool
 
 
@@ -69,13 +70,13 @@ def from_pretrained(
             whole, empty.generation_config = model.state_dict(), model.generation_config
     except Exception as error:  # raised below, where the other ranks hear of it
         fault = error
-    groups, device = groups_of([mesh])
-    require_same("from_pretrained", {"the config": config and config.to_json_string()}, groups, device, fault)
+    ranks = Ranks.of([mesh])
+    require_same("from_pretrained", {"the config": config and config.to_json_string()}, *ranks, fault)
     parallelize(empty, mesh, dtype, **options)
     load_whole(empty, whole, "cpu" if options.get("cpu_offload") else None)
     for module in empty.modules():  # what no file has, such as the frequencies of rotary embeddings
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+            module._buffers[name] = buffer.to(ranks.device)
     return empty.train(False)
 
 

@@ -3,7 +3,7 @@
 import inspect
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import Group, group_rank
 from megatron_ext.distributed.same_on_ranks import require_same
-from megatron_ext.dtensor.pretrained.hub_names import hub_rename
 
 _RANKS = "_megatron_ext_ranks"
 _FILE = "model.safetensors"
@@ -23,12 +23,22 @@ _INDEX = "model.safetensors.index.json"
 # Arguments of transformers' method that ask for other files than ours, if they are anything else.
 _USUAL = {"push_to_hub": False, "variant": None, "safe_serialization": True, "save_original_format": True}
 
+# A weight by transformers' name, as one or more by the Hub's names: views where they can be.
+Rename = Callable[[str, Tensor], list[tuple[str, Tensor]]]
+
 
 class Ranks(NamedTuple):
     """The groups of the ranks that hold a model together, dims of a grid, and where they communicate."""
 
     groups: Sequence[Group]
     device: str
+
+    @classmethod
+    def of(cls, meshes: Sequence[DeviceMesh | None]) -> "Ranks":
+        """The ranks of these meshes together."""
+        found = [mesh for mesh in meshes if mesh is not None]
+        groups = [group for mesh in found for group in mesh.get_all_groups()]
+        return cls(groups, found[0].device_type if found else "cpu")
 
     @property
     def first(self) -> bool:
@@ -177,3 +187,28 @@ def save_as_transformers(model: nn.Module, ranks: Ranks) -> None:
 
     model.__dict__[_RANKS] = ranks
     model.__dict__["save_pretrained"] = MethodType(method, model)
+
+
+def hub_rename(make_empty: Callable[[], nn.Module]) -> Rename:
+    """The renaming to names on the Hugging Face Hub, of models as `make_empty` makes them: by structure alone.
+
+    transformers 5 keeps the experts of a layer in two tensors, and some weights under names of its own; files on the
+    Hub, which generators such as vLLM read, have each expert by itself. transformers 4 has the names of files. The
+    mapping is transformers' own, which `save_pretrained` takes.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4
+        return lambda name, weight: [(name, weight)]
+    with torch.device("meta"):
+        model = make_empty()
+
+    def rename(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
+        return list(revert_weight_conversion(model, {name: weight}).items())
+
+    return rename
+
+
+def renamed(weights: Iterable[tuple[str, Tensor]], rename: Rename) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in weights:
+        yield from rename(name, weight)

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
-from megatron_ext.head.kernels.logits import logits, rowwise
+from megatron_ext.head.kernels.logits import logits, packed, rowwise
+from megatron_ext.numerics.launches import launch
 
 _BLOCK = tl.constexpr(1024)
 
@@ -28,7 +29,6 @@ def _sums_kernel(
     counted,
     softcap: tl.float64,
     temperature: tl.float64,
-    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -37,13 +37,14 @@ def _sums_kernel(
     it decides the order within a block."""
     token = tl.program_id(0).to(tl.int64)
     z_ptr += token * z_stride
-    row = (z_ptr, bias_ptr, counted, tl.full([], softcap, tl.float32), tl.full([], temperature, tl.float32))
+    softcap, temperature = tl.full([], softcap, tl.float32), tl.full([], temperature, tl.float32)
+    row = (z_ptr, bias_ptr, counted, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
     peak = tl.load(peak_ptr + token * peak_stride)
     peak = tl.where(peak > float("-inf"), peak, 0.0)
     total = 0.0
     for start in range(0, counted, _BLOCK):
         columns = tl.max_contiguous(start + tl.arange(0, _BLOCK), TOGETHER)
-        total += tl.sum(tl.exp(logits(row, columns, True, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE) - peak), 0)
+        total += tl.sum(tl.exp(logits(row, columns, True) - peak), 0)
     tl.store(sum_ptr + token * sum_stride, total)
 
 
@@ -64,35 +65,30 @@ def write_sums(
 ) -> None:
     """Write the sums of exponentials below the maxima in `stats_KT`, over those that are there. Arguments as for
     `row_statistics`, in fp32."""
-    tokens = z_TV.shape[0]
-    if tokens == 0 or counted == 0:
-        return
     z_TV, peak_T, sum_T = rowwise(z_TV), stats_KT[MAX], stats_KT[SUM_EXP]
-    with torch.cuda.device_of(z_TV):  # Triton launches on the current device, wherever the tensors are
-        _sums_kernel[(tokens,)](
-            z_TV,
-            peak_T if bias_V is None else bias_V.contiguous(),
-            peak_T,
-            sum_T,
-            z_TV.stride(0),
-            peak_T.stride(0),
-            sum_T.stride(0),
-            counted,
-            1.0 if softcap is None else softcap,
-            temperature,
-            HAS_BIAS=bias_V is not None,
-            HAS_SOFTCAP=softcap is not None,
-            HAS_TEMPERATURE=temperature != 1.0,
-            # Of fp32 logits in rows of a multiple of 16 columns Triton has a thread load 16 bytes at a time.
-            TOGETHER=4 if counted % 16 == 0 else 1,
-            num_warps=4,
-        )
+    launch(
+        _sums_kernel,
+        (len(z_TV) if counted else 0,),
+        z_TV,
+        packed(bias_V),
+        peak_T,
+        sum_T,
+        z_TV.stride(0),
+        peak_T.stride(0),
+        sum_T.stride(0),
+        counted,
+        1.0 if softcap is None else softcap,
+        temperature,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_TEMPERATURE=temperature != 1.0,
+        # Of fp32 logits in rows of a multiple of 16 columns Triton has a thread load 16 bytes at a time.
+        TOGETHER=4 if counted % 16 == 0 else 1,
+        num_warps=4,
+    )
 
 
 def log(x_T: Tensor) -> Tensor:
     """The natural logarithm, in fp32, as Triton has it."""
-    x_T, out_T = x_T.contiguous(), torch.empty_like(x_T, memory_format=torch.contiguous_format)
-    if x_T.numel():
-        with torch.cuda.device_of(x_T):
-            _log_kernel[(triton.cdiv(x_T.numel(), 256),)](out_T, x_T, x_T.numel(), BLOCK=256)
+    out_T = torch.empty_like(x_T, memory_format=torch.contiguous_format)
+    launch(_log_kernel, (triton.cdiv(x_T.numel(), 256),), out_T, x_T.contiguous(), x_T.numel(), BLOCK=256)
     return out_T

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.numerics.launches import launch
 from megatron_ext.numerics.tensors import raise_unless
 
 _TOKENS = 256  # tokens that the program compares at a time; of shards the first ones differ already
@@ -26,7 +27,6 @@ def exchange_checks_kernel(
     stride_t,
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
-    AGREE: tl.constexpr,
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -38,7 +38,7 @@ def exchange_checks_kernel(
         labels_ptr: `[labels]`, integers, ids of the vocabulary: of each token, or fewer, or more.
         fine_ptr: `[5]`, written.
         columns: of each rank's shard. largest: above which a maximum tells nothing, if CAPPED: by a softcap.
-        ROWS: RANKS as a power of two. AGREE: ranks say of which options and labels they are.
+        ROWS: RANKS as a power of two.
     """
     rank = tl.arange(0, ROWS).to(tl.int64)  # a rank's statistics may be 2^31 numbers away
     live = rank < RANKS
@@ -54,10 +54,8 @@ def exchange_checks_kernel(
     tl.store(fine_ptr, tl.max(tl.where(live & (size == -1), 1, 0), 0) == 0)
     tl.store(fine_ptr + 1, same & (tl.sum(counted, 0) == whole) & (common == whole))
     for number in tl.static_range(2):
-        agreed = True
-        if AGREE:
-            own = tl.load(said + (3 + number) * stride_k, mask=live, other=0.0).to(tl.int64)
-            agreed = tl.max(tl.where(live & (own != 0) & (own != tl.max(own, 0)), 1, 0), 0) == 0
+        own = tl.load(said + (3 + number) * stride_k, mask=live, other=0.0).to(tl.int64)
+        agreed = tl.max(tl.where(live & (own != 0) & (own != tl.max(own, 0)), 1, 0), 0) == 0
         tl.store(fine_ptr + 2 + number, agreed)
 
     # Shards of one vocabulary have other sums, or a label past the first rank's columns. So the first tokens mostly do.
@@ -93,25 +91,25 @@ def exchange_checks_kernel(
 
 def exchange_checks(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> Tensor:
     """`[5]`, 1 where right: no rank refused, one vocabulary, options, labels, shards that are not the same columns."""
-    ranks, rows, tokens = stats_RKT.shape
+    ranks, _, tokens = stats_RKT.shape
     fine = torch.empty(5, dtype=torch.int8, device=stats_RKT.device)
-    with torch.cuda.device_of(stats_RKT):
-        exchange_checks_kernel[(1,)](
-            stats_RKT,
-            labels_T.contiguous(),
-            fine,
-            tokens - 1,
-            labels_T.numel(),
-            call.vocab.columns,
-            statistics.SATURATED * (call.largest or 0.0),
-            *stats_RKT.stride(),
-            RANKS=ranks,
-            ROWS=triton.next_power_of_2(ranks),
-            AGREE=rows > statistics.LABELS,
-            CAPPED=call.largest is not None,
-            BLOCK=_TOKENS,
-            num_warps=4,
-        )
+    launch(
+        exchange_checks_kernel,
+        (1,),
+        stats_RKT,
+        labels_T.contiguous(),
+        fine,
+        tokens - 1,
+        labels_T.numel(),
+        call.vocab.columns,
+        statistics.SATURATED * (call.largest or 0.0),
+        *stats_RKT.stride(),
+        RANKS=ranks,
+        ROWS=triton.next_power_of_2(ranks),
+        CAPPED=call.largest is not None,
+        BLOCK=_TOKENS,
+        num_warps=4,
+    )
     return fine
 
 

@@ -6,16 +6,15 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
+from megatron_ext.numerics.launches import launch
 
 
 @triton.jit
-def segment_sums_kernel(
-    x_ptr, starts_ptr, out_ptr, columns, SEGMENTS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The sum of one row of `columns`, or with SEGMENTS of what lies between two starts: by lanes, then over them."""
+def segment_sums_kernel(x_ptr, starts_ptr, out_ptr, columns, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of one row of `columns`, or given starts of what lies between two: by lanes, then over them."""
     row = tl.program_id(0).to(tl.int64)
     start, stop = row * columns, (row + 1) * columns
-    if SEGMENTS:
+    if starts_ptr is not None:
         start, stop = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
     lane, total = tl.arange(0, BLOCK), tl.zeros([BLOCK], DTYPE)
     for at in range(start, stop, BLOCK):
@@ -36,16 +35,7 @@ def segment_sums(x_n: Tensor, lengths_T: Tensor) -> Tensor:
 
 def _sums(x: Tensor, starts_T: Tensor | None, rows: int, columns: int) -> Tensor:
     found_T = x.new_empty(rows, dtype=torch.float64)
-    if rows:
-        with torch.cuda.device_of(x):
-            segment_sums_kernel[(rows,)](
-                x,
-                found_T if starts_T is None else starts_T,
-                found_T,
-                columns,
-                SEGMENTS=starts_T is not None,
-                DTYPE=tl.float64 if x.dtype == torch.float64 else tl.float32,
-                BLOCK=blocks.FIXED_SUM,
-                num_warps=4,
-            )
+    dtype = tl.float64 if x.dtype == torch.float64 else tl.float32
+    sizes = {"DTYPE": dtype, "BLOCK": blocks.FIXED_SUM, "num_warps": 4}
+    launch(segment_sums_kernel, (rows,), x, starts_T, found_T, columns, **sizes)
     return found_T

@@ -10,6 +10,15 @@ from torch import Tensor
 LOG2_E = tl.constexpr(1.4426950408889634)
 # exp of it is 0 in every dtype, and 0 times it is 0, where 0 * -inf would be NaN.
 FAR = tl.constexpr(-1e4)
+_LOWEST, _LOWEST_DOUBLE = tl.constexpr(-3.4028234663852886e38), tl.constexpr(-1.7976931348623157e308)
+
+
+@triton.jit
+def lowest(DTYPE: tl.constexpr):
+    """The least finite number: it can be subtracted, and no logit's exponential is 0 relative to a larger one."""
+    if tl.float64 == DTYPE:
+        return tl.full([], _LOWEST_DOUBLE, DTYPE)
+    return tl.full([], _LOWEST, DTYPE)
 
 
 @triton.jit
@@ -39,29 +48,29 @@ def bend(x):
     return 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
-# A row of logits, as these functions take it: the pointers to one token's logits and to the bias, how many columns
-# count, and softcap and temperature, in the dtype of the arithmetic.
+# A row of logits, as these functions take it: the pointers to one token's logits and to the bias, if there is one, how
+# many columns count, softcap and temperature, in the dtype of the arithmetic, and which of these two there are.
 
 
 @triton.jit
-def raw(row, columns, inside, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr):
+def raw(row, columns, inside, MASKED: tl.constexpr):
     """The logits of some columns of one token with their bias; with MASKED -inf where not `inside`."""
-    z_ptr, bias_ptr, _, _, temperature = row
+    z_ptr, bias_ptr, _, _, temperature, _, _ = row
     if MASKED:
         z = tl.load(z_ptr + columns, mask=inside, other=float("-inf")).to(temperature.dtype)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             z += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(temperature.dtype)
     else:
         z = tl.load(z_ptr + columns).to(temperature.dtype)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             z += tl.load(bias_ptr + columns).to(temperature.dtype)
     return z
 
 
 @triton.jit
-def transformed(row, z, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr):
+def transformed(row, z):
     """`softcap * tanh(z / softcap) / temperature`."""
-    _, _, _, softcap, temperature = row
+    _, _, _, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE = row
     if HAS_SOFTCAP:
         z = softcap * tanh(z / softcap)
     if HAS_TEMPERATURE:
@@ -79,20 +88,18 @@ def over(z, temperature):
 
 
 @triton.jit
-def logits(
-    row,
-    columns,
-    MASKED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr,
-):
+def logits(row, columns, MASKED: tl.constexpr):
     """The logits of some columns of one token, transformed; with MASKED -inf from the first that does not count on."""
     inside = columns < row[2]
-    z = transformed(row, raw(row, columns, inside, MASKED, HAS_BIAS), HAS_SOFTCAP, HAS_TEMPERATURE)
-    if MASKED and HAS_SOFTCAP:
+    z = transformed(row, raw(row, columns, inside, MASKED))
+    if MASKED and row[5]:
         z = tl.where(inside, z, float("-inf"))
     return z
+
+
+def packed(x: Tensor | None) -> Tensor | None:
+    """`x` without gaps in memory, if there is one."""
+    return None if x is None else x.contiguous()
 
 
 def rowwise(x_ND: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from megatron_ext.head.call import chunk_sizes
 from megatron_ext.head.kernels import blocks
-from megatron_ext.head.kernels.logits import exp, over, rowwise
-from megatron_ext.head.kernels.statistics.row_sums import lowest
+from megatron_ext.head.kernels.logits import exp, lowest, over, rowwise
 from megatron_ext.head.row_passes import nucleus as plain
+from megatron_ext.numerics.launches import launch
 
 _PLACES, _STEPS = tl.constexpr(8), tl.constexpr(8)
 _NOT_THE_SIGN = tl.constexpr(0x7FFFFFFF)
@@ -36,7 +36,7 @@ def _in_order(bits):
 
 
 @triton.jit
-def _key(z):
+def key(z):
     return _in_order((z + 0.0).to(tl.int32, bitcast=True))  # -0.0 + 0.0 is 0.0
 
 
@@ -114,7 +114,7 @@ def _places_between(low, high, total, target, kept, beyond):
     from_high = (below_high - below_cut) * tl.exp2(-tl.log2(tl.maximum(below_high - below_low, 1e-6)))
     width, place = high_z - low_z, tl.arange(0, _PLACES)
     away = tl.exp2((place // 2).to(tl.float32) * 1.375 - 5.5)
-    around = _key(high_z + width * (tl.where(place % 2 == 0, away, -away) - from_high))
+    around = key(high_z + width * (tl.where(place % 2 == 0, away, -away) - from_high))
     halves = low + (_apart(low, high) >> tl.where(place == 6, 1, 2).to(tl.uint32)).to(tl.int32, bitcast=True)
     places = tl.where(place < 6, around, halves)
     return tl.minimum(tl.maximum(places, low + 1), high - 1)
@@ -144,10 +144,10 @@ def nucleus_kernel(
     )
 
     # Above `low` lies as much as is wanted or more, above `high` less: the cut is in between, or `high` itself.
-    least, high = _key(tl.full([], float("-inf"), tl.float32)), _key(top)
-    low = tl.maximum(_key((peak - _NOTHING) * temperature) - 4, least)  # rounded by less than four numbers
+    least, high = key(tl.full([], float("-inf"), tl.float32)), key(top)
+    low = tl.maximum(key((peak - _NOTHING) * temperature) - 4, least)  # rounded by less than four numbers
     place = tl.arange(0, _PLACES)
-    places = _key((peak - 0.3 * (place * place).to(tl.float32)) * temperature)
+    places = key((peak - 0.3 * (place * place).to(tl.float32)) * temperature)
     places = tl.where(place == 0, high - 1, tl.where(place == _PLACES - 1, low, tl.minimum(places, high - 1)))
     places = tl.maximum(places, least)
     top_p, total, kept = tl.load(top_p_ptr), tl.zeros([], tl.float64), tl.zeros([], tl.float64)
@@ -193,25 +193,26 @@ def nucleus(
     # How many columns a thread loads at a time decides the order of sums, and a row's bits must not depend on where it
     # lies: rows that do not begin at multiples of 16 bytes are copied. Some at a time, as the lists are.
     aligned = z_TV.stride(0) % 16 == 0 and z_TV.data_ptr() % 16 == 0
-    with torch.cuda.device_of(z_TV):  # Triton launches on the current device, wherever the tensors are
-        for rows in chunk_sizes.blocks(z_TV, 8 if aligned else 1):
-            z_tV = z_TV[rows]
-            if not aligned:
-                z_tV = z_tV.new_empty(len(z_tV), columns + -columns % 16)[:, :columns].copy_(z_tV)
-            nucleus_kernel[(len(z_tV),)](
-                z_tV,
-                sum_T.new_empty(len(z_tV) * room, dtype=z_TV.dtype),
-                top_p_1,
-                cut_T[rows],
-                peak_T[rows],
-                sum_T[rows],
-                z_tV.stride(0),
-                columns,
-                room,
-                temperature,
-                HAS_TEMPERATURE=temperature != 1.0,
-                LANES=lanes,
-                num_warps=8,
-                maxnreg=128,  # two programs an SM
-            )
+    for rows in chunk_sizes.blocks(z_TV, 8 if aligned else 1):
+        z_tV = z_TV[rows]
+        if not aligned:
+            z_tV = z_tV.new_empty(len(z_tV), columns + -columns % 16)[:, :columns].copy_(z_tV)
+        launch(
+            nucleus_kernel,
+            (len(z_tV),),
+            z_tV,
+            sum_T.new_empty(len(z_tV) * room, dtype=z_TV.dtype),
+            top_p_1,
+            cut_T[rows],
+            peak_T[rows],
+            sum_T[rows],
+            z_tV.stride(0),
+            columns,
+            room,
+            temperature,
+            HAS_TEMPERATURE=temperature != 1.0,
+            LANES=lanes,
+            num_warps=8,
+            maxnreg=128,  # two programs an SM
+        )
     return cut_T, peak_T, sum_T

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
-from megatron_ext.head.kernels.logits import FAR, bend, exp, raw, rowwise, transformed, writable
+from megatron_ext.head.kernels.logits import FAR, bend, exp, packed, raw, rowwise, transformed, writable
+from megatron_ext.numerics.launches import launch
 
 
 @triton.jit
@@ -33,32 +34,32 @@ def _row_gradient_kernel(
     temperature: tl.float64,
     tiny: tl.float64,
     SOURCE_IS_EXP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
-    DTYPE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    DTYPE: tl.constexpr = shift_ptr.dtype.element_ty
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < counted
     target = tl.load(target_ptr + token * target_stride).to(tl.int32)
     shift = tl.load(shift_ptr + token)
     source_ptr += token * source_stride
-    row = (source_ptr, bias_ptr, counted, tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE))
+    softcap, temperature = tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE)
+    row = (source_ptr, bias_ptr, counted, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
     if SOURCE_IS_EXP:
         e = tl.load(source_ptr + columns, mask=inside, other=0.0).to(DTYPE)
         u = e
         if slope_ptr is not None or HAS_SOFTCAP:
             u = tl.log(tl.maximum(e, tl.full([], tiny, DTYPE)))
         if HAS_SOFTCAP:
-            bent = (u + shift) * (row[4] / row[3])
+            bent = (u + shift) * (temperature / softcap)
             slope_here = 1.0 - bent * bent
     else:
-        z = raw(row, columns, inside, True, HAS_BIAS)
+        z = raw(row, columns, inside, True)
         if HAS_SOFTCAP:
-            slope_here = bend(z / row[3])
-        u = transformed(row, z, HAS_SOFTCAP, HAS_TEMPERATURE) - shift
+            slope_here = bend(z / softcap)
+        u = transformed(row, z) - shift
         e = exp(u)
     grad = e
     if slope_ptr is not None:
@@ -101,41 +102,32 @@ def row_gradient(
     labelled: bool = False,
 ) -> None:
     """The gradient of each logit, in one launch. See `megatron_ext.head.row_passes.passes.row_gradient`."""
-    tokens, columns = source_TV.shape
-    if tokens == 0 or columns == 0:
-        return
-    source_TV = rowwise(source_TV)
-    double = shift_T.dtype == torch.float64
-    block_v, warps = blocks.sizes(blocks.GRADIENT, columns, double)
+    (tokens, columns), source_TV = source_TV.shape, rowwise(source_TV)
+    block_v, warps = blocks.sizes(blocks.GRADIENT, columns, shift_T.dtype == torch.float64)
     writable(out_TV)
-
-    def packed(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.contiguous()
-
-    with torch.cuda.device_of(source_TV):  # Triton launches on the current device, wherever the tensors are
-        _row_gradient_kernel[(tokens, triton.cdiv(columns, block_v))](
-            source_TV,
-            target_T,
-            packed(shift_T),
-            packed(scale_T),
-            packed(slope_T),
-            packed(offset_T),
-            packed(value_T),
-            out_TV,
-            shift_T if bias_V is None else bias_V.contiguous(),
-            source_TV.stride(0),
-            target_T.stride(0),
-            out_TV.stride(0),
-            columns,
-            counted,
-            1.0 if softcap is None else softcap,
-            temperature,
-            torch.finfo(shift_T.dtype).tiny,
-            SOURCE_IS_EXP=source_is_exp,
-            HAS_BIAS=bias_V is not None,
-            HAS_SOFTCAP=softcap is not None,
-            HAS_TEMPERATURE=temperature != 1.0,
-            DTYPE=tl.float64 if double else tl.float32,
-            BLOCK_V=block_v,
-            num_warps=warps,
-        )
+    launch(
+        _row_gradient_kernel,
+        (tokens, triton.cdiv(columns, block_v)),
+        source_TV,
+        target_T,
+        packed(shift_T),
+        packed(scale_T),
+        packed(slope_T),
+        packed(offset_T),
+        packed(value_T),
+        out_TV,
+        packed(bias_V),
+        source_TV.stride(0),
+        target_T.stride(0),
+        out_TV.stride(0),
+        columns,
+        counted,
+        1.0 if softcap is None else softcap,
+        temperature,
+        torch.finfo(shift_T.dtype).tiny,
+        SOURCE_IS_EXP=source_is_exp,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_TEMPERATURE=temperature != 1.0,
+        BLOCK_V=block_v,
+        num_warps=warps,
+    )

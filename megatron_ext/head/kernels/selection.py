@@ -6,10 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
-from megatron_ext.head.kernels.logits import rowwise, writable
+from megatron_ext.head.kernels.logits import packed, rowwise, writable
+from megatron_ext.head.kernels.nucleus import key as key_of
 from megatron_ext.head.row_passes import selection as plain
+from megatron_ext.numerics.launches import launch
 
-_NOT_THE_SIGN, _TILE = tl.constexpr(0x7FFFFFFF), tl.constexpr(4096)
+_TILE = tl.constexpr(4096)
 _NO_KEY, _LAST_KEY = tl.constexpr(-2147483648), tl.constexpr(2147483647)
 
 
@@ -38,8 +40,7 @@ def group_maxima_kernel(z_ptr, out_ptr, z_stride, groups, WIDTH: tl.constexpr, T
 @triton.jit
 def _key(z):
     """Integers of 32 bits that compare as fp32 numbers do, NaN above all, none of them `_NO_KEY`."""
-    bits = (z + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
-    return tl.where(z == z, bits ^ ((bits >> 31) & _NOT_THE_SIGN), _LAST_KEY)
+    return tl.where(z == z, key_of(z), _LAST_KEY)
 
 
 @triton.jit
@@ -156,10 +157,8 @@ def group_maxima(z_TV: Tensor, groups: int, width: int) -> Tensor:
     """In one launch, at the speed of memory. See `row_passes/selection.py`."""
     z_TV, together = rowwise(z_TV), blocks.SELECTED // width
     largest_TN = z_TV.new_empty(z_TV.shape[0], groups)
-    if largest_TN.numel():
-        grid = z_TV.shape[0], triton.cdiv(groups, together)
-        with torch.cuda.device_of(z_TV):  # Triton launches on the current device, wherever the tensors are
-            group_maxima_kernel[grid](z_TV, largest_TN, z_TV.stride(0), groups, WIDTH=width, TOGETHER=together)
+    grid = z_TV.shape[0], triton.cdiv(groups, together)
+    launch(group_maxima_kernel, grid, z_TV, largest_TN, z_TV.stride(0), groups, WIDTH=width, TOGETHER=together)
     return largest_TN
 
 
@@ -170,26 +169,27 @@ def first_columns(z_TV: Tensor, groups_TN: Tensor | None, width: int, k: int, an
     """
     tokens, columns = z_TV.shape
     among = columns if groups_TN is None else groups_TN.shape[1] * width + columns % width
-    if z_TV.dtype == torch.float64 or among > blocks.CHOSEN_FROM or k > blocks.CHOSEN or k * tokens == 0:
+    if z_TV.dtype == torch.float64 or among > blocks.CHOSEN_FROM or k > blocks.CHOSEN or k == 0:
         return plain.first_columns(z_TV, groups_TN, width, k, any_equals)
     z_TV = rowwise(z_TV)
     lanes = triton.next_power_of_2(among)
     out_TK = torch.empty(tokens, k, dtype=torch.int64, device=z_TV.device)
-    with torch.cuda.device_of(z_TV):  # Triton launches on the current device, wherever the tensors are
-        first_columns_kernel[(tokens,)](
-            z_TV,
-            None if groups_TN is None else groups_TN.contiguous(),
-            *(out_TK.new_empty(tokens, k, dtype=torch.int32) for _ in range(2)),
-            out_TK,
-            z_TV.stride(0),
-            columns,
-            0 if groups_TN is None else groups_TN.shape[1],
-            k,
-            WIDTH=width,
-            LANES=lanes,
-            WIDEST=triton.next_power_of_2(k),
-            num_warps=min(max(lanes // 512, 1), 16),
-        )
+    launch(
+        first_columns_kernel,
+        (tokens,),
+        z_TV,
+        packed(groups_TN),
+        *(out_TK.new_empty(tokens, k, dtype=torch.int32) for _ in range(2)),
+        out_TK,
+        z_TV.stride(0),
+        columns,
+        0 if groups_TN is None else groups_TN.shape[1],
+        k,
+        WIDTH=width,
+        LANES=lanes,
+        WIDEST=triton.next_power_of_2(k),
+        num_warps=min(max(lanes // 512, 1), 16),
+    )
     return out_TK
 
 
@@ -197,29 +197,14 @@ def equal_counts(z_TV: Tensor, z_TK: Tensor, k: int) -> Tensor:
     """Rows without equals beyond their candidates are not read. See `row_passes/selection.py`."""
     z_TV, z_TK = rowwise(z_TV), z_TK.contiguous()
     count_T = z_TK.new_empty(z_TK.shape[0], dtype=torch.int64)
-    if len(count_T):
-        with torch.cuda.device_of(z_TV):
-            equal_counts_kernel[(len(count_T),)](
-                z_TV, z_TK, count_T, z_TV.stride(0), z_TV.shape[1], z_TK.shape[1], k, LANES=blocks.SELECTED
-            )
+    sizes = z_TV.stride(0), z_TV.shape[1], z_TK.shape[1], k
+    launch(equal_counts_kernel, (len(count_T),), z_TV, z_TK, count_T, *sizes, LANES=blocks.SELECTED)
     return count_T
 
 
 def add_at_equals(out_TV: Tensor, z_TV: Tensor, kth_T: Tensor, value_T: Tensor, besides_TK: Tensor) -> None:
     """Rows whose value is 0 are not read. See `row_passes/selection.py`."""
-    if out_TV.numel() == 0:
-        return
-    z_TV = rowwise(z_TV)
-    with torch.cuda.device_of(out_TV):
-        add_at_equals_kernel[(out_TV.shape[0],)](
-            writable(out_TV),
-            z_TV,
-            kth_T.contiguous(),
-            value_T.contiguous(),
-            besides_TK.contiguous(),
-            out_TV.stride(0),
-            z_TV.stride(0),
-            out_TV.shape[1],
-            besides_TK.shape[1],
-            LANES=blocks.SELECTED,
-        )
+    z_TV, (tokens, columns) = rowwise(z_TV), out_TV.shape
+    given = writable(out_TV), z_TV, kth_T.contiguous(), value_T.contiguous(), besides_TK.contiguous()
+    sizes = out_TV.stride(0), z_TV.stride(0), columns, besides_TK.shape[1]
+    launch(add_at_equals_kernel, (tokens if columns else 0,), *given, *sizes, LANES=blocks.SELECTED)

@@ -3,7 +3,6 @@ program would be slower than torch's dozen launches, the plain functions are tak
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -11,7 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.call import statistics
+from megatron_ext.head.kernels.logits import packed
 from megatron_ext.numerics import tensors
+from megatron_ext.numerics.launches import launch
 
 _IDS = 8192  # of a step of a program that reads all
 _MOST = 1 << 17  # that one program reads: 16 steps
@@ -19,7 +20,7 @@ _COLUMNS = 1024  # of a program that writes as many
 
 
 @triton.jit
-def ids_exist_kernel(ids_ptr, fine_ptr, count, size, spared, HAS_SPARED: tl.constexpr, BLOCK: tl.constexpr):
+def ids_exist_kernel(ids_ptr, fine_ptr, count, size, spared, BLOCK: tl.constexpr):
     """One program. Writes to `fine` whether each of `count` integers is in [0, size), or `spared`."""
     wrong = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, BLOCK):
@@ -27,7 +28,7 @@ def ids_exist_kernel(ids_ptr, fine_ptr, count, size, spared, HAS_SPARED: tl.cons
         inside = at < count
         ids = tl.load(ids_ptr + at, mask=inside, other=0).to(tl.int64)
         outside = inside & ((ids < 0) | (ids >= size))
-        if HAS_SPARED:
+        if spared is not None:
             outside = outside & (ids != spared)
         wrong |= outside.to(tl.int32)
     tl.store(fine_ptr, tl.max(wrong, 0) == 0)
@@ -69,28 +70,15 @@ def ids_exist(ids: Tensor, size: int, spared: int | None) -> Tensor:
     if ids.numel() > _MOST:
         return tensors.ids_exist(ids, size, spared)
     fine = torch.empty((), dtype=torch.int8, device=ids.device)
-    with torch.cuda.device_of(ids):
-        ids_exist_kernel[(1,)](
-            ids.contiguous(),
-            fine,
-            ids.numel(),
-            size,
-            0 if spared is None else spared,
-            HAS_SPARED=spared is not None,
-            BLOCK=_IDS,
-            num_warps=16,
-        )
+    launch(ids_exist_kernel, (1,), ids.contiguous(), fine, ids.numel(), size, spared, BLOCK=_IDS, num_warps=16)
     return fine
 
 
 def columns_of(ids_T: Tensor, counts_T: Tensor | None, start: int, stop: int) -> Tensor:
     """See `megatron_ext.head.row_passes.passes.columns_of`."""
-    out_T = torch.empty_like(ids_T, memory_format=torch.contiguous_format)
-    tokens = ids_T.shape[0]
-    if tokens:
-        given: Any = ids_T.contiguous(), None if counts_T is None else counts_T.contiguous()
-        with torch.cuda.device_of(ids_T):
-            columns_kernel[(triton.cdiv(tokens, _COLUMNS),)](*given, out_T, tokens, start, stop, BLOCK=_COLUMNS)
+    out_T, tokens = torch.empty_like(ids_T, memory_format=torch.contiguous_format), len(ids_T)
+    given = ids_T.contiguous(), packed(counts_T), out_T
+    launch(columns_kernel, (triton.cdiv(tokens, _COLUMNS),), *given, tokens, start, stop, BLOCK=_COLUMNS)
     return out_T
 
 
@@ -98,20 +86,9 @@ def labels_checksum(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Te
     """See `megatron_ext.head.call.statistics.labels_checksum`."""
     if not ids or places_T is not None or max(x.numel() for x in ids) > _MOST:
         return statistics.labels_checksum(ids, places_T)
-    found: Tensor | None = None
-    for x in ids:
-        out = torch.empty((), dtype=torch.int64, device=x.device)
-        with torch.cuda.device_of(x):
-            ids_checksum_kernel[(1,)](
-                x.contiguous(),
-                found,
-                out,
-                x.numel(),
-                statistics.MULTIPLIER,
-                LAST=x is ids[-1],
-                BLOCK=_IDS // 4,
-                num_warps=8,
-            )
-        found = out
-    assert found is not None
-    return found
+    before, found = None, torch.empty(len(ids), dtype=torch.int64, device=ids[0].device)
+    for x, out in zip(ids, found, strict=True):
+        given = x.contiguous(), before, out, x.numel(), statistics.MULTIPLIER
+        launch(ids_checksum_kernel, (1,), *given, LAST=x is ids[-1], BLOCK=_IDS // 4, num_warps=8)
+        before = out
+    return found[-1]

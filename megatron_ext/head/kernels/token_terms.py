@@ -9,6 +9,8 @@ from torch import Tensor
 from megatron_ext.head.call.logit_gradient import Basis, GradientParts, PassCoefficients
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import START, Statistics, own_rows
+from megatron_ext.head.kernels.logits import packed
+from megatron_ext.numerics.launches import launch
 
 _TOKENS, _WARPS = 128, 4  # of a program: 8192 tokens fill 64 of a GPU's multiprocessors
 _START = tl.constexpr(START)
@@ -26,7 +28,6 @@ def _combined_kernel(
     stats_stride_t,
     WITH_MEAN: tl.constexpr,
     WITH_EXPECTED: tl.constexpr,
-    WITH_HITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -63,7 +64,7 @@ def _combined_kernel(
             inner = tl.load(row_ptr, mask=inside, other=0.0).to(tl.float64)
             expected += weight * (inner + more * below)
             row_ptr += stats_stride_k
-        if WITH_HITS:
+        if hits_ptr is not None:
             start_ptr = stats_ptr + rank * stats_stride_r + _START * stats_stride_k + tokens * stats_stride_t
             start = tl.load(start_ptr).to(tl.float64)
             better = (peak == largest) & (start < first)
@@ -84,7 +85,7 @@ def _combined_kernel(
         facts_ptr += 2 * tokens
     if WITH_EXPECTED:
         tl.store(facts_ptr, expected / total, mask=inside)
-    if WITH_HITS:
+    if hits_ptr is not None:
         tl.store(hits_ptr + at, (hit > 0.0).to(tl.int8), mask=inside)
 
 
@@ -124,11 +125,6 @@ def _token_gradient_kernel(
     grad_mean_stride,
     grad_entropy_stride,
     temperature: tl.float64,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_GRAD_LOG_PROB: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr,
-    HAS_GRAD_MEAN: tl.constexpr,
-    HAS_GRAD_ENTROPY: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Writes rows of `out`: scale and target, the offset if there is one and no softcap, and what is inside of G where
@@ -146,18 +142,18 @@ def _token_gradient_kernel(
     log_p = tl.where(kept, at_label - log_sum, 0.0)
     p_y = tl.exp(log_p)
     a, d, target = nothing, nothing, nothing
-    if HAS_GRAD_LOG_PROB:
+    if grad_log_prob_ptr is not None:
         g = _pulled(grad_log_prob_ptr + at * grad_log_prob_stride, inside, kept, factor)
         a, target = -g, -g * _expm1(log_p)
-    if HAS_GRAD_LSE:
+    if grad_lse_ptr is not None:
         g = _pulled(grad_lse_ptr + at * grad_lse_stride, inside, kept, factor)
         a, target = a + g, target + g * p_y
-    if HAS_GRAD_MEAN:
+    if grad_mean_ptr is not None:
         g = _pulled(grad_mean_ptr + at * grad_mean_stride, inside, kept, factor)
         d = g / tl.maximum(tl.load(columns_ptr + at, mask=inside, other=1.0), 1.0)
     alpha = tl.where(kept, tl.exp(tl.minimum(shift - largest - log_sum, 0.0)), 0.0)
     c, away = nothing, nothing
-    if HAS_GRAD_ENTROPY:
+    if grad_entropy_ptr is not None:
         expected = tl.load(expected_ptr + at, mask=inside, other=0.0)
         c = -_pulled(grad_entropy_ptr + at * grad_entropy_stride, inside, kept, factor)
         target += c * p_y * tl.where(kept, tl.maximum(at_label - expected, -1e4), 0.0)  # p_y is 0 further away
@@ -165,31 +161,31 @@ def _token_gradient_kernel(
 
     out_ptr += at
     dtype = out_ptr.dtype.element_ty
-    BENT: tl.constexpr = HAS_SOFTCAP or HAS_GRAD_ENTROPY
+    BENT: tl.constexpr = bend_ptr is not None or grad_entropy_ptr is not None
     scale = a * alpha
     if BENT:
         scale = tl.abs(a)
-        if HAS_GRAD_ENTROPY:
+        if grad_entropy_ptr is not None:
             scale = tl.maximum(scale, tl.abs(c) / 256)
-        if HAS_SOFTCAP and HAS_GRAD_MEAN:
+        if bend_ptr is not None and grad_mean_ptr is not None:
             scale = tl.maximum(scale, tl.abs(d) / 256)
-    if HAS_SOFTCAP:
+    if bend_ptr is not None:
         target = (target + d) * tl.load(bend_ptr + at, mask=inside, other=0.0).to(tl.float64)
     owned = tl.load(target_ptr + at, mask=inside, other=-1) >= 0
     tl.store(out_ptr, scale.to(dtype), mask=inside)
     tl.store(out_ptr + tokens, tl.where(owned, target, 0.0).to(dtype), mask=inside)
     out_ptr += 2 * tokens
-    if HAS_GRAD_MEAN and not HAS_SOFTCAP:
+    if bend_ptr is None and grad_mean_ptr is not None:
         tl.store(out_ptr, d.to(dtype), mask=inside)
         out_ptr += tokens
     if BENT:
         unit = tl.where(scale > 0.0, scale, 1.0)
         tl.store(out_ptr, (alpha * (a / unit + c / unit * away)).to(dtype), mask=inside)
         out_ptr += tokens
-        if HAS_GRAD_ENTROPY:
+        if grad_entropy_ptr is not None:
             tl.store(out_ptr, (alpha * (c / unit)).to(dtype), mask=inside)
             out_ptr += tokens
-        if HAS_SOFTCAP and HAS_GRAD_MEAN:
+        if bend_ptr is not None and grad_mean_ptr is not None:
             tl.store(out_ptr, (d / unit).to(dtype), mask=inside)
 
 
@@ -198,21 +194,20 @@ def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedH
     tokens = shift_T.shape[0]
     facts_FT = shift_T.new_empty(3 + 2 * call.mean + call.expected, tokens, dtype=torch.float64)
     hits_T = torch.empty(tokens, dtype=torch.bool, device=shift_T.device) if call.hits else None
-    if tokens:
-        with torch.cuda.device_of(shift_T):  # Triton launches on the current device, wherever the tensors are
-            _combined_kernel[(triton.cdiv(tokens, _TOKENS),)](
-                stats_RKT,
-                facts_FT,
-                facts_FT if hits_T is None else hits_T.view(torch.int8),
-                tokens,
-                stats_RKT.shape[0],
-                *stats_RKT.stride(),
-                WITH_MEAN=call.mean,
-                WITH_EXPECTED=call.expected,
-                WITH_HITS=call.hits,
-                BLOCK_T=_TOKENS,
-                num_warps=_WARPS,
-            )
+    launch(
+        _combined_kernel,
+        (triton.cdiv(tokens, _TOKENS),),
+        stats_RKT,
+        facts_FT,
+        None if hits_T is None else hits_T.view(torch.int8),
+        tokens,
+        stats_RKT.shape[0],
+        *stats_RKT.stride(),
+        WITH_MEAN=call.mean,
+        WITH_EXPECTED=call.expected,
+        BLOCK_T=_TOKENS,
+        num_warps=_WARPS,
+    )
     largest, log_sum, target, *facts = facts_FT.unbind()
     mean, columns = (facts.pop(0), facts.pop(0)) if call.mean else (None, None)
     expected = facts.pop() if call.expected else None
@@ -231,34 +226,26 @@ def token_gradient(
     rows = 2 + smoothed + (1 + inner if bent else 0)
     out_NT = shift_T.new_empty(rows, tokens)
 
-    def given(x_T: Tensor | None) -> Tensor:
-        return shift_T if x_T is None else x_T.contiguous()
-
-    if tokens:
-        with torch.cuda.device_of(shift_T):
-            _token_gradient_kernel[(triton.cdiv(tokens, _TOKENS),)](
-                stats.largest.contiguous(),
-                stats.log_sum.contiguous(),
-                stats.target.contiguous(),
-                given(stats.columns),
-                given(stats.expected),
-                shift_T.contiguous(),
-                given(stats.bend),
-                kept_T.contiguous().view(torch.int8),
-                target_T.contiguous(),
-                *(shift_T if grad_T is None else grad_T for grad_T in basis),
-                out_NT,
-                tokens,
-                *(0 if grad_T is None else grad_T.stride(0) for grad_T in basis),
-                call.temperature,
-                HAS_SOFTCAP=capped,
-                HAS_GRAD_LOG_PROB=basis.log_prob is not None,
-                HAS_GRAD_LSE=basis.lse is not None,
-                HAS_GRAD_MEAN=smoothed,
-                HAS_GRAD_ENTROPY=inner,
-                BLOCK_T=_TOKENS,
-                num_warps=_WARPS,
-            )
+    launch(
+        _token_gradient_kernel,
+        (triton.cdiv(tokens, _TOKENS),),
+        stats.largest.contiguous(),
+        stats.log_sum.contiguous(),
+        stats.target.contiguous(),
+        packed(stats.columns),
+        packed(stats.expected),
+        shift_T.contiguous(),
+        packed(stats.bend),
+        kept_T.contiguous().view(torch.int8),
+        target_T.contiguous(),
+        *basis,
+        out_NT,
+        tokens,
+        *(0 if grad_T is None else grad_T.stride(0) for grad_T in basis),
+        call.temperature,
+        BLOCK_T=_TOKENS,
+        num_warps=_WARPS,
+    )
     scale, target, *rest = out_NT.unbind()
     offset = rest.pop(0) if smoothed and not capped else None
     inside = None

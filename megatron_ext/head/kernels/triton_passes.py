@@ -6,7 +6,7 @@ from megatron_ext.head.kernels.epilogues.statistics import product_statistics
 from megatron_ext.head.kernels.exchange_checks import check_exchange
 from megatron_ext.head.kernels.fixed_order_sums import row_sums, segment_sums
 from megatron_ext.head.kernels.row_gradient import row_gradient
-from megatron_ext.head.kernels.statistics.row_statistics import row_statistics
+from megatron_ext.head.kernels.row_statistics import row_statistics
 from megatron_ext.head.row_passes.passes import RowPasses
 
 # Each pass is one launch, or a few.

@@ -19,7 +19,7 @@ from megatron_ext.head.checks import check_integers, forgotten_group, is_int
 from megatron_ext.head.readouts.read_out import Flatten, Found, ReadOut
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.head.row_passes.selection import largest
-from megatron_ext.numerics.tensors import OutsideVocabulary, check_within
+from megatron_ext.numerics.tensors import fault_within
 
 _GROUP = 64  # columns
 
@@ -71,11 +71,12 @@ class Gather(_Picks):
         return "indices[..., 0]", self.ids[..., 0]
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        try:
-            check_ids(self.ids, size)
-        except OutsideVocabulary as fault:
-            return ValueError(f"{fault}{forgotten_group(group, vocab)}")
-        return None
+        check_integers("indices", self.ids)
+        if self.ids.dim() == 0 or self.ids.shape[-1] == 0:
+            raise ValueError(f"indices has shape {tuple(self.ids.shape)}: it must be [..., K] with K at least 1")
+        fix = "; clamp those of tokens that do not count and mask their results"
+        fault = fault_within("indices", self.ids, size, fix)
+        return fault and ValueError(f"{fault}{forgotten_group(group, vocab)}")
 
     def flatten(self, flat: Flatten) -> None:
         self.labels_T = self.ids_TK = flat(self.ids).long()
@@ -117,13 +118,12 @@ class TopK(_Picks):
         """Without a `vocab` the size is a guess, and at unequal shards another rank's guess is larger."""
         if is_int(self.k, 1) and self.k <= size:
             return None
-        fault = f"k is {self.k!r}: it must be an int from 1 to the vocabulary's size {size}"
-        if not is_int(self.k, 1):
-            raise ValueError(fault)
-        fault += forgotten_group(group, vocab)
-        if vocab is not None:
-            raise ValueError(fault)
-        return ValueError(fault)
+        alone = vocab is None and is_int(self.k, 1)
+        hint = forgotten_group(group, vocab) if alone else ""
+        fault = ValueError(f"k is {self.k!r}: it must be an int from 1 to the vocabulary's size {size}{hint}")
+        if not alone:
+            raise fault
+        return fault
 
     def scan(self, rows: slice, logits: Sequence[Tensor], stats_Kt: Tensor, own_Kt: Any) -> None:
         z_tV, vocab = logits[0], self.call.vocab
@@ -167,11 +167,3 @@ def largest_columns(z_TV: Tensor, k: int, any_equals: bool = False) -> Tensor:
     if groups >= 2 * k:
         found_TK = largest_columns(passes.group_maxima(z_TV, groups, _GROUP), k, any_equals)
     return passes.first_columns(z_TV, found_TK, _GROUP, k, any_equals)
-
-
-def check_ids(indices: Tensor, size: int) -> None:
-    check_integers("indices", indices)
-    if indices.dim() == 0 or indices.shape[-1] == 0:
-        raise ValueError(f"indices has shape {tuple(indices.shape)}: it must be [..., K] with K at least 1")
-    fix = "; clamp those of tokens that do not count and mask their results"
-    check_within("indices", indices, size, fix)

@@ -30,11 +30,12 @@ from megatron_ext.head.readouts.read_out import Found, ReadOut, put
 from megatron_ext.head.readouts.teacher import SIDE, below, normaliser, side_statistics
 from megatron_ext.numerics.tensors import accumulation_dtype
 
-_SIDES = 2 * SIDE  # statistics of both sides, before the two sums over the vocabulary
+_SIDES = 2 * SIDE  # statistics of both sides; behind them the sums of p h and of the terms
 
 
 class NormalisedSides(ReadOut):
-    """A number of each token made of two sums over the vocabulary; its gradient wants the first of them.
+    """A sum over the vocabulary for each token, of terms of both probabilities; h is their derivative by the student's
+    p, and the gradient `p (h - sum p h)`.
 
     Communicates, at several ranks: forward 1 small collective a chunk and 1 more beside the common one.
     """
@@ -51,15 +52,11 @@ class NormalisedSides(ReadOut):
         self.teacher = teacher
 
     def summed(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the terms of log-probabilities that are summed over the vocabulary."""
+        """Return `p h`, and the terms, of log-probabilities: both are summed over the vocabulary."""
         raise NotImplementedError
 
-    def value(self, first_T: Tensor, second_T: Tensor) -> Tensor:
-        """The result, of both sums."""
-        raise NotImplementedError
-
-    def pulled(self, student: Tensor, teacher: Tensor, first_t1: Tensor) -> Tensor:
-        """The gradient of the student's logits, without the student's probability as a factor."""
+    def derivative(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """Return h, of log-probabilities; anything where the student's probability is 0."""
         raise NotImplementedError
 
     def chunks(self, tokens: int, on_gpu: bool) -> list[slice]:
@@ -85,21 +82,20 @@ class NormalisedSides(ReadOut):
                     stats_Kt[row, at] = self.row_sums(x)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        first_T, second_T = self.added(stats_RKT[:, _SIDES:].double())
-        value_T = self.value(first_T, second_T)
-        return [value_T.to(own_KT.dtype)], [first_T, *self._normalisers(stats_RKT[:, :_SIDES])]
+        expected_T, value_T = self.added(stats_RKT[:, _SIDES:].double())
+        return [value_T.to(own_KT.dtype)], [expected_T, *self._normalisers(stats_RKT[:, :_SIDES])]
 
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
     ) -> None:
         wide, counted = accumulation_dtype(out_tV.dtype), self.call.vocab.counted
-        first_t, *normalisers = (x[rows] for x in saved)
+        expected_t, *normalisers = (x[rows] for x in saved)
         scale_t = grad[rows].double() / self.call.temperature
         counts_t1 = (scale_t != 0).unsqueeze(1)  # others may have NaN, which 0 times is NaN
         for at in blocks(out_tV) if counted else []:
             student, teacher = _log_probs(logits, normalisers, at, self.call)
             p = student.exp()
-            pulled = p * self.pulled(student, teacher, first_t[at].to(wide).unsqueeze(1))
+            pulled = p * (self.derivative(student, teacher) - expected_t[at].to(wide).unsqueeze(1))
             pulled *= scale_t[at].to(wide).unsqueeze(1)
             put(out_tV[at, :counted], pulled.where((p > 0) & counts_t1[at], 0.0), first)
 
@@ -140,13 +136,11 @@ class JensenShannon(NormalisedSides):
 
     def summed(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         mixture = self._mixture(student, teacher)
-        return _weighed(student, mixture), _weighed(teacher, mixture)
+        first = _weighed(student, (1 - self.beta) * (student - mixture))
+        return first, first + _weighed(teacher, self.beta * (teacher - mixture))
 
-    def value(self, first_T: Tensor, second_T: Tensor) -> Tensor:
-        return (1 - self.beta) * first_T + self.beta * second_T
-
-    def pulled(self, student: Tensor, teacher: Tensor, first_t1: Tensor) -> Tensor:
-        return (1 - self.beta) * (student - self._mixture(student, teacher) - first_t1)
+    def derivative(self, student: Tensor, teacher: Tensor) -> Tensor:
+        return (1 - self.beta) * (student - self._mixture(student, teacher))
 
     def _mixture(self, student: Tensor, teacher: Tensor) -> Tensor:
         """`logaddexp`, whose bits on a CPU depend on an element's place, of functions whose bits do not."""
@@ -156,10 +150,10 @@ class JensenShannon(NormalisedSides):
         return largest + below.exp_().log1p_()
 
 
-def _weighed(log_p: Tensor, mixture: Tensor) -> Tensor:
-    """`p (log p - log m)`, 0 where p is 0."""
+def _weighed(log_p: Tensor, h: Tensor) -> Tensor:
+    """`p h`, 0 where p is 0."""
     p = log_p.exp()
-    return (p * (log_p - mixture)).where(p > 0, 0.0)
+    return (p * h).where(p > 0, 0.0)
 
 
 class TotalVariation(NormalisedSides):
@@ -175,13 +169,11 @@ class TotalVariation(NormalisedSides):
 
     def summed(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         p = student.exp()
-        return p * _side(student, teacher), (p - teacher.exp()).abs_()
+        return p * self.derivative(student, teacher), (p - teacher.exp()).abs_().div_(2)
 
-    def value(self, first_T: Tensor, second_T: Tensor) -> Tensor:
-        return second_T / 2
-
-    def pulled(self, student: Tensor, teacher: Tensor, first_t1: Tensor) -> Tensor:
-        return _side(student, teacher) - first_t1
+    def derivative(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """Half the sign of what the draft's probability is above the target's; 0 where both are 0."""
+        return (student > teacher).to(student.dtype).sub_((student < teacher).to(student.dtype)).div_(2)
 
 
 class AcceptanceRate(TotalVariation):
@@ -193,13 +185,5 @@ class AcceptanceRate(TotalVariation):
     def summed(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         return super().summed(student, teacher)[0], student.minimum(teacher).exp()
 
-    def value(self, first_T: Tensor, second_T: Tensor) -> Tensor:
-        return second_T
-
-    def pulled(self, student: Tensor, teacher: Tensor, first_t1: Tensor) -> Tensor:
-        return first_t1 - _side(student, teacher)
-
-
-def _side(student: Tensor, teacher: Tensor) -> Tensor:
-    """Half the sign of what the draft's probability is above the target's; 0 where both are 0."""
-    return (student > teacher).to(student.dtype).sub_((student < teacher).to(student.dtype)).div_(2)
+    def derivative(self, student: Tensor, teacher: Tensor) -> Tensor:
+        return -super().derivative(student, teacher)

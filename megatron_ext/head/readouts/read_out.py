@@ -48,11 +48,11 @@ _OF_THE_CALL = ("labels", "all_count", "counts_T", "masked_later", "begins", "ca
 
 
 class ReadOut:
-    """The base class; what a class does not say is nothing.
+    """The base class of read-outs. A method or attribute that a class does not define adds nothing.
 
     Args:
-        counts: `[...]`, bool: tokens that count; others get 0 and no gradient. None: all. A class with labels has those
-            that are not `ignore_index` in place of it.
+        counts: `[...]`, bool: tokens that count; others get 0 and no gradient. None: all tokens. A class with labels
+            has no `counts`: the tokens count whose label is not `ignore_index`.
     """
 
     softmax: ClassVar[bool] = True  # the maximum and sum of exponentials of the whole row are wanted
@@ -136,11 +136,12 @@ class ReadOut:
         return found
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        """Raises what every rank sees wrong with labels or counts, returns what this rank alone may see. Of a copy.
+        """Raise a fault of labels or counts that every rank sees; return one that this rank alone may see. It is called
+        on a copy of the read-out.
 
         Args:
-            size: of the vocabulary; where `vocab` is None a guess from this rank's columns, as if shards were equal.
-            group: the ranks that share it.
+            size: of the vocabulary; if `vocab` is None, a guess from this rank's columns, as if shards were equal.
+            group: the ranks that share the vocabulary.
         """
         if self.labels is not None or self.reads_labels:
             try:
@@ -234,21 +235,21 @@ class ReadOut:
         return statistics.added(x_RT, self.call)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        """Return what is read out, and what the gradient wants of it.
+        """Return the results, and the tensors that the gradient needs.
 
         Args:
-            stats: the `Statistics` of the shared pass; None where no read-out wanted the softmax.
+            stats: the `Statistics` of the shared pass; None if no read-out wants the softmax.
             stats_RKT: all ranks' rows, `[R, rows, T]`.
-            own_KT: this rank's: those that stay here, `[own_rows, T]`, where it has any, else `[rows, T]`.
+            own_KT: this rank's rows: `[own_rows, T]`, which were not sent, if the read-out has any, else `[rows, T]`.
         """
         raise NotImplementedError
 
     def results_of(self, value_T: Tensor, own_KT: Tensor) -> Found:
-        """`results` of one number a token whose gradient wants nothing: 0 where a token does not count."""
+        """Return `results` of one number a token whose gradient needs nothing: 0 where a token does not count."""
         return [counted(value_T.to(own_KT.dtype), self.counts_T)], []
 
     def counted_gradient(self, grad: Tensor) -> Tensor:
-        """`grad`, 0 where a token does not count; as it is where all read-outs count the same, as is seen to later."""
+        """Return `grad`, 0 where a token does not count. If all read-outs count the same tokens, this is done later."""
         return grad if self.masked_later else counted(grad, self.counts_T)
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis | None:
@@ -256,14 +257,15 @@ class ReadOut:
         return None
 
     def at_columns(self, saved: list[Tensor], rows: slice, grad: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Further gradients at a few columns of the tokens `rows`: int64 token ids `[t, K]`, of any rank, of which one
-        may come twice; and the gradient of their logits after the temperature, beside that of the softmax."""
+        """Return further gradients at a few columns of the tokens `rows`, beside that of the softmax: int64 token ids
+        `[t, K]` of any rank's columns, in which an id may come twice, and the gradient of their logits after the
+        temperature."""
         return None
 
     def at_places(self, saved: list[Tensor], rows: slice, grad: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Further gradients at n columns of the tokens `rows`, of which each has as many as it likes: the token of
-        each, counted from the first of `rows`; int64 columns of this rank's shard, one once at a token; and the
-        gradient of these logits after the temperature, beside that of the softmax."""
+        """Return further gradients at n places, any number for each of the tokens `rows`, beside that of the softmax:
+        each place's token, counted from the first of `rows`; its int64 column of this rank's shard, which a token has
+        once; and the gradient of its logit after the temperature."""
         return None
 
     def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:

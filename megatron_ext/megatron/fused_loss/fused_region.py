@@ -15,7 +15,7 @@ from megatron_ext.distributed.groups import group_size
 from megatron_ext.head import LmHead
 from megatron_ext.head.call.chunk_sizes import cached_columns
 from megatron_ext.head.checks import rounds
-from megatron_ext.head.training_loss import TrainingLoss, linear_training_loss, training_loss_of_logits
+from megatron_ext.head.training_loss import TrainingLoss, linear_training_loss, training_loss
 from megatron_ext.megatron.fused_loss import fusion_decision, fusion_proof, megatron_log
 from megatron_ext.megatron.fused_loss.fusion_decision import LOSS, Decision, multi_token_layers, output_layer
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
@@ -207,7 +207,8 @@ class Region:
     def fused(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> TrainingLoss:
         """The losses `[S, B]` by the head."""
         head = self.settings.lm_head(terms, weight, self.model.config, labels.shape[0])
-        return linear_training_loss(head, hidden, labels.transpose(0, 1), self.settings.loss(self.hits))
+        options = {"skip_ignored": self.settings.skip_ignored, "hits": self.hits, **self.settings.loss()}
+        return linear_training_loss(head, hidden, labels.transpose(0, 1), **options)
 
     def describe(self, hidden: Tensor, weight: Tensor, labels: Tensor, head: LmHead) -> None:
         """Say in the report what a count of the head's bytes needs to know, and whose layers the model has."""
@@ -271,7 +272,7 @@ class Region:
     def of_made(self, labels: Tensor, logits: Tensor) -> TrainingLoss:
         """The training loss from logits `[S, B, V/R]` that exist."""
         made = self.settings.of_made(logits, self.layer)
-        return _batch_first(training_loss_of_logits(made, labels.transpose(0, 1), self.settings.loss(hits=False)))
+        return _batch_first(training_loss(made.read, labels.transpose(0, 1), **self.settings.loss()))
 
     def asked(self, terms: Terms) -> None:
         """Warn that code asks for real logits, with its line and the memory that they take."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.autograd import leaves_of
 from megatron_ext.distributed.groups import group_size
-from megatron_ext.head.training_loss import LossSettings, linear_training_loss
+from megatron_ext.head.training_loss import linear_training_loss
 from megatron_ext.megatron.fused_loss.fusion_decision import LOSS
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.module_calls import standing
@@ -77,7 +77,7 @@ class BothWays:
         """By the head under no settings of its own that change the loss."""
         hidden, operand = operands(self.terms, hidden)
         head = self.settings.lm_head(self.terms, operand)
-        return linear_training_loss(head, hidden, self.labels_N1, LossSettings()).loss.transpose(0, 1)
+        return linear_training_loss(head, hidden, self.labels_N1).loss.transpose(0, 1)
 
 
 def _proof(terms: Terms, ways: BothWays) -> Proof:

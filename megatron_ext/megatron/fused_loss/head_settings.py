@@ -12,7 +12,6 @@ from megatron_ext.head.checks import Bits, Cache, bits_or_mode, repeatable
 from megatron_ext.head.layer_facts import head_facts
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.logits import Logits
-from megatron_ext.head.training_loss import LossSettings
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, tp_group
 from megatron_ext.proof import ProofMode, proof_mode
 
@@ -40,11 +39,9 @@ class HeadSettings:
 
     Attributes:
         chunk_tokens: tokens per chunk; None lets the head choose. It changes memory, not results.
-        cache: how much of forward's work is kept for backward, as in `linear_cross_entropy`: 1 is fastest, 0 takes
-            least memory, "bounded" no more than the weight and its fp32 gradient, "auto" looks at what is
-            free, under Megatron's `deterministic_mode` it is "bounded".
-        logit_dtype: the dtype of the hidden states, if that has 16 bits, for logits that are rounded to it, as in
-            `LmHead`; torch.float32: not rounded; None: as Megatron's own setting of that name says, else not rounded.
+        cache: how much of forward's work is kept for backward, as in `LmHead`; under Megatron's `deterministic_mode`
+            "auto" is "bounded".
+        logit_dtype: as in `LmHead`, but None: as Megatron's own setting of that name says, else not rounded.
         z_loss: factor of `lse^2` in the loss that gradients are of. The losses that the model returns are without it,
             as Megatron's lm loss is without those of experts and of multi-token prediction: see `megatron_log`.
         label_smoothing: e of `(1 - e) nll - e mean_log_prob`, in [0, 1), as in `torch.nn.functional.cross_entropy`.
@@ -175,12 +172,9 @@ class HeadSettings:
         """Tokens per chunk."""
         return self.chunk_tokens if self.nemo_rl_chunk_size is None else self.nemo_rl_chunk_size * batch_size
 
-    def loss(self, hits: bool) -> LossSettings:
-        """The options of a training loss; `hits`: whether labels with the largest logit are wanted."""
-        skip, entropy = self.skip_ignored, self.entropy
-        return LossSettings(
-            -100, self.label_smoothing, z_loss=self.z_loss, hits=hits, entropy=entropy, skip_ignored=skip
-        )
+    def loss(self) -> dict[str, Any]:
+        """The options of `training_loss`, whether hits are wanted aside."""
+        return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "entropy": self.entropy}
 
     def beyond_megatron(self) -> str | None:
         """The options that Megatron's own loss does not have, as "z_loss=0.0001, bits='batch'", or None."""

@@ -24,7 +24,7 @@ from megatron_ext.megatron.fused_loss import log_probs
 from megatron_ext.megatron.fused_loss.fused_region import region_of
 from megatron_ext.megatron.fused_loss.fusion_decision import FORWARD, LOSS, multi_token_layers
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
+from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, real_logits
 from megatron_ext.megatron.output_processors import OPTIONS, forward_with_output_processor
 
 POSTPROCESS = "_postprocess"
@@ -62,18 +62,16 @@ _labels_of: "weakref.WeakKeyDictionary[Any, str | None]" = weakref.WeakKeyDictio
 
 def label_argument(method: Any) -> str | None:
     """The name under which a method takes labels; None where it takes none."""
-    if type(method) is not FunctionType:
-        return _label_argument(method)
-    if method not in _labels_of:
-        _labels_of[method] = _label_argument(method)
-    return _labels_of[method]
-
-
-def _label_argument(method: Any) -> str | None:
+    known = type(method) is FunctionType
+    if known and method in _labels_of:
+        return _labels_of[method]
     parameters = inspect.signature(method).parameters
     named = [name for name in LABELS if name in parameters]
     catches = inspect.Parameter.VAR_KEYWORD in [each.kind for each in parameters.values()]
-    return named[0] if named else LABELS[0] if catches else None
+    found = named[0] if named else LABELS[0] if catches else None
+    if known:
+        _labels_of[method] = found
+    return found
 
 
 def models_inside(model: Any) -> list[Any]:
@@ -155,13 +153,9 @@ def _fused(original: Any, settings_for: SettingsFor, name: str) -> Any:
             region.quiet = True
             return results.logits().contiguous()
         # Beside a loss: who reads them after the optimizer's step would get those of other weights.
-        return results if isinstance(results, Tensor) else tree_map(_logits_of, results)
+        return results if isinstance(results, Tensor) else tree_map(real_logits, results)
 
     return method
-
-
-def _logits_of(result: Any) -> Any:
-    return result.logits() if isinstance(result, PromisedLogits) else result
 
 
 def _forward(original: Any, settings_for: SettingsFor) -> Any:

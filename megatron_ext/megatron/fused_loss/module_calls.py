@@ -134,19 +134,21 @@ def call_with_hooks(layer: Any, forward: Callable[..., Any], hooks: Hooks, *args
         elif (given := hook(layer, args)) is not None:
             args = given if isinstance(given, tuple) else (given,)
     after = list(hooks.after.items())
+
+    def call(key: int, hook: Any, results: Any) -> Any:
+        with_kwargs = key in layer._forward_hooks_with_kwargs or key in torch_module._global_forward_hooks_with_kwargs
+        return hook(layer, args, kwargs, results) if with_kwargs else hook(layer, args, results)
+
     try:
         results = forward(*args, **kwargs)
         while after:
             key, hook = after.pop(0)
-            with_kwargs = layer._forward_hooks_with_kwargs.get(key) or key in (
-                torch_module._global_forward_hooks_with_kwargs
-            )
-            changed = hook(layer, args, kwargs, results) if with_kwargs else hook(layer, args, results)
+            changed = call(key, hook, results)
             results = results if changed is None else changed
     except BaseException:
         for key, hook in after:
             if key in layer._forward_hooks_always_called or key in torch_module._global_forward_hooks_always_called:
-                hook(layer, args, *([kwargs] if key in layer._forward_hooks_with_kwargs else []), None)
+                call(key, hook, None)
         raise
     return results
 

@@ -214,7 +214,7 @@ class PromisedLogits(Tensor):
         kept = None if promise is None or promise.terms.made is not None else _kept(promise, func, args, kwargs)
         if kept is not None:
             return kept
-        args, kwargs = tree_map(lambda x: x.logits() if isinstance(x, PromisedLogits) else x, (args, kwargs))
+        args, kwargs = tree_map(real_logits, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -224,6 +224,11 @@ class PromisedLogits(Tensor):
                 lambda x: x.logits().detach() if isinstance(x, PromisedLogits) else x, (args, kwargs or {})
             )
         return func(*args, **kwargs)
+
+
+def real_logits(x: Any) -> Any:
+    """The logits that are promised, made; anything else as it is."""
+    return x.logits() if isinstance(x, PromisedLogits) else x
 
 
 def promise_logits(

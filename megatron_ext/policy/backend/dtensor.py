@@ -77,10 +77,10 @@ class DTensorBackend(Backend):
             settings.sequence_parallel,
             settings.expert_parallel,
         )
-        chosen = choose_plan(model, layout, settings.custom_parallel_plan)
-        if settings.batching.kind == "packed" and chosen.unknown is not None:
+        _, unknown = choose_plan(model, layout, settings.custom_parallel_plan)
+        if settings.batching.kind == "packed" and unknown is not None:
             raise ValueError(
-                f"sequence_packing of {type(model).__name__} is not supported ({chosen.unknown}): tokens would attend "
+                f"sequence_packing of {type(model).__name__} is not supported ({unknown}): tokens would attend "
                 "to other documents; set sequence_packing.enabled to False"
             )
 

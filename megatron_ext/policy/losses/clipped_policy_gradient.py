@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ext.head.checks import one_of
 from megatron_ext.losses import policy_gradient as pg
-from megatron_ext.losses.checks import above_0, at_least_0, check_number, check_per_token
+from megatron_ext.losses.checks import check_number, check_numbers, check_per_token
 from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
 from megatron_ext.policy.config import check_flag
 from megatron_ext.policy.losses.worker_protocol import LossType, MetricNormalizer, token_weights
@@ -101,11 +101,10 @@ class ClippedPGLoss:
         for field in fields(self):
             if field.type is bool:
                 check_flag(field.name, getattr(self, field.name))
-        for name in ("reference_policy_kl_penalty", "ratio_clip_min", "ratio_clip_max", "positive_example_nll_weight"):
-            check_number(name, getattr(self, name), "at least 0", at_least_0)
+        names = ("reference_policy_kl_penalty", "ratio_clip_min", "ratio_clip_max", "positive_example_nll_weight")
+        check_numbers(self, "at least 0", *names)
         check_number("ratio_clip_c", self.ratio_clip_c, "above 1", lambda x: x > 1, optional=True)
-        for name in ("kl_input_clamp_value", "kl_output_clamp_value"):
-            check_number(name, getattr(self, name), "above 0", above_0, optional=True)
+        check_numbers(self, "above 0", "kl_input_clamp_value", "kl_output_clamp_value", optional=True)
         one_of("reference_policy_kl_type", self.reference_policy_kl_type, get_args(pg.KLEstimator))
         self._check_levels()
         self._check_truncation()
@@ -272,8 +271,8 @@ class ClippedPGLoss:
                 f"truncated_importance_sampling_type is {kind!r} without use_importance_sampling_correction: there are "
                 f"no weights to bound; set that to True"
             )
-        check_number(name, high, f"above 0 with truncated_importance_sampling_type {kind!r}", above_0)
-        check_number(f"{name}_min", low, "at least 0", at_least_0, optional=True)
+        check_number(name, high, f"above 0 with truncated_importance_sampling_type {kind!r}", lambda x: x > 0)
+        check_number(f"{name}_min", low, "at least 0", optional=True)
         assert high is not None
         if low is None and kind != "tis":
             raise ValueError(f"{name}_min is None: {kind!r} needs the lower bound too; set it")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ext.head.checks import one_of
 from megatron_ext.losses import DPOLoss, TopKDistillationLoss
-from megatron_ext.losses.checks import above_0, at_least_0, check_number, raise_if_any
+from megatron_ext.losses.checks import check_numbers, raise_if_any
 from megatron_ext.losses.preference import split_pairs
 from megatron_ext.losses.reductions import divide, row_means, row_sums, token_mean
 from megatron_ext.policy.config import check_flag
@@ -70,9 +70,8 @@ class DPOLossFn:
     metric_normalizations: ClassVar[dict[str, MetricNormalizer]] = _COUNTS
 
     def __post_init__(self) -> None:
-        check_number("reference_policy_kl_penalty", self.reference_policy_kl_penalty, "above 0", above_0)
-        for name in ("preference_loss_weight", "sft_loss_weight"):
-            check_number(name, getattr(self, name), "at least 0", at_least_0)
+        check_numbers(self, "above 0", "reference_policy_kl_penalty")
+        check_numbers(self, "at least 0", "preference_loss_weight", "sft_loss_weight")
         for name in ("preference_average_log_probs", "sft_average_log_probs"):
             check_flag(name, getattr(self, name))
 

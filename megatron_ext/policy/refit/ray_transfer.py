@@ -60,7 +60,7 @@ class RayRefit(RayActors):
         on an actor's host: views of an actor's memory on `device`, or on another one that this process sees.
 
         A weight may be used until the next one is asked for; copy what must stay. For files' names see
-        `megatron_ext.dtensor.pretrained.hub_names`.
+        `megatron_ext.dtensor.pretrained.saving`.
 
         Raises:
             ValueError: no actor is on a device of this process.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed.group_between_jobs import JobsGroup
-from megatron_ext.dtensor.pretrained.hub_names import Rename, hub_rename, renamed
+from megatron_ext.dtensor.pretrained.saving import Rename, hub_rename, renamed
 from megatron_ext.policy import device_memory
 from megatron_ext.policy.backend.base import Backend
 from megatron_ext.policy.backend.model_factories import model_factories

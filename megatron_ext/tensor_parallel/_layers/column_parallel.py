@@ -149,13 +149,14 @@ class ColumnParallelLinear(ParallelLayer):
                 "pass weight=, for instance the word embeddings' shard"
             )
         expected = (self.output_size_per_partition, self.input_size)
-        check_tensor("weight", own)
-        if weight is not None and is_distributed(weight):
-            raise ValueError(
-                f"weight is a piece {tuple(weight.shape)} of a weight that generalized tensor parallelism cuts once "
-                f"more: it must be the layer's own one then; untie embedding and output layer "
-                f"(share_embeddings_and_output_weights=False)"
-            )
+        if weight is not None:
+            check_tensor("weight", weight)
+            if is_distributed(weight):
+                raise ValueError(
+                    f"weight is a piece {tuple(weight.shape)} of a weight that generalized tensor parallelism cuts "
+                    f"once more: it must be the layer's own one then; untie embedding and output layer "
+                    f"(share_embeddings_and_output_weights=False)"
+                )
         if (shape := own.shape if self.gtp_remat_size == 1 else shape_of_shard(own)) != expected:
             raise ValueError(
                 f"weight is {tuple(shape)}: it must be {expected}, this rank's shard of "

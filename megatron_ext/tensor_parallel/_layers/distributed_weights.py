@@ -3,7 +3,9 @@
 Between the products every rank holds a piece of its tensor-parallel shard: the whole shard is gathered for a product,
 and a gradient of it is reduce-scattered into the pieces' `main_grad`. Megatron-Core (from 0.19 on, with Transformer
 Engine) has the parameter that does so, with buffers that it uses again, prefetches and CUDA graphs. It follows
-Transformer Engine's protocol of distributed weights, by which the layers here speak with it.
+Transformer Engine's protocol of distributed weights, by which the layers here speak with it: the whole shard comes from
+`materialize_group_for_forward` and `_for_backward`, by an all-gather that may have been sent ahead, in a buffer that
+other weights use later.
 
 Legend: N rows of the whole shard, D columns, T tokens.
 """
@@ -49,19 +51,6 @@ def shape_of_shard(weight: Any) -> tuple[int, ...]:
     if not is_distributed(weight):
         return tuple(weight.shape)
     return (weight.shape[0] * weight.gtp_remat_size - weight.pad_length, *weight.shape[1:])
-
-
-def gather_in_forward(weight: Any) -> Tensor:
-    """This rank's whole shard of a distributed weight, in a buffer that other weights use later.
-
-    Communicates: an all-gather, which may have been sent ahead.
-    """
-    return weight.materialize_group_for_forward()
-
-
-def gather_in_backward(weight: Any) -> Tensor:
-    """The shard as `gather_in_forward` gives it, in backward."""
-    return weight.materialize_group_for_backward()
 
 
 def check_main_grad(weight: Any) -> None:

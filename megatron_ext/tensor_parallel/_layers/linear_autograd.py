@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext import main_grad
-from megatron_ext.autograd import differentiable_once, without_autocast
+from megatron_ext.autograd import NOTHING, differentiable_once, without_autocast
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.distributed.groups import Group, group_rank, group_size
@@ -173,8 +173,9 @@ class ParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-        dtype = _matmul_dtype(x)
-        _check(x, weight, bias, plan, dtype)
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = _autocast_dtype(x) if autocast else x.dtype
+        _check(x, weight, bias, plan, dtype, autocast)
         needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and not plan.frozen
         kept = _cast(x, dtype)
         ctx.save_for_backward(kept if needs_w else None, weight if needs_x or needs_w else None)
@@ -184,8 +185,12 @@ class ParallelLinear(torch.autograd.Function):
         ctx.parameter = weight if plan.fuse_main_grad or plan.in_pieces else None
 
         early_bias = bias if plan.output == "sharded" else None
-        with without_autocast(x):
-            shard = distributed_weights.gather_in_forward(weight) if plan.in_pieces else weight
+        with without_autocast(x) if autocast else NOTHING:
+            shard = ctx.parameter.materialize_group_for_forward() if plan.in_pieces else weight
+            if _keeps_leading_dims(kept, plan):
+                added = None if early_bias is None else _cast(early_bias, dtype)
+                y = plan.reduce_output(cpu_products.linear(kept, _cast(shard, dtype), added))
+                return y if bias is None or early_bias is not None else y.add_(bias)
             x_tD, w_DN = kept.reshape(-1, x.shape[-1]), _cast(shard, dtype).t()
             if plan.input == "sequence":
                 y_tN, _ = _gather_and_multiply(x_tD, w_DN, plan, early_bias)
@@ -227,7 +232,7 @@ class ParallelLinear(torch.autograd.Function):
 
             dy_TN, reducing = dy_tN, None
             if needs_x:
-                shard = distributed_weights.gather_in_backward(ctx.parameter) if plan.in_pieces else weight
+                shard = ctx.parameter.materialize_group_for_backward() if plan.in_pieces else weight
                 w_ND = _cast(shard, ctx.dtype)
                 if plan.output == "sequence":
                     dx_TD, dy_TN = _gather_and_multiply(dy_tN, w_ND, plan)
@@ -252,6 +257,12 @@ class ParallelLinear(torch.autograd.Function):
             if reducing is not None:
                 dx = _cast(reducing.wait().view(ctx.x_shape), ctx.x_dtype)
         return dx, dw, db, None
+
+
+def _keeps_leading_dims(x: Tensor, plan: LinearPlan) -> bool:
+    """Return whether torch's linear layer makes the product as it is, by the same kernel as that of `[T, D]`."""
+    other = plan.invariant or plan.output_dtype is not None or "sequence" in (plan.input, plan.output)
+    return not other and 1 < x.dim() < 4 and x.is_contiguous()
 
 
 def _multiply(x_TD: Tensor, w_DN: Tensor, plan: LinearPlan, bias: Tensor | None = None) -> Tensor:
@@ -287,26 +298,20 @@ def _gather_and_multiply(
 def _own_rows_first(
     x_tD: Tensor, w_DN: Tensor, group: Group, bias: Tensor | None, gathering: Pending
 ) -> tuple[Tensor, Tensor]:
-    t, ranks = x_tD.shape[0], group_size(group)
-    y_TN = x_tD.new_empty(t * ranks, w_DN.shape[1])
+    t = x_tD.shape[0]
+    y_TN = x_tD.new_empty(t * group_size(group), w_DN.shape[1])
     start = t * group_rank(group)
-
-    def multiply(rows_D: Tensor, rows: slice) -> None:
-        if rows_D.shape[0]:
-            torch.mm(rows_D, w_DN, out=y_TN[rows])
-
-    multiply(x_tD, slice(start, start + t))
+    torch.mm(x_tD, w_DN, out=y_TN[start : start + t])
     x_TD = gathering.wait()
     for rows in (slice(0, start), slice(start + t, None)):
-        multiply(x_TD[rows], rows)
+        torch.mm(x_TD[rows], w_DN, out=y_TN[rows])
     return y_TN if bias is None else y_TN.add_(bias), x_TD
 
 
-def _matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that torch.nn.functional.linear chooses: the input's, or under autocast autocast's."""
-    kind = x.device.type
-    autocast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64 and x.is_floating_point()
-    return torch.get_autocast_dtype(kind) if autocast else x.dtype
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that torch.nn.functional.linear chooses under autocast: autocast's, or that of an input in fp64."""
+    cast = x.dtype != torch.float64 and x.is_floating_point()
+    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -314,7 +319,9 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, dtype: torch.dtype) -> None:
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, dtype: torch.dtype, autocast: bool
+) -> None:
     shape = distributed_weights.shape_of_shard(weight) if plan.in_pieces else weight.shape
     if len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
         raise ValueError(
@@ -322,12 +329,13 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, dty
             f"pass an input whose last dimension is {shape[-1]} (this rank's share of the features if they are "
             f"split over the ranks)"
         )
+    device = x.device
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, input on {x.device}: both must be on one device; move one")
-        if tensor.dtype != x.dtype and dtype == x.dtype and not torch.is_autocast_enabled(x.device.type):
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, input on {device}: both must be on one device; move one")
+        if tensor.dtype != dtype and dtype == x.dtype and not autocast:
             raise ValueError(
                 f"{name} is {tensor.dtype}, input {x.dtype}: both must have one dtype; cast one, or use torch.autocast"
             )

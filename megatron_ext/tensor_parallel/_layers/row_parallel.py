@@ -22,26 +22,18 @@ class RowParallelLinear(ParallelLayer):
     Args:
         input_size: Number of input features, over all ranks; divides by R.
         output_size: Number of output features.
-        config: Megatron's `ModelParallelConfig`, or anything with those of its attributes that matter;
-            `config.tp_comm_overlap` as of `ColumnParallelLinear`.
-        init_method: Fills a tensor in place with first values; the bias starts at zero.
         bias: Have one, `[output_size]`, the same on every rank.
         input_is_parallel: The input is this rank's `[..., input_size / R]`; False: it is whole and is cut here.
-        skip_bias_add: Return the bias instead of adding it, for a caller that fuses the addition.
         stride: Number of equal blocks that the inputs consist of, each of which is sharded by itself.
-        keep_master_weight_for_test: Keep the full first weight as `master_weight` (CPU initialisation only).
         is_expert: The layer belongs to an expert: it is cut over the experts' tensor-parallel group, and where there is
             such a group or expert parallelism, the output stays this rank's part of the sum (with its part of the bias)
             for the token dispatcher to add up.
-        tp_comm_buffer_name: Accepted and not used, as in Megatron.
-        tp_group: The ranks that share the weight; None: Megatron's group.
-        name, pg_collection: As of `ColumnParallelLinear`.
+        config, init_method, skip_bias_add, keep_master_weight_for_test, tp_comm_buffer_name, tp_group, name,
+            pg_collection: As of `ColumnParallelLinear`.
 
     Raises:
-        ValueError: `input_size` doesn't divide by R, several ranks run and the group cannot be known,
-            `config.sequence_parallel` is set for an input that is not parallel, sizes are no whole numbers,
-            `init_method` or `config` is none, or generalized tensor parallelism has more than one rank and
-            Megatron-Core has none.
+        ValueError: as of `ColumnParallelLinear`, here of `input_size`; or `config.sequence_parallel` is set for an
+            input that is not parallel.
     """
 
     sharded_axes: ClassVar = {"weight": 1}
@@ -113,8 +105,8 @@ class RowParallelLinear(ParallelLayer):
         Raises:
             ValueError: shapes, dtypes or devices don't fit.
         """
-        check_tensor("input", input_)
         if not self.input_is_parallel:
+            check_tensor("input", input_)
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         self._mark_for_offloading(input_)
         bias: Tensor | None = None if self.skip_bias_add else self.bias

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ext.distributed.groups import Group, generalized_tensor_parallel_group, group_rank, group_size
+from megatron_ext.distributed.groups import UNSHARDED, Group, generalized_tensor_parallel_group, group_rank, group_size
 from megatron_ext.distributed.sizes import check_size
 from megatron_ext.distributed.symmetric_matmul import why_unavailable
 from megatron_ext.tensor_parallel._layers.distributed_weights import cut_weight
@@ -30,7 +30,7 @@ from megatron_ext.tensor_parallel._layers.parameter_attributes import (
     set_tensor_model_parallel_attributes,
 )
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import LayerPlacement
-from megatron_ext.tensor_parallel._recompute.checkpoint import LayerGroups
+from megatron_ext.tensor_parallel._recompute.checkpoint import note_layer_group
 from megatron_ext.tensor_parallel._replaced_functions import users_linear_function
 from megatron_ext.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
@@ -117,8 +117,7 @@ class ParallelLayer(ShardedLayer):
     """The base of the column-parallel and the row-parallel layer.
 
     Attributes:
-        symmetric: the layer multiplies and communicates in one, through symmetric memory: what Megatron's
-            `config.tp_comm_overlap` asks for, under sequence parallelism and where the machine has it.
+        symmetric: the layer multiplies and communicates in one, through symmetric memory.
         path: which way its communication takes, in words; `repr` shows it.
         sharded_axes: along which dim each parameter is cut; the others are whole on every rank.
     """
@@ -212,9 +211,9 @@ class ParallelLayer(ShardedLayer):
         A user's `_forward_impl` or linear function is called as Megatron's layers would, and nothing is deferred.
         """
         if "sequence" in (plan.input, plan.output):
-            LayerGroups.note_none()
+            note_layer_group(None)
         elif not self.is_expert:
-            LayerGroups.note(plan.group)
+            note_layer_group(UNSHARDED if plan.group is None else plan.group)
         own = type(self)._forward_impl is ParallelLayer._forward_impl and "_forward_impl" not in self.__dict__
         if own and users_linear_function(not weight.requires_grad) is None:
             return parallel_linear(x, weight, bias, plan)

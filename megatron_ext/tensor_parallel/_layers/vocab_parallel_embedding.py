@@ -44,16 +44,11 @@ class VocabParallelEmbedding(ShardedLayer):
     Args:
         num_embeddings: Vocabulary size, over all ranks; divides by R (see `padded_vocab_size`).
         embedding_dim: Size D of the hidden state.
-        init_method: Fills a tensor in place with first values.
         reduce_scatter_embeddings: Return this rank's slice of the sequence, for sequence parallelism.
-        config: Megatron's `ModelParallelConfig`, or anything with those of its attributes that matter.
-        tp_group: The ranks that share the table; None: Megatron's group.
-        pg_collection: As of `ColumnParallelLinear`.
+        init_method, config, tp_group, pg_collection: As of `ColumnParallelLinear`.
 
     Raises:
-        ValueError: `num_embeddings` doesn't divide by R, several ranks run and the group cannot be known, sizes are
-            no whole numbers, `init_method` or `config` is none, or generalized tensor parallelism has more than one
-            rank and Megatron-Core has none.
+        ValueError: as of `ColumnParallelLinear`, here of `num_embeddings`.
     """
 
     def __init__(
@@ -114,12 +109,12 @@ class VocabParallelEmbedding(ShardedLayer):
         assert self.weight is not None
         weight = table_of_lookup(self.weight)
         alone = group_size(self.tp_group) == 1
-        if fault is not None and alone:
-            raise fault
-        if fault is not None:
-            output = weight.new_full((*input_.shape, self.embedding_dim), torch.inf)
-        elif alone:
+        if alone:
+            if fault is not None:
+                raise fault
             output = self._look_up(input_, weight)
+        elif fault is not None:
+            output = weight.new_full((*input_.shape, self.embedding_dim), torch.inf)
         else:
             rows = input_ - self.vocab_start_index
             own = rows.clamp(0, self.num_embeddings_per_partition - 1)

@@ -164,12 +164,9 @@ class CudaRNGStatesTracker:
         """Take the streams, the generator and the choice of the stream in use (back) to a `moment()`."""
         if moment is None:
             return
-        if self.use_cudagraphable_rng:
-            self._park()
-            self.states_ = {name: self._adopt(self.states_.get(name), value) for name, value in moment.named.items()}
-            self._default = self._adopt(self._default, moment.default)
-        else:
-            self.states_, self._default = dict(moment.named), moment.default
+        self._park()
+        self.states_ = {name: self._adopt(self.states_.get(name), value) for name, value in moment.named.items()}
+        self._default = self._adopt(self._default, moment.default)
         self._unpark(moment.in_use)
 
     def _use(self, name: str) -> None:

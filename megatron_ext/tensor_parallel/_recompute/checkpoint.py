@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import UNSHARDED, Group, group_size, require_tensor_parallel_group
+from megatron_ext.distributed.groups import UNSHARDED, group_size, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._recompute.replay_forward import (
     FlatCall,
     Rerun,
@@ -70,42 +70,29 @@ def checkpoint(
 
 
 class _Notes(threading.local):  # which torch.compile can trace, as it cannot a ContextVar
-    def __init__(self) -> None:
-        self.groups: list[Any] | None = None
+    groups: list[Any] | None = None
 
 
 _notes = _Notes()
 
 
-class LayerGroups:
-    """The tensor-parallel groups of linear layers that run inside a checkpointed function, each once."""
+@contextlib.contextmanager
+def layer_groups() -> Iterator[list[Any]]:
+    """The tensor-parallel groups of the linear layers that run in the block, as `note_layer_group` takes them."""
+    before, inside = _notes.groups, list[Any]()
+    _notes.groups = inside
+    try:
+        yield inside
+    finally:
+        _notes.groups = before
+        for group in inside:
+            note_layer_group(group)
 
-    @classmethod
-    @contextlib.contextmanager
-    def noted(cls) -> Iterator[list[Any]]:
-        """Note those of the layers that run in the block."""
-        before, inside = _notes.groups, list[Any]()
-        _notes.groups = inside
-        try:
-            yield inside
-        finally:
-            _notes.groups = before
-            for group in inside if before is not None else ():
-                cls.note(group)
 
-    @classmethod
-    def note(cls, group: Group) -> None:
-        """Take the group of a layer that runs now; the layers' input is the same on all of its ranks."""
-        if (notes := _notes.groups) is not None:
-            named = UNSHARDED if group is None else group
-            if all(known is not named for known in notes):
-                notes.append(named)
-
-    @classmethod
-    def note_none(cls) -> None:
-        """Take a layer whose input is another on each rank: no group has equal ones."""
-        if (notes := _notes.groups) is not None:
-            notes.extend((None, None))
+def note_layer_group(group: Any) -> None:
+    """Take once the group whose ranks all give a layer that runs now the same input; None: each gives its own."""
+    if (notes := _notes.groups) is not None and all(known is not group for known in notes):
+        notes.append(group)
 
 
 class CheckpointFunction(torch.autograd.Function):
@@ -117,11 +104,11 @@ class CheckpointFunction(torch.autograd.Function):
     ) -> Any:
         """Run it without a graph, and keep the tensors among `args`."""
         ctx.rerun = Rerun(run_function, args)
-        with LayerGroups.noted() as groups:
+        with layer_groups() as groups:
             results = ctx.rerun.first(ctx, args)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         ctx.distributed_shape = None
-        if distribute_saved_activations and len(groups) < 2:
+        if distribute_saved_activations and len(groups) < 2 and groups != [None]:
             ctx.group = groups[0] if groups else require_tensor_parallel_group()
             whole, ctx.distributed_shape = tensors[0], tensors[0].shape
             several = ctx.group is not UNSHARDED and group_size(ctx.group) > 1

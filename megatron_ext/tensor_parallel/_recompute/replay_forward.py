@@ -7,7 +7,7 @@ for the second; and the flag that one is running.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from megatron_ext.tensor_parallel._random.process_tracker import RandomMoment
 from megatron_ext.tensor_parallel._random.transformer_engine import Fp8Recompute, is_loaded
 
-_TENSOR = object()  # stands in for a tensor in a list of results
+_TENSOR = object()  # stands in for a tensor in a list
 _LEAVES = (Tensor, type(None), bool, int, float, str)
 
 
 class _Depth(threading.local):
-    """The number of checkpointed functions that run now in a thread, one inside the other, for the first or the second
-    time."""
+    """`now` checkpointed functions run in this thread, one inside the other, for the first or the second time."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -62,14 +61,12 @@ def checkpointing() -> Iterator[None]:
 class FlatCall:
     """`function(*args, **kwargs)` as a function of its tensors alone that returns a tuple of tensors.
 
-    Containers on both sides are those that `torch.utils._pytree` knows: tuples, lists, dicts, named tuples, nested in
-    any way. Everything else passes through untouched. `flatten` hands out the argument tensors; they are not kept.
+    Containers are those that `torch.utils._pytree` knows; everything else passes through. No argument tensors are kept.
     """
 
     def __init__(self, function: Callable[..., Any], leaves: list[Any], spec: TreeSpec | type, keywords: bool):
         self._function, self._spec, self._keywords = function, spec, keywords
-        self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._leaves = _without_tensors(leaves)
         self._result: tuple[list[Any], TreeSpec | type] | None = None
         self.edge = False
 
@@ -92,21 +89,27 @@ class FlatCall:
         return call, tensors
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        leaves = list(self._others)
-        for place, tensor in zip(self._places, tensors, strict=False):  # not strict: the edge has no place
-            leaves[place] = tensor
-        arguments = _unflatten(leaves, self._spec)
+        arguments = _unflatten(_with_tensors(self._leaves, tensors), self._spec)  # the edge, if any, is left over
         args, kwargs = arguments if self._keywords else (arguments, {})
         results, spec = _flatten(self._function(*args, **kwargs))
-        self._result = [_TENSOR if isinstance(result, Tensor) else result for result in results], spec
+        self._result = _without_tensors(results), spec
         return tuple(result for result in results if isinstance(result, Tensor))
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """The results of the function, with these tensors in the places of its own."""
         assert self._result is not None
         results, spec = self._result
-        remaining = iter(tensors)
-        return _unflatten([next(remaining) if result is _TENSOR else result for result in results], spec)
+        return _unflatten(_with_tensors(results, tensors), spec)
+
+
+def _without_tensors(leaves: Sequence[Any]) -> list[Any]:
+    return [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _with_tensors(leaves: Sequence[Any], tensors: Iterable[Tensor]) -> list[Any]:
+    """`leaves` of `_without_tensors`, with these tensors in the places of their own."""
+    remaining = iter(tensors)
+    return [next(remaining) if leaf is _TENSOR else leaf for leaf in leaves]
 
 
 def _flatten(tree: Any) -> tuple[list[Any], TreeSpec | type]:
@@ -144,9 +147,8 @@ class Rerun:
         self._function = function
         self._fp8 = Fp8Recompute(told=fp8) if fp8 or is_loaded() else None
         self._device = torch.get_default_device()
-        self._others = [None if isinstance(arg, Tensor) else arg for arg in args]
-        self._places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
-        devices = {args[i].device for i in self._places}
+        self._args = _without_tensors(args)
+        devices = {arg.device for arg in args if isinstance(arg, Tensor)}
         self._random = RandomMoment(devices)
         others = sorted({d.type for d in devices}.difference(_KINDS))
         self._autocast = [_autocast(kind) for kind in (*_KINDS, *filter(torch.amp.is_autocast_available, others))]
@@ -177,9 +179,10 @@ class Rerun:
                 "the checkpointed function has changed an argument in place: its recomputation would begin with other "
                 "numbers; have it change a clone"
             )
-        inputs = list(self._others)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            inputs[place] = tensor.detach().requires_grad_(needs_grad[place])
+        inputs = _with_tensors(self._args, (tensor.detach() for tensor in tensors))
+        for x, needed in zip(inputs, needs_grad, strict=True):
+            if needed:
+                x.requires_grad_()
         with contextlib.ExitStack() as as_before:
             if self._fp8:
                 as_before.enter_context(self._fp8.second())

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.kernels.epilogues import tiles
-from megatron_ext.head.kernels.logits import FAR, writable
+from megatron_ext.head.kernels.logits import FAR, packed, writable
+from megatron_ext.numerics.fixed_order_kernels import place
 
 
 @triton.jit
@@ -29,7 +30,6 @@ def product_gradient_kernel(
     counted,
     factor,
     together,
-    HAS_FACTOR: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -46,10 +46,10 @@ def product_gradient_kernel(
         moved = shift != tl.load(sample_ptr + at, mask=at < tokens, other=0.0)
         stop *= tl.max(moved.to(tl.int32), 0)
     for tile in tl.range(tl.program_id(0), stop, tl.num_programs(0)):
-        m, n = tiles.place(tile, down, across, together)
+        m, n = place(tile, down, across, together)
         z = tiles.product(x, w, m * M, n * N, width, M, N, K)
         at, column = m * M + tl.arange(0, M), n * N + tl.arange(0, N)
-        z = tiles.bent(z, bias_ptr, column, counted, factor, HAS_FACTOR)
+        z = tiles.bent(z, bias_ptr, column, counted, factor)
         inside = at < tokens
         target = tl.load(target_ptr + at, mask=inside, other=-1).to(tl.int32)
         if tl.max((target // N == n).to(tl.int32), 0) > 0:  # few tiles have a label's column
@@ -96,9 +96,9 @@ def product_gradient(
         out=tiles.descriptor(room_TV, tiles.TILE_M, tiles.TILE_N),
         target_ptr=target_T.contiguous(),
         shift_ptr=shift_T,
-        scale_ptr=None if scale_T is None else scale_T.contiguous(),
+        scale_ptr=packed(scale_T),
         sample_ptr=None,
-        slope_ptr=None if slope_T is None else slope_T.contiguous(),
+        slope_ptr=packed(slope_T),
         counted=counted,
     )
     if room_TV is not out_TV:

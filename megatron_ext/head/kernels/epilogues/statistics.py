@@ -11,7 +11,6 @@ are as precise as those below 1, and so are factors scaled down by e^-40.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,6 +19,8 @@ from megatron_ext.head.call.statistics import statistics_rows
 from megatron_ext.head.kernels.epilogues import tiles
 from megatron_ext.head.kernels.epilogues.gradient import product_gradient_kernel
 from megatron_ext.head.kernels.logits import FAR, exp, writable
+from megatron_ext.numerics.fixed_order_kernels import place
+from megatron_ext.numerics.launches import launch
 
 _TOKENS, _PARTS = 32, 32  # of a program that combines parts
 _NONE = tl.constexpr(1 << 30)  # past every column
@@ -41,7 +42,6 @@ def product_statistics_kernel(
     counted,
     factor,
     together,
-    HAS_FACTOR: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     WITH_HITS: tl.constexpr,
     M: tl.constexpr,
@@ -53,10 +53,10 @@ def product_statistics_kernel(
     ROWS: tl.constexpr = 3 + WITH_ENTROPY + WITH_HITS
     down, across = tl.cdiv(tokens, M), tl.cdiv(columns, N)
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0)):
-        m, n = tiles.place(tile, down, across, together)
+        m, n = place(tile, down, across, together)
         z = tiles.product(x, w, m * M, n * N, width, M, N, K)
         at, column = m * M + tl.arange(0, M), n * N + tl.arange(0, N)
-        z = tiles.bent(z, bias_ptr, column, counted, factor, HAS_FACTOR)
+        z = tiles.bent(z, bias_ptr, column, counted, factor)
         inside = at < tokens
         target = tl.load(target_ptr + at, mask=inside, other=-1).to(tl.int32)
         out_ptr = parts_ptr + n.to(tl.int64) * ROWS * tokens + at
@@ -194,22 +194,23 @@ def product_statistics(
         written = tiles.descriptor(kept_TV, tiles.TILE_M, tiles.TILE_N)
         sample_T = scan(min(columns, tiles.TILE_N), None, dict.fromkeys(sums, False), 3)[0, 0]
     parts = scan(columns, sample_T, sums, rows)
-    with torch.cuda.device_of(x_TD):
-        joined_parts_kernel[(triton.cdiv(tokens, _TOKENS),)](
-            parts,
-            target_T,
-            sample_T,
-            stats_KT,
-            shift_T,
-            tokens,
-            parts.shape[0],
-            stats_KT.stride(0),
-            N=tiles.TILE_N,
-            PARTS=_PARTS,
-            TOKENS=_TOKENS,
-            num_warps=4,
-            **sums,
-        )
+    launch(
+        joined_parts_kernel,
+        (triton.cdiv(tokens, _TOKENS),),
+        parts,
+        target_T,
+        sample_T,
+        stats_KT,
+        shift_T,
+        tokens,
+        parts.shape[0],
+        stats_KT.stride(0),
+        N=tiles.TILE_N,
+        PARTS=_PARTS,
+        TOKENS=_TOKENS,
+        num_warps=4,
+        **sums,
+    )
     if exp_TV is not None and kept_TV is not None:
         width = exp_TV.shape[1]
         given: dict[str, Any] = {"out": written, "target_ptr": target_T, "shift_ptr": shift_T, "sample_ptr": sample_T}

@@ -15,22 +15,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_ext.head.call.gpu_properties import TILE_M, TILE_N, device_of
-from megatron_ext.head.kernels.logits import LOG2_E
+from megatron_ext.head.kernels.logits import LOG2_E, packed
 from megatron_ext.numerics.fixed_order_kernels import INTERPRETED
 
 _STEP = 64
 # Elements of which rows are a multiple: TMA takes rows that begin at 16 bytes.
 MULTIPLE = 8
-
-
-@triton.jit
-def place(tile, down, across, together):
-    """The row and the column of a tile, of `down` and `across`: neighbours are `together` tiles of rows of the
-    same columns, whose operands are in the cache then."""
-    first = tile // (together * across) * together
-    high = tl.minimum(down - first, together)
-    within = tile % (together * across)
-    return first + within % high, within // high
 
 
 @triton.jit
@@ -46,12 +36,12 @@ def product(x, w, row, column, width, M: tl.constexpr, N: tl.constexpr, K: tl.co
 
 
 @triton.jit
-def bent(z, bias_ptr, columns, counted, factor, HAS_FACTOR: tl.constexpr):
-    """Logits with bias and temperature, of which `factor` is the reciprocal; -inf in columns that do not count."""
+def bent(z, bias_ptr, columns, counted, factor):
+    """Logits with bias and temperature, whose reciprocal is `factor`, if any; -inf in columns that do not count."""
     inside = columns < counted
     if bias_ptr is not None:
         z += tl.load(bias_ptr + columns, mask=inside, other=0.0)[None, :]
-    if HAS_FACTOR:
+    if factor is not None:
         z *= factor
     if tl.min(columns, 0) + columns.shape[0] > counted:  # the last tiles alone
         z = tl.where(inside[None, :], z, float("-inf"))
@@ -87,12 +77,11 @@ def launch(
         kernel[(programs,)](
             x=descriptor(_lined(x_TD), TILE_M, _STEP),
             w=descriptor(_lined(w_VD), TILE_N, _STEP),
-            bias_ptr=None if bias_V is None else bias_V.contiguous(),
+            bias_ptr=packed(bias_V),
             tokens=tokens,
             columns=columns,
             width=width,
-            factor=1.0 / temperature,
-            HAS_FACTOR=temperature != 1.0,
+            factor=None if temperature == 1.0 else 1.0 / temperature,
             together=down if by_rows else 8,
             M=TILE_M,
             N=TILE_N,

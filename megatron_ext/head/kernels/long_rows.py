@@ -12,15 +12,8 @@ scaled down by e^-20; fp16 has not, and does not use SAMPLED.
 import triton
 import triton.language as tl
 
-from megatron_ext.head.kernels.logits import FAR, exp, logits
-from megatron_ext.head.kernels.statistics.row_sums import (
-    NOWHERE,
-    label_logit,
-    lowest,
-    put_label_out,
-    sums,
-    write_statistics,
-)
+from megatron_ext.head.kernels.logits import FAR, exp, logits, lowest
+from megatron_ext.head.kernels.whole_rows import NOWHERE, label_logit, put_label_out, sums, write_statistics
 
 _REACH = tl.constexpr(20.0)
 
@@ -33,7 +26,6 @@ def _seen(
     WITH_MEAN: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     WITH_HITS: tl.constexpr,
-    DTYPE: tl.constexpr,
 ):
     """Each lane's statistics with `z` `[STEPS, LANES]` among what it has seen."""
     peak, total, inner, mean_sum, finite_count, first = found
@@ -42,7 +34,7 @@ def _seen(
     if WITH_HITS:
         candidate = tl.min(tl.where(z == highest[None, :], columns, NOWHERE), 0)
         first = tl.where(highest > peak, candidate, first)
-    _, more, more_inner, more_mean_sum, more_count = sums(z, new_peak[None, :], 0, WITH_MEAN, WITH_ENTROPY, DTYPE)
+    _, more, more_inner, more_mean_sum, more_count = sums(z, new_peak[None, :], 0, WITH_MEAN, WITH_ENTROPY)
     moved = tl.maximum(peak - new_peak, FAR)  # how far the earlier sums lie off
     fade = exp(moved)
     if WITH_ENTROPY:
@@ -81,25 +73,25 @@ def long_row_kernel(
     counted,
     softcap: tl.float64,
     temperature: tl.float64,
-    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     WITH_MEAN: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     WITH_HITS: tl.constexpr,
-    DTYPE: tl.constexpr,
     STEPS: tl.constexpr,
     LANES: tl.constexpr,
     SAMPLED: tl.constexpr,
 ):
     """A row by blocks of STEPS * LANES columns, the last of which may reach past its end."""
     token = tl.program_id(0).to(tl.int64)
+    DTYPE: tl.constexpr = stats_ptr.dtype.element_ty
     target = tl.load(target_ptr + token * target_stride).to(tl.int32)
     z_ptr += token * z_stride
-    row = (z_ptr, bias_ptr, counted, tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE))
+    softcap, temperature = tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE)
+    row = (z_ptr, bias_ptr, counted, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
     if exp_ptr is not None:
         exp_ptr += token * exp_stride
-    at_target, slope = label_logit(row, target, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE)
+    at_target, slope = label_logit(row, target)
     block = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     whole = counted // (STEPS * LANES) * (STEPS * LANES)
     if SAMPLED:
@@ -107,19 +99,17 @@ def long_row_kernel(
 
     sample = tl.full([], 0.0, DTYPE)
     if SAMPLED:
-        sample = tl.maximum(
-            tl.max(tl.max(logits(row, block, True, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE), 0), 0), lowest(DTYPE)
-        )
+        sample = tl.maximum(tl.max(tl.max(logits(row, block, True), 0), 0), lowest(DTYPE))
 
     peak = tl.zeros([LANES], DTYPE) + lowest(DTYPE)
     total = tl.zeros([LANES], DTYPE)
     found = (peak, total, total, total, total, tl.full([LANES], NOWHERE, tl.int32))
     for PAST_END in tl.static_range(2):
         for start in range(whole if PAST_END else 0, counted if PAST_END else whole, STEPS * LANES):
-            z = logits(row, start + block, PAST_END, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE)
+            z = logits(row, start + block, PAST_END)
             if SAMPLED:
                 _keep(z - sample, start + block, kept_columns, exp_ptr, not PAST_END)
-            found = _seen(z, start + block, found, WITH_MEAN, WITH_ENTROPY, WITH_HITS, DTYPE)
+            found = _seen(z, start + block, found, WITH_MEAN, WITH_ENTROPY, WITH_HITS)
     peak, total, inner, mean_sum, finite_count, first = found
 
     base = tl.max(peak, 0)
@@ -136,7 +126,7 @@ def long_row_kernel(
     highest = tl.where(all_total == 0.0, float("-inf"), base)
     statistics = (highest, all_total, at_target, mean_sum, finite_count, inner, tl.min(first, 0) == target, slope)
     stats_ptr += token * stats_stride_t
-    write_statistics(stats_ptr, stats_stride_k, statistics, WITH_MEAN, WITH_ENTROPY, WITH_HITS, HAS_SOFTCAP, DTYPE)
+    write_statistics(stats_ptr, stats_stride_k, statistics, WITH_MEAN, WITH_ENTROPY, WITH_HITS, HAS_SOFTCAP)
 
     shift = tl.where(all_total == 0.0, 0.0, base)
     if exp_ptr is not None:
@@ -148,7 +138,7 @@ def long_row_kernel(
         kept = tl.minimum(whole, kept_columns // (STEPS * LANES) * (STEPS * LANES))
         for PAST_END in tl.static_range(2):
             for start in range(kept if PAST_END else 0, kept_columns if PAST_END else kept, STEPS * LANES):
-                z = logits(row, start + block, PAST_END, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE)
+                z = logits(row, start + block, PAST_END)
                 _keep(z - base, start + block, kept_columns, exp_ptr, not PAST_END)
         put_label_out(exp_ptr, target, width)
     if shift_ptr is not None:

@@ -5,13 +5,13 @@ host and nothing is allocated, so it can be captured in a CUDA graph.
 """
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
-from megatron_ext.head.kernels.logits import rowwise, writable
-from megatron_ext.head.kernels.statistics.long_rows import long_row_kernel
-from megatron_ext.head.kernels.statistics.whole_rows import whole_row_kernel
+from megatron_ext.head.kernels.logits import packed, rowwise, writable
+from megatron_ext.head.kernels.long_rows import long_row_kernel
+from megatron_ext.head.kernels.whole_rows import whole_row_kernel
+from megatron_ext.numerics.launches import launch
 
 
 def row_statistics(
@@ -32,8 +32,6 @@ def row_statistics(
 ) -> None:
     """Each row's statistics and exponentials in one launch. See `row_passes/passes.py`."""
     tokens, columns = z_TV.shape
-    if tokens == 0:
-        return
     z_TV = rowwise(z_TV)
     more = bias_V is not None or softcap is not None or with_mean or with_entropy or with_hits
     double = stats_KT.dtype == torch.float64
@@ -46,30 +44,29 @@ def row_statistics(
         constants["SAMPLED"] = kept is not None and (z_TV.dtype, kept.dtype) == (torch.float32, torch.bfloat16)
     else:
         constants["FIRST_KEPT"] = constants["FIRST"] <= kept_columns
-    with torch.cuda.device_of(z_TV):  # Triton launches on the current device, wherever the tensors are
-        kernel[(tokens,)](
-            z_TV,
-            target_T,
-            stats_KT,
-            kept,
-            shift_T,
-            stats_KT if bias_V is None else bias_V.contiguous(),
-            z_TV.stride(0),
-            target_T.stride(0),
-            stats_KT.stride(0),
-            stats_KT.stride(1),
-            0 if kept is None else kept.stride(0),
-            kept_columns,
-            counted,
-            1.0 if softcap is None else softcap,
-            temperature,
-            HAS_BIAS=bias_V is not None,
-            HAS_SOFTCAP=softcap is not None,
-            HAS_TEMPERATURE=temperature != 1.0,
-            WITH_MEAN=with_mean,
-            WITH_ENTROPY=with_entropy,
-            WITH_HITS=with_hits,
-            DTYPE=tl.float64 if double else tl.float32,
-            **constants,
-            num_warps=warps,
-        )
+    launch(
+        kernel,
+        (tokens,),
+        z_TV,
+        target_T,
+        stats_KT,
+        kept,
+        shift_T,
+        packed(bias_V),
+        z_TV.stride(0),
+        target_T.stride(0),
+        stats_KT.stride(0),
+        stats_KT.stride(1),
+        0 if kept is None else kept.stride(0),
+        kept_columns,
+        counted,
+        1.0 if softcap is None else softcap,
+        temperature,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_TEMPERATURE=temperature != 1.0,
+        WITH_MEAN=with_mean,
+        WITH_ENTROPY=with_entropy,
+        WITH_HITS=with_hits,
+        **constants,
+        num_warps=warps,
+    )

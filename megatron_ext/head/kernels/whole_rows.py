@@ -1,0 +1,146 @@
+"""The statistics kernel of rows that fit into a program's registers, each of which is read once; and its parts that the
+one of longer rows has too: the label's logit, sums relative to a reference, and what is written."""
+
+import triton
+import triton.language as tl
+
+from megatron_ext.head.kernels.logits import FAR, bend, exp, logits, lowest, raw, transformed
+
+NOWHERE = tl.constexpr(2147483647)
+
+
+@triton.jit
+def label_logit(row, target):
+    """The label's logit, -inf if another shard has it, and the softcap's slope there, 0 then."""
+    owned = target >= 0
+    z = raw(row, target, owned, True)
+    slope = tl.full([], 0.0, z.dtype)
+    if row[5]:
+        slope = tl.where(owned, bend(z / row[3]), slope)
+    return tl.where(owned, transformed(row, z), float("-inf")), slope
+
+
+@triton.jit
+def sums(z, reference, axis: tl.constexpr, WITH_MEAN: tl.constexpr, WITH_ENTROPY: tl.constexpr):
+    """Exponentials relative to `reference`, and over `axis` their sum, sum e (z - reference), sum (z - reference) and
+    count of the finite."""
+    far = z - reference
+    e = exp(far)
+    total = tl.sum(e, axis)
+    inner, mean_sum, finite_count = total, total, total
+    if WITH_ENTROPY:
+        inner = tl.sum(e * tl.maximum(far, FAR), axis)
+    if WITH_MEAN:
+        finite = far > float("-inf")
+        mean_sum = tl.sum(tl.where(finite, far, 0.0), axis)
+        finite_count = tl.sum(finite.to(far.dtype), axis)
+    return e, total, inner, mean_sum, finite_count
+
+
+@triton.jit
+def write_statistics(
+    stats_ptr,
+    stats_stride_k,
+    found,
+    WITH_MEAN: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_HITS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    peak, total, at_target, mean_sum, finite_count, inner, hit, slope = found
+    tl.store(stats_ptr, peak)
+    tl.store(stats_ptr + stats_stride_k, total)
+    tl.store(stats_ptr + 2 * stats_stride_k, tl.minimum(at_target, peak))
+    extra_ptr = stats_ptr + 3 * stats_stride_k
+    if WITH_MEAN:
+        tl.store(extra_ptr, mean_sum)
+        tl.store(extra_ptr + stats_stride_k, finite_count)
+        extra_ptr += 2 * stats_stride_k
+    if WITH_ENTROPY:
+        tl.store(extra_ptr, inner)
+        extra_ptr += stats_stride_k
+    if WITH_HITS:
+        tl.store(extra_ptr, (hit & (peak > float("-inf"))).to(peak.dtype))
+        extra_ptr += stats_stride_k
+    if HAS_SOFTCAP:
+        tl.store(extra_ptr, slope)
+
+
+@triton.jit
+def put_label_out(exp_ptr, target, kept_columns):
+    """The label's exponential becomes 0, after all other threads' numbers."""
+    tl.debug_barrier()
+    tl.store(exp_ptr + target, tl.zeros([], exp_ptr.dtype.element_ty), mask=(target >= 0) & (target < kept_columns))
+
+
+@triton.jit
+def whole_row_kernel(
+    z_ptr,
+    target_ptr,
+    stats_ptr,
+    exp_ptr,
+    shift_ptr,
+    bias_ptr,
+    z_stride,
+    target_stride,
+    stats_stride_k,
+    stats_stride_t,
+    exp_stride,
+    kept_columns,
+    counted,
+    softcap: tl.float64,
+    temperature: tl.float64,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    WITH_MEAN: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_HITS: tl.constexpr,
+    FIRST_WHOLE: tl.constexpr,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
+    FIRST_KEPT: tl.constexpr,
+):
+    """A row in registers, as FIRST columns (FIRST_WHOLE: they all count) and REST more, which may be none.
+
+    Exponentials are kept of `kept_columns`, with FIRST_KEPT of all of the first ones.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    DTYPE: tl.constexpr = stats_ptr.dtype.element_ty
+    target = tl.load(target_ptr + token * target_stride).to(tl.int32)
+    z_ptr += token * z_stride
+    if exp_ptr is not None:
+        exp_ptr += token * exp_stride
+    softcap, temperature = tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE)
+    row = (z_ptr, bias_ptr, counted, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
+    at_target, slope = label_logit(row, target)
+    columns = tl.arange(0, FIRST)
+    z = logits(row, columns, not FIRST_WHOLE)
+    peak = tl.max(z, 0)
+    if REST:
+        more_columns = FIRST + tl.arange(0, REST)
+        more_z = logits(row, more_columns, True)
+        peak = tl.maximum(peak, tl.max(more_z, 0))
+    base = tl.maximum(peak, lowest(DTYPE))
+    e, total, inner, mean_sum, finite_count = sums(z, base, 0, WITH_MEAN, WITH_ENTROPY)
+    first = NOWHERE
+    if WITH_HITS:
+        first = tl.min(tl.where(z == peak, columns, NOWHERE), 0)
+    if REST:
+        more_e, more_total, more_inner, more_mean_sum, more_count = sums(more_z, base, 0, WITH_MEAN, WITH_ENTROPY)
+        total, inner = total + more_total, inner + more_inner
+        mean_sum, finite_count = mean_sum + more_mean_sum, finite_count + more_count
+        if WITH_HITS:
+            first = tl.minimum(first, tl.min(tl.where(more_z == peak, more_columns, NOWHERE), 0))
+    found = (peak, total, at_target, mean_sum, finite_count, inner, first == target, slope)
+    stats_ptr += token * stats_stride_t
+    write_statistics(stats_ptr, stats_stride_k, found, WITH_MEAN, WITH_ENTROPY, WITH_HITS, HAS_SOFTCAP)
+    if shift_ptr is not None:
+        tl.store(shift_ptr + token, tl.where(peak > float("-inf"), peak, 0.0))
+    if exp_ptr is not None:
+        if FIRST_KEPT:
+            tl.store(exp_ptr + columns, e.to(exp_ptr.dtype.element_ty))
+        else:
+            tl.store(exp_ptr + columns, e.to(exp_ptr.dtype.element_ty), mask=columns < kept_columns)
+        if REST:
+            tl.store(exp_ptr + more_columns, more_e.to(exp_ptr.dtype.element_ty), mask=more_columns < kept_columns)
+        put_label_out(exp_ptr, target, kept_columns)
