@@ -31,7 +31,7 @@ LINES = {
     "megatron_ext/memory": 673,
     "megatron_ext/model_utils": 1487,
     "megatron_ext/numerics": 1110,
-    "megatron_ext/policy": 7043,
+    "megatron_ext/policy": 6975,
     "megatron_ext/proof": 754,
     "megatron_ext/sequence": 1495,
     "megatron_ext/tensor_parallel": 4591,

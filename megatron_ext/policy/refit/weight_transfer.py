@@ -43,7 +43,7 @@ class Row:
 
     @property
     def end(self) -> int:
-        """Where the next weight begins."""
+        """Return the offset at which the next weight begins."""
         return self.offset + -(-self.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
     def view(self, buffer: Tensor) -> Tensor:
