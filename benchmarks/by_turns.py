@@ -4,13 +4,12 @@ The head with 16-bit operands on a processor without 16-bit products, which is s
 divergence from hidden states beside logits that are made at once. Forward and backward, CPU time of one thread.
 """
 
-import time
 from collections.abc import Callable, Iterator
 
 import torch
 
 from benchmarks import loss_cases, losses
-from benchmarks.measure import interleaved, ratios
+from benchmarks.measure import MIB, cpu_times
 from benchmarks.meter import measure as metered
 from benchmarks.record import Found, Rows
 from megatron_ext import linear_cross_entropy
@@ -22,13 +21,13 @@ TOKENS, WIDTH, VOCAB = 2048, 512, 16384
 TURNS = 9
 
 
-def head_steps() -> dict[str, Step]:
+def head_steps(cache: float) -> dict[str, Step]:
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(TOKENS, WIDTH, generator=generator)
     w_VD = torch.randn(VOCAB, WIDTH, generator=generator) / WIDTH**0.5
     labels_T = torch.randint(VOCAB, (TOKENS,), generator=generator)
 
-    def step(dtype: torch.dtype, cache: float) -> Step:
+    def step(dtype: torch.dtype) -> Step:
         leaves = [x.to(dtype).requires_grad_() for x in (x_TD, w_VD)]
 
         def run() -> None:
@@ -39,7 +38,7 @@ def head_steps() -> dict[str, Step]:
         return run
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return {f"{name}, cache={cache}": step(dtype, cache) for cache in (1, 0) for name, dtype in dtypes.items()}
+    return {f"{name}, cache={cache}": step(dtype) for name, dtype in dtypes.items()}
 
 
 def divergence_steps() -> dict[str, Step]:
@@ -56,22 +55,18 @@ def divergence_steps() -> dict[str, Step]:
     return {name: lambda way=way: losses.run_once(way, given) for name, way in ways.items()}  # type: ignore[misc]
 
 
-def measured(steps: dict[str, Step], bases: dict[str, str]) -> Rows:
-    """Milliseconds, their ratio to those of its base in the same turn, and peak MiB, of each."""
+def measured(steps: dict[str, Step], base: str) -> Rows:
+    """Peak MiB, milliseconds, and their ratio to those of `base` in the same turn."""
     rows: Rows = []
     for name, step in steps.items():
         with metered() as costs:
             step()
-        rows.append((name, "peak", "MiB", [costs.peak_bytes / 2**20]))
-    times = interleaved(steps, "cpu", 0.0, clock=time.process_time, least=TURNS)
-    for name, found in times.items():
-        rows.append((name, "CPU time", "ms", found))
-        rows.append((name, "CPU time / base", "1", ratios(times, to=bases[name])[name]))
-    return rows
+        rows.append((name, "peak", "MiB", [costs.peak_bytes / MIB]))
+    return rows + cpu_times(steps, 0.0, base, "base", least=TURNS)
 
 
 def measure(seconds: float = 0.0) -> Iterator[Found]:
     torch.set_num_threads(1)
-    heads, divergences = head_steps(), divergence_steps()
-    yield "head without 16-bit products", measured(heads, {name: f"fp32, {name.split(', ')[1]}" for name in heads}), []
-    yield "forward KL", measured(divergences, dict.fromkeys(divergences, "logits made at once")), []
+    heads = [measured(head_steps(cache), f"fp32, cache={cache}") for cache in (1, 0)]
+    yield "head without 16-bit products", [row for rows in heads for row in rows], []
+    yield "forward KL", measured(divergence_steps(), "logits made at once"), []

@@ -113,4 +113,4 @@ def measured() -> Rows:
 
 def measure(seconds: float = 0.0) -> Iterator[Found]:
     for ranks in (1, 2):
-        yield f"few tokens R{ranks}", run_world(ranks, "cpu", measured), []
+        yield f"few tokens R{ranks}", run_world(ranks, measured), []

@@ -23,10 +23,10 @@ REHEARSAL = [Case("rehearsal", 8, 32, 301, 1, torch.bfloat16)]
 
 
 def stage_of(impl: Implementation) -> int:
-    """What a short run measures first: our head at its fastest, then what others would use, then the rest."""
+    """What a short run measures first: our head, then what may be faster and what others would use, then the rest."""
     if impl.name == "ours, cache 1":
         return 0
-    return 1 if impl.name.startswith(("liger", "quack", "pytorch")) else 2
+    return 1 if impl.name.startswith(("ours, fused", "liger", "quack", "pytorch")) else 2
 
 
 def heads(run: Run, cases: list[Case], more: Iterable[Implementation] = ()) -> None:

@@ -1,23 +1,27 @@
 """`python -m benchmarks.run gpu --only in-a-row`: what a step costs among others like it, in time, joules and clocks.
 
 A short burst of a product runs at a clock that the card cannot hold: here each step runs for `--seconds` without a
-pause, first the three products of a head, one after the other, then heads, last with logits of more than size 1, of
-which most gradients are 0.
+pause, first the three products of a head, one after the other, then heads, then a mean of so many tokens that forward
+makes its gradient, and last a head with logits of more than size 1, of which most gradients are 0.
 """
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from benchmarks import gpu_run
 from benchmarks.cases import Case
-from benchmarks.implementations import fused_epilogue, ours
+from benchmarks.implementations import MEAN, fused_epilogue, kept_by_default, ours
 from benchmarks.measure import Inputs, drawn, run_once
-from benchmarks.nvml import Nvml, StandIn
+from benchmarks.nvml import STAND_IN, Nvml
 
 LARGE = 8.0  # size of logits
+# Of so many tokens that the default does not keep all exponentials, and of so many in a rehearsal.
+LONG = Case("32768 x 4096 x 128256", 32768, 4096, 128256, 1, torch.bfloat16, "cuda")
+REHEARSED_TOKENS = 200
 
 
 def three_products(inputs: Inputs) -> Callable[[], object]:
@@ -35,16 +39,18 @@ def three_products(inputs: Inputs) -> Callable[[], object]:
 
 
 def in_a_row(machine: gpu_run.Machine, card: Any, step: Callable[[], object], seconds: float) -> list[gpu_run.Row]:
-    """Rows of one step, repeated for so long; the clock and what holds it are read while steps run."""
+    """Rows of one step, repeated for so long; the clock and what holds it are read while steps run: the share of the
+    readings in which each reason was there, of the power limit even if it never was."""
     step()
     machine.synchronize()
-    clocks, held, steps = [], [], 0
+    clocks, held, steps = [], {"power limit": 0}, 0
     joules, began = card.joules(), time.perf_counter()
     while not steps or time.perf_counter() - began < seconds:
         for _ in range(3):
             step()
         clocks.append(card.megahertz())
-        held.append("power limit" in card.held_by())
+        for reason in card.held_by():
+            held[reason] = held.get(reason, 0) + 1
         machine.synchronize()
         steps += 3
     elapsed, spent = time.perf_counter() - began, card.joules() - joules
@@ -53,28 +59,37 @@ def in_a_row(machine: gpu_run.Machine, card: Any, step: Callable[[], object], se
         ("energy of a step", "J", [spent / steps]),
         ("power", "W", [spent / elapsed]),
         ("clock", "MHz", clocks),
-        ("held by the power limit", "1", [sum(held) / len(held)]),
+        *((f"held by the {reason}", "1", [times / len(clocks)]) for reason, times in held.items()),
     ]
 
 
 def steps_of(case: Case, size: float) -> dict[str, Callable[[], object]]:
     """What is measured of a case, whose logits are of about this size."""
     inputs = drawn(case, size)
-    known = {f"ours, cache {cache}": ours(cache).build(case, None) for cache in (1, 0)}
-    fused = [fused_epilogue(cache) for cache in (1, 0)]
-    known |= {head.name: head.build(case, None) for head in fused}
-    heads = {name: lambda head=head: run_once(head, inputs) for name, head in known.items()}
+    measured, products = [ours(1), ours(0), fused_epilogue(1), fused_epilogue(0)], True
     if size != 1:
-        return {f"{name}, logits of {size:g}": step for name, step in heads.items()}
-    return {"three products": three_products(inputs)} | heads
+        measured, products = [ours(1)], False
+    elif kept_by_default(case) < 1:
+        measured, products = [ours(None), MEAN], False
+    suffix = "" if size == 1 else f", logits of {size:g}"
+    known = {f"{implementation.name}{suffix}": implementation.build(case, None) for implementation in measured}
+    heads = {name: lambda head=head: run_once(head, inputs) for name, head in known.items()}
+    return ({"three products": three_products(inputs)} if products else {}) | heads
+
+
+def measured_of(cases: list[Case]) -> list[tuple[Case, float]]:
+    """Cases in order, each with the size of its logits: those that are given, of a GPU or rehearsed, and a long one."""
+    long = LONG
+    if cases[0].device != LONG.device:
+        long = replace(cases[0], name=f"{cases[0].name}, long", tokens=REHEARSED_TOKENS)
+    return [*((case, 1.0) for case in [*cases, long]), *((case, LARGE) for case in cases)]
 
 
 def measure(run: gpu_run.Run, cases: list[Case]) -> None:
     """Rows of each step, as far as `run` lacks them."""
-    card = Nvml() if run.machine.device == "cuda" else StandIn()
-    for size in (1.0, LARGE):
-        for case in cases:
-            for name, step in steps_of(case, size).items():
-                row = f"in a row: {name}"
-                if not run.measured(case, row):
-                    run.attempt(case, row, lambda step=step: in_a_row(run.machine, card, step, run.seconds))
+    card = Nvml() if run.machine.device == "cuda" else STAND_IN
+    for case, size in measured_of(cases):
+        for name, step in steps_of(case, size).items():
+            row = f"in a row: {name}"
+            if not run.measured(case, row):
+                run.attempt(case, row, lambda step=step: in_a_row(run.machine, card, step, run.seconds))

@@ -72,15 +72,9 @@ def measure(run: Run, case: Case) -> None:
 
 def _rows(run: Run, ours: Callable[[], Any], theirs: Callable[[], Tensor]) -> list[tuple[str, str, list[float]]]:
     with torch.no_grad():
-        peaks, results = [], []
         for step in (ours, theirs):
             step()
-            run.machine.synchronize()
-            run.machine.reset_peak()
-            before = run.machine.allocated()
-            results.append(step())
-            run.machine.synchronize()
-            peaks.append((run.machine.peak() - before) / MIB)
+        results, peaks = zip(*(run.allocated(step) for step in (ours, theirs)), strict=True)
         found = results[0] if isinstance(results[0], Tensor) else results[0][0]
         found = found if isinstance(found, Tensor) else found[0]
         error = _difference(found if found.dim() == 1 else found.t(), results[1])
@@ -90,8 +84,8 @@ def _rows(run: Run, ours: Callable[[], Any], theirs: Callable[[], Tensor]) -> li
     return [
         ("time", "ms", times["ours"]),
         ("time of PyTorch's / ours, by turns", "1", ratios),
-        ("peak of the allocator", "MiB", [peaks[0]]),
-        ("peak of PyTorch's", "MiB", [peaks[1]]),
+        ("peak of the allocator", "MiB", [peaks[0] / MIB]),
+        ("peak of PyTorch's", "MiB", [peaks[1] / MIB]),
         ("largest difference from PyTorch's", "1", [error]),
     ]
 

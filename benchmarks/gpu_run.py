@@ -100,29 +100,15 @@ def products(inputs: Inputs) -> dict[str, tuple[Callable[[], object], tuple[int,
     g_TV = torch.rand(tokens, columns, device=x_TD.device).to(x_TD.dtype)
     part, block = min(tokens, 1024), min(columns, 4096)
     sum_TD = torch.zeros(tokens, width, dtype=torch.float32, device=x_TD.device)
-
-    def forward() -> object:
-        return torch.mm(x_TD[:part], w_VD.t(), out_dtype=torch.float32)
-
-    def recomputed() -> object:
-        return torch.mm(x_TD[:part], w_VD[:block].t(), out_dtype=torch.float32)
-
-    def dx() -> object:
-        return torch.mm(g_TV, w_VD, out_dtype=torch.float32)
-
-    def dx_of_a_block() -> object:
-        terms = g_TV[:, :block], w_VD[:block]
-        return torch.addmm(sum_TD, *terms, out_dtype=torch.float32, out=sum_TD)
-
-    def dw() -> object:
-        return torch.mm(g_TV.t(), x_TD)
-
+    narrow_PD, block_CD = x_TD[:part], w_VD[:block]
+    of_block = g_TV[:, :block], block_CD
+    wide: dict[str, Any] = {"out_dtype": torch.float32}
     return {
-        "logits of a chunk": (forward, (part, columns, width, 4)),
-        "logits of a block": (recomputed, (part, block, width, 4)),
-        "dx": (dx, (tokens, width, columns, 4)),
-        "dx of a block": (dx_of_a_block, (tokens, width, block, 8)),
-        "dW": (dw, (columns, width, tokens, 2)),
+        "logits of a chunk": (lambda: torch.mm(narrow_PD, w_VD.t(), **wide), (part, columns, width, 4)),
+        "logits of a block": (lambda: torch.mm(narrow_PD, block_CD.t(), **wide), (part, block, width, 4)),
+        "dx": (lambda: torch.mm(g_TV, w_VD, **wide), (tokens, width, columns, 4)),
+        "dx of a block": (lambda: torch.addmm(sum_TD, *of_block, out=sum_TD, **wide), (tokens, width, block, 8)),
+        "dW": (lambda: torch.mm(g_TV.t(), x_TD), (columns, width, tokens, 2)),
     }
 
 
@@ -188,6 +174,15 @@ class Run:
         for impl in impls:
             self.attempt(case, impl.name, lambda impl=impl: self.head(case, group, impl, inputs, true, known))
 
+    def allocated(self, step: Callable[[], Any]) -> tuple[Any, int]:
+        """What `step` gives, and the peak bytes of the allocator beyond what was there."""
+        self.machine.synchronize()
+        self.machine.reset_peak()
+        before = self.machine.allocated()
+        answer = step()
+        self.machine.synchronize()
+        return answer, self.machine.peak() - before
+
     def product(self, inputs: Inputs, step: Callable[[], object], sizes: tuple[int, int, int, int]) -> list[Row]:
         m, n, k, element = sizes
         found = by_turns(self.machine, {"it": step}, self.seconds / 10)["it"]
@@ -205,13 +200,9 @@ class Run:
         results, costs = measured_once(head, inputs)
         found = parity(results, true, known[impl.through])
         del results
-        self.machine.synchronize()
         inputs.x_TD.grad = inputs.w_VD.grad = None
-        self.machine.reset_peak()
-        before = self.machine.allocated()
-        run_once(head, inputs)
-        self.machine.synchronize()
-        costs.peak_bytes = self.machine.peak() - before  # the meter does not see inside kernels, the allocator does
+        # The meter does not see inside kernels, the allocator does.
+        _, costs.peak_bytes = self.allocated(lambda: run_once(head, inputs))
         rows: list[Row] = [(metric, unit, [value]) for metric, unit, value in counts(case, costs)]
         rows.append(("peak of the allocator", "MiB", [costs.peak_bytes / MIB]))
         rows.append(("error / plain", "1", [found.worst]))

@@ -1,10 +1,10 @@
 """`python -m benchmarks.gpu_steps`: all that docs/gpu.md has to run on a GPU, the measurements and the tests.
 
 It ends within `--minutes`, what matters most comes first, and each step has a time of its own: one that fails or takes
-longer does not stop the next. What is measured and what has passed is kept in `--folder`, which git does not ignore:
-called again, it goes on there, or where the folder `--resume-from` ended. The exit status is 0 when all is done and
-right, 1 where something failed, 2 where time was short. It needs no network: torch, Triton and pytest have to be there;
-what else is missing leaves a row or a line that says so.
+longer does not stop the next. What is measured and what has passed is kept in a few files of `--folder`, which git does
+not ignore: called again, it goes on there, or where the folder `--resume-from` ended. The exit status is 0 when all is
+done and right, 1 where something failed, 2 where time was short. It needs no network: torch, Triton and pytest have to
+be there; what else is missing leaves a row or a line that says so.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FAILED, SHORT_OF_TIME = 1, 2
-ROWS, PASSED, LAUNCHES = "rows.csv", "passed.txt", "launches.txt"
+ROWS, PASSED, LAUNCHES, LOG = "rows.csv", "passed.txt", "launches.txt", "log.txt"
 WORKERS = 12  # processes of the tests
 
 # Adds a folder of unpacked wheels, runs a module.
@@ -58,7 +58,7 @@ def steps(folder: Path, rehearse: bool, wheels: Path | None = None) -> list[Step
     elif importlib.util.find_spec("xdist") is not None:
         tests += ["-n", str(WORKERS)]
     found = [
-        Step("in a row", 40, _python(*measured, "--only", "in-a-row")),
+        Step("in a row", 48, _python(*measured, "--only", "in-a-row")),
         Step("probes", 28, _python(*measured, "--seconds", "1", "--only", "probes")),
         Step("measurements", 130, _python(*measured)),
         Step("tests", 95, _python(*tests)),
@@ -66,9 +66,9 @@ def steps(folder: Path, rehearse: bool, wheels: Path | None = None) -> list[Step
         Step("racecheck", 30, _sanitized("racecheck", rehearse)),
     ]
     if wheels is not None:
-        site = str(folder / "site")
+        site = str(wheels / "site")
         found += [
-            Step("wheels", 15, _python("-c", _UNPACKED, str(wheels), site)),
+            Step("wheels", 10, _python("-c", _UNPACKED, str(wheels), site)),
             Step("peers from wheels", 90, _python("-c", _WITH_WHEELS, site, *measured[1:])),
         ]
     return [*found, Step("profile", 15, _python(*measured, "--only", "profile"))]
@@ -86,7 +86,7 @@ def _sanitized(tool: str, rehearse: bool) -> list[str]:
 
 
 def run(todo: list[Step], folder: Path, seconds: float, at_any_pace: bool = False) -> int:
-    """Runs the steps one after the other, each with its own seconds or what is left of all; what it prints goes to a
+    """Runs the steps one after the other, each with its own seconds or what is left of all; what they print goes to a
     file, too. `at_any_pace`: only the seconds of all count."""
     folder.mkdir(parents=True, exist_ok=True)
     budget = sum(step.seconds for step in todo)
@@ -96,7 +96,7 @@ def run(todo: list[Step], folder: Path, seconds: float, at_any_pace: bool = Fals
     for step in todo:
         began = time.monotonic()
         until = deadline if at_any_pace else min(deadline, began + step.seconds)
-        found = _run(step.command, folder / f"{step.name.replace(' ', '-')}.log", until)
+        found = _run(step.command, folder / LOG, until)
         said = "done" if found == 0 else "out of time, call this again" if found is None else f"{found}"
         print(f"{step.name}: {said}, {time.monotonic() - began:.0f} s", flush=True)
         if found is None:

@@ -6,13 +6,11 @@ Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard.
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.cases import MEGATRON, Case
@@ -45,43 +43,35 @@ class Implementation:
     foreign: bool = False
 
 
+def _ours(name: str, slow: bool = False, **options: Any) -> Implementation:
+    def build(case: Case, group: Group) -> Head:
+        return lambda x, w, y: linear_cross_entropy(x, w, y, group, **options)
+
+    return Implementation(name, build, slow=slow)
+
+
 def ours(cache: float | None) -> Implementation:
     """`cache` None: as it is by default."""
-    chosen: dict[str, Any] = {} if cache is None else {"cache": cache}
-
-    def build(case: Case, group: Group) -> Head:
-        return lambda x, w, y: linear_cross_entropy(x, w, y, group, **chosen)
-
     if cache is None:
-        return Implementation("ours, default", build)
-    return Implementation(f"ours, cache {cache:g}", build, slow=0 < cache < 1)
-
-
-def _mean(case: Case, group: Group) -> Head:
-    return lambda x, w, y: linear_cross_entropy(x, w, y, group, reduction="mean")
-
-
-MEAN = Implementation("ours, a mean", _mean)
-
-
-def fused_epilogue(cache: float) -> Implementation:
-    """Ours, whose products take the exponentials of logits."""
-    return Implementation(
-        f"ours, fused epilogue, cache {cache:g}", partial(_with_fused_epilogue, cache), products=8 - 2 * cache
-    )
-
-
-def _with_fused_epilogue(cache: float, case: Case, group: Group) -> Head:
-    return lambda x, w, y: -LmHead(w, group, cache=cache, fused_epilogue=True).read(x, LogProbs(y))
+        return _ours("ours, default")
+    return _ours(f"ours, cache {cache:g}", slow=0 < cache < 1, cache=cache)
 
 
 def of_bits(bits: Bits) -> Implementation:
     """Ours with the bits that are asked for."""
-    return Implementation(f"ours, bits {bits}", lambda case, group: partial(_with_bits, group, bits))
+    return _ours(f"ours, bits {bits}", cache=1, bits=bits)
 
 
-def _with_bits(group: Group, bits: Bits, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    return linear_cross_entropy(x, w, y, group, cache=1, bits=bits)
+MEAN = _ours("ours, a mean", reduction="mean")
+
+
+def fused_epilogue(cache: float) -> Implementation:
+    """Ours, whose products take the exponentials of logits."""
+
+    def build(case: Case, group: Group) -> Head:
+        return lambda x, w, y: -LmHead(w, group, cache=cache, fused_epilogue=True).read(x, LogProbs(y))
+
+    return Implementation(f"ours, fused epilogue, cache {cache:g}", build, products=8 - 2 * cache)
 
 
 def kept_by_default(case: Case) -> float:
@@ -165,7 +155,7 @@ def available(case: Case, on_gpu: bool = False) -> tuple[list[Implementation], l
     else:
         absent.append("megatron: megatron-core is not installed")
     if on_gpu:  # what they cost is counted at full size; on a CPU their times say little more
-        found += [*MODELS, of_bits("batch"), of_bits("tensor_parallel")]
+        found += [fused_epilogue(1), fused_epilogue(0), *MODELS, of_bits("batch"), of_bits("tensor_parallel")]
     if case.ranks == 1:  # Megatron's compares alike on several; the others know no vocabulary shards
         if stock:
             found.append(FUSED)

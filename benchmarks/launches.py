@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 from megatron_ext.head.call.gpu_properties import TILE_M, TILE_N, Device, epilogue_seconds, product_seconds, waves
 from megatron_ext.memory import step_time
 from megatron_ext.memory.fake_cuda import cuda_rank_of
+from megatron_ext.memory.step_time import NO_LAUNCH, PICKING, PLACING, PRODUCTS, WRITING_ONLY
 
 aten = torch.ops.aten
 # The least that a launch takes: below a few microseconds the next one waits for the host or the start of its blocks.
@@ -34,13 +35,6 @@ EPILOGUE_INSTRUCTIONS = {"product_statistics_kernel": 11, "product_gradient_kern
 _LANES, _CLOCK = 128, 1.7e9
 
 _SEVERAL = {aten.sort: 8}  # launches of an operator, where they are several
-
-_PRODUCTS = {aten.mm, aten.addmm, aten.addmm_}
-# Read some rows or elements of their input: as many as their result has, or the values they are given.
-_PICKING = {aten.index, aten.index_select, aten.gather, aten.embedding}
-_PLACING = {aten.index_put_, aten._index_put_impl_, aten.index_add_, aten.scatter_, aten.scatter_add_}
-_WRITING_ONLY = {aten.copy_, aten.fill_, aten.zero_}
-_NO_LAUNCH = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach, aten.detach_}
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             sent = [x for x in tree_iter(args) if isinstance(x, Tensor)]
             self._add(packet.__name__, sent, sum(map(_bytes, sent)), 0, is_collective=True)
-        elif func.namespace == "aten" and packet not in _NO_LAUNCH:
+        elif func.namespace == "aten" and packet not in NO_LAUNCH:
             self._operator(func, packet, args, kwargs, out)
         return out
 
@@ -128,10 +122,10 @@ class Recorder(TorchDispatchMode):
             for x in (x for x in tree_iter(value) if isinstance(x, Tensor)):
                 writes = one.alias_info is not None and one.alias_info.is_write
                 changed |= {id(x)} if writes else set()
-                if packet in _PLACING and writes:
+                if packet in PLACING and writes:
                     continue
                 written += _bytes(x) if writes else 0
-                if not (writes and (one.is_out or packet in _WRITING_ONLY)):
+                if not (writes and (one.is_out or packet in WRITING_ONLY)):
                     read += _bytes(x)
         if not changed and func.is_view:
             return
@@ -140,13 +134,13 @@ class Recorder(TorchDispatchMode):
         if not changed and new and all(id(x.untyped_storage()) in alias for x in new):
             return  # a view, or what was as wanted already
         written += sum(map(_bytes, new))
-        if packet in _PICKING:
+        if packet in PICKING:
             read = 2 * written  # the elements, and at most as much for their places
-        if packet in _PLACING:
+        if packet in PLACING:
             values = sum(_bytes(x) for x in tree_iter(args[2:]) if isinstance(x, Tensor))
             read, written = read + values, values
         tensors = [x for _, x in given if isinstance(x, Tensor)]
-        if packet in _PRODUCTS:
+        if packet in PRODUCTS:
             self._product(packet.__name__, args, results[0], read, written)
         else:
             tensors += [x for x in new if not tensors]
@@ -271,7 +265,7 @@ def _label_rows(given: dict[str, Any]) -> Traffic:
     """A row of dW for each label, or every one with label smoothing. Of one label a program adds all windows' sums."""
     out_VD, x_TD = given["out_ptr"], given["x_ptr"]
     tokens = _owned(given, x_TD.shape[0])
-    rows = out_VD if given["EVERY_ROW"] else out_VD[:tokens]
+    rows = out_VD[:tokens] if given["common_ptr"] is None else out_VD
     longest = max(given["WINDOW"], -(-tokens // given["WINDOW"])) if given["worst_labels"] else 1
     return _bytes(rows) + _bytes(x_TD[:tokens]), _bytes(rows), -(-min(longest, tokens) // given["AHEAD"])
 

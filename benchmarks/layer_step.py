@@ -29,7 +29,7 @@ def _side(ours: bool, width: int, store: str, pipe) -> None:
     from megatron_ext import substitute_tensor_parallel
     from tests.gpt import causal_mask, model_parallel, tiny_batches, tiny_gpt
 
-    start_rank(0, 1, store, "cpu")
+    start_rank(0, 1, store)
     torch.set_num_threads(1)
     with model_parallel():
         spec = None

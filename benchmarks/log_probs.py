@@ -7,7 +7,6 @@ other processes disturb less than the time that passes. A way whose values or gr
 Legend: T tokens, N tokens of a chunk, V columns of this rank's vocabulary shard.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.measure import any_rank, interleaved, ratios
+from benchmarks.measure import any_rank, cpu_times
 from benchmarks.peers import own_target, sharded_log_softmax
 from benchmarks.record import Found, Rows
 from benchmarks.worlds import run_world
@@ -149,7 +148,7 @@ def measure_ways(case: Case, budget_s: float, known: dict[str, Way] | None = Non
     rows, refused, right = [], [], []
     for name, error in worst_errors(case, rank, known).items():
         rows.append((name, "error / plain", "1", [error]))
-        if any_rank(not error <= ERROR_LIMIT, case.device):  # NaN is wrong
+        if any_rank(not error <= ERROR_LIMIT):  # NaN is wrong
             refused.append(f"{name}: its error is {error:.3g} x that of plain PyTorch, so its time does not count")
         else:
             right.append(name)
@@ -157,13 +156,9 @@ def measure_ways(case: Case, budget_s: float, known: dict[str, Way] | None = Non
     mine_TV = logits_TV[:, rank * case.columns : (rank + 1) * case.columns].clone().requires_grad_()
     del logits_TV
     steps = {name: partial(run_once, known[name], mine_TV, labels_T, g_T) for name in right}
-    times = interleaved(steps, case.device, budget_s, clock=time.process_time)
-    rows += [(name, "CPU time", "ms", found) for name, found in times.items()]
-    if USUAL in times:
-        rows += [(name, "CPU time / usual", "1", found) for name, found in ratios(times, to=USUAL).items()]
-    return rows, refused
+    return rows + cpu_times(steps, budget_s, USUAL, "usual"), refused
 
 
 def measure(seconds: float = 3.0) -> Iterator[Found]:
     for case in cases():
-        yield case.name, *run_world(case.ranks, case.device, measure_ways, case, seconds)
+        yield case.name, *run_world(case.ranks, measure_ways, case, seconds)

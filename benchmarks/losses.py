@@ -9,14 +9,13 @@ A way whose loss or gradients are wrong gets neither.
 
 import functools
 import importlib.util
-import time
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from benchmarks.loss_cases import CASES, Inputs, LossCase, Way, inputs
-from benchmarks.measure import interleaved, ratios
+from benchmarks.measure import cpu_times
 from benchmarks.meter import measure as metered
 from benchmarks.record import Found, Rows
 
@@ -88,11 +87,7 @@ def measure_losses(
             run_once(way, given)
         rows.append((name, "peak", "MiB", [costs.peak_bytes / 2**20]))
     steps = {name: functools.partial(run_once, way, given) for name, way in ways.items()}
-    times = interleaved(steps, "cpu", budget_s, clock=time.process_time, least=TURNS)
-    rows += [(name, "CPU time", "ms", found) for name, found in times.items()]
-    if case.base is not None:
-        rows += [(name, "CPU time / head", "1", found) for name, found in ratios(times, to=HEAD).items()]
-    return rows, remarks
+    return rows + cpu_times(steps, budget_s, HEAD, "head", least=TURNS), remarks
 
 
 def measure(seconds: float = 10.0) -> Iterator[Found]:

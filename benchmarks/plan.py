@@ -18,6 +18,7 @@ from benchmarks import gpu_reads, record
 from benchmarks.cases import GPU_CASES, Case
 from benchmarks.implementations import MEAN, UNFUSED, Implementation, fused_epilogue, kept_by_default, of_bits, ours
 from benchmarks.launches import Launch, Plan, planned
+from benchmarks.measure import empty
 from benchmarks.meter import measure
 from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.call.gpu_properties import DEVICES, Device
@@ -37,9 +38,12 @@ CASES = [
     Case("8192 x 2048 x 131072, one rank of 8", 8192, 2048, 131072, 8, torch.bfloat16),
     Case("8192 x 4096 x 262144", 8192, 4096, 262144, 1, torch.bfloat16),
 ]
+# What a GPU has measured of B with `bits="tensor_parallel"`: one rank that sums all eight leaves.
+EIGHT_LEAVES = Case("B, one shard of 8", 16384, 8192, 152064 // 8, 1, torch.bfloat16)
+TENSOR_PARALLEL = of_bits("tensor_parallel")
 CACHES = (1, 0.5, 0)
 Cache = float | None  # None: as the head has it by default
-PEERS = (fused_epilogue(1), fused_epilogue(0), of_bits("batch"), of_bits("tensor_parallel"), UNFUSED)
+PEERS = (fused_epilogue(1), fused_epilogue(0), of_bits("batch"), TENSOR_PARALLEL, UNFUSED)
 MILLISECONDS, FLOOR, ABOVE = "planned time", "floor", "above the floor"
 EPILOGUES, WORST = "of it epilogues", "planned time, worst labels"
 SUSTAINED, ENERGY, MEASURED = "time at 700 W", "energy", "measured / time at 700 W"
@@ -57,16 +61,14 @@ def plan(
     implementation = _implementation(cache)
     alone = isinstance(cache, Implementation) and case.ranks == 1
     with fake_world(1) if alone else nullcontext(), planned(device, case.ranks, worst_labels) as (recorder, group):
-        x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
-        w_VD = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
-        labels_T = torch.empty(case.tokens, dtype=torch.int64)
+        inputs = empty(case)
         upstream_T = torch.empty(case.tokens)
         head = implementation.build(case, group)
         with torch.autograd.set_multithreading_enabled(False), measure() as costs, recorder:
-            loss = head(x_TD, w_VD, labels_T)
+            loss = head(*inputs)
             recorder.phase = "backward"
             given = upstream_T if loss.dim() else upstream_T[0]
-            torch.autograd.grad(loss, [x_TD, w_VD], given)  # `backward` would copy fake gradients into `.grad`
+            torch.autograd.grad(loss, inputs[:2], given)  # `backward` would copy fake gradients into `.grad`
     return recorder.plan, costs.peak_bytes
 
 
@@ -143,9 +145,8 @@ def reads(case: Case, device: Device = DEVICES["H200"]) -> dict[str, Plan]:
     asks[LOG_PROBS] = asks[f"{LOG_PROBS}, fused epilogue"] = lambda y: [LogProbs(y)]
     for name, asked in asks.items():
         with planned(device, 1) as (recorder, _), torch.no_grad(), recorder:
-            x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype)
-            w_VD = torch.empty(case.columns, case.width, dtype=case.dtype)
-            LmHead(w_VD, fused_epilogue="fused" in name).read(x_TD, *asked(torch.empty(case.tokens, dtype=torch.int64)))
+            x_TD, w_VD, labels_T = empty(case)
+            LmHead(w_VD, fused_epilogue="fused" in name).read(x_TD, *asked(labels_T))
         found[f"read: {name}"] = recorder.plan
     return found
 
@@ -210,6 +211,8 @@ def summary(path: Path) -> str:
 def heads(case: Case) -> list[Cache | Implementation]:
     """Ours at each cache, by default and for a mean where the default is another than 1, and at A and B what stands
     beside ours."""
+    if case == EIGHT_LEAVES:
+        return [TENSOR_PARALLEL]
     found: list[Cache | Implementation] = [*CACHES] if case in (A, B) else [1]
     if kept_by_default(case) < 1:
         found += [None, MEAN]
@@ -220,7 +223,7 @@ def main(out: Path | None, device: Device) -> None:
     """Prints the launches of every case, writes their rows (to benchmarks/results/plan.csv for the H200)."""
     out = out or (record.RESULTS / "plan.csv" if device.name == "H200" else None)
     origin = replace(record.Origin.here("cpu"), device=f"planned for {device.name}", commit="", date="")
-    for case in CASES:
+    for case in (*CASES, EIGHT_LEAVES):
         for cache in heads(case):
             print(text(case, cache, device) + measured_beside(case, cache, device) + "\n", flush=True)
             if out is not None:
@@ -236,7 +239,9 @@ def measured_beside(case: Case, cache: Cache | Implementation, device: Device) -
 
 
 def measured_rows(case: Case, name: str, device: Device) -> list[record.Row]:
-    """Times of that device: its rows are in a file that is named for it."""
+    """Times of that device: its rows are in a file that is named for it. None of one rank's leaf."""
+    if name == TENSOR_PARALLEL.name and case.ranks > 1:
+        return []
     return [
         row
         for path in sorted(record.RESULTS.glob(f"*{device.name.lower()}*.csv"))

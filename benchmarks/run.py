@@ -33,7 +33,7 @@ from benchmarks import (
 )
 from benchmarks.cases import Case
 from benchmarks.implementations import FUSED, MODELS, UNFUSED, available, ours
-from benchmarks.measure import Baselines, Inputs, baselines, counts, measure_case, measured_once, truth, whole_inputs
+from benchmarks.measure import Baselines, baselines, counts, empty, measure_case, measured_once, truth, whole_inputs
 from benchmarks.meter import one_rank_of
 from benchmarks.record import Found, Rows
 from benchmarks.worlds import run_world
@@ -46,11 +46,7 @@ def count_full_size(case: Case) -> Rows:
     rows: Rows = []
     for impl in [UNFUSED, FUSED, ours(1), ours(0), ours(None), *MODELS]:  # in between they are linear in `cache`
         with one_rank_of(case.ranks) as group, megatron_on_cpu():
-            x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
-            w_VD = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
-            labels_T = torch.empty(case.tokens, dtype=torch.int64)
-            head = impl.build(case, group)
-            _, costs = measured_once(head, Inputs(x_TD, w_VD, labels_T))
+            _, costs = measured_once(impl.build(case, group), empty(case))
         rows += [(impl.name, metric, unit, [value]) for metric, unit, value in counts(case, costs)]
     return rows
 
@@ -85,7 +81,7 @@ def heads(seconds: float = 10.0) -> Iterator[Found]:
                 torch.save(truth(whole_inputs(case)), true_path)
             throughs = {impl.through for impl in available(case)[0]}
             errors = baselines(case, torch.load(true_path, mmap=True, weights_only=False), throughs)
-            yield case.name, *run_world(case.ranks, "cpu", measure_world, case, true_path, errors, seconds)
+            yield case.name, *run_world(case.ranks, measure_world, case, true_path, errors, seconds)
 
 
 # What is measured on a CPU; each takes the seconds for the times of one case, and has its own default.

@@ -1,7 +1,7 @@
 """`python -m benchmarks.wheels FOLDER`: wheels of the peers that are measured on a GPU, to be copied there.
 
-They are fetched for Linux, Python 3.12 and CUDA 13, as one archive in parts of at most 48 MiB: a machine without a
-network may take no more at a time. `gpu_steps --wheels FOLDER` unpacks them there, beside what is installed.
+They are fetched for Linux, Python 3.12 and CUDA 13, as one archive in two parts of at most 52 MiB: a machine without a
+network may take no more at a time. `gpu_steps --wheels FOLDER` unpacks them there, in FOLDER/site.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PACKAGES = [
     "einops",
     "protobuf",
 ]
-PART_BYTES = 48 << 20
+PART_BYTES = 52 << 20
 
 
 def fetch(folder: Path) -> list[Path]:

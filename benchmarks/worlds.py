@@ -1,4 +1,4 @@
-"""Processes for a measurement: gloo (on CUDA NCCL) worlds that start, do one thing and end."""
+"""Processes for a measurement: gloo worlds that start, do one thing and end."""
 
 import os
 import tempfile
@@ -11,17 +11,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def start_rank(rank: int, ranks: int, store: str, device: str) -> None:
+def start_rank(rank: int, ranks: int, store: str) -> None:
     """This process as `rank` of a world, with its share of the cores."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
 
 
-def _entry(rank: int, ranks: int, store: str, device: str, answer: str, body: Callable, arguments: tuple) -> None:
-    start_rank(rank, ranks, store, device)
+def _entry(rank: int, ranks: int, store: str, answer: str, body: Callable, arguments: tuple) -> None:
+    start_rank(rank, ranks, store)
     try:
         result = body(*arguments)
         if rank == 0:
@@ -30,9 +27,9 @@ def _entry(rank: int, ranks: int, store: str, device: str, answer: str, body: Ca
         dist.destroy_process_group()
 
 
-def run_world(ranks: int, device: str, body: Callable, *arguments: Any) -> Any:
+def run_world(ranks: int, body: Callable, *arguments: Any) -> Any:
     """`body(*arguments)` on every rank of a new world; gives rank 0's answer. A rank that fails ends it."""
     with tempfile.TemporaryDirectory() as folder:
         answer = str(Path(folder) / "answer.pt")
-        mp.spawn(_entry, (ranks, str(Path(folder) / "store"), device, answer, body, arguments), nprocs=ranks)
+        mp.spawn(_entry, (ranks, str(Path(folder) / "store"), answer, body, arguments), nprocs=ranks)
         return torch.load(answer, weights_only=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import checkpoint
 import text
-from folders import check_writable
+from folders import check_files, check_writable, flag
 
 COUNTS = (
     "tensor_model_parallel_size",
@@ -83,23 +83,21 @@ def check_arguments(args: Namespace, world_size: int) -> None:
     """
     for name in COUNTS:
         if getattr(args, name) < 1:
-            raise ValueError(f"{_flag(name)} is {getattr(args, name)}: it must be at least 1")
+            raise ValueError(f"{flag(name)} is {getattr(args, name)}: it must be at least 1")
     if args.ffn_hidden_size is not None and args.ffn_hidden_size < 1:
         raise ValueError(f"--ffn-hidden-size is {args.ffn_hidden_size}: it must be at least 1")
     if not args.norm_epsilon > 0:
         raise ValueError(f"--norm-epsilon is {args.norm_epsilon}: it must be above 0")
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(args, name) < 1:
-            raise ValueError(f"{_flag(name)} is {getattr(args, name)}: it must be at least 0 and below 1")
+            raise ValueError(f"{flag(name)} is {getattr(args, name)}: it must be at least 0 and below 1")
     _check_parallel_sizes(args, world_size)
     _check_schedule(args)
     if args.vocab_size < text.SMALLEST_VOCAB:
         raise ValueError(f"--vocab-size is {args.vocab_size}: bytes alone make a vocabulary of {text.SMALLEST_VOCAB}")
     if args.save_interval is not None and (args.save_interval < 1 or not args.save):
         raise ValueError(f"--save-interval is {args.save_interval}: it must be at least 1, beside --save PATH")
-    for file in args.data or []:
-        if not Path(file).is_file():
-            raise ValueError(f"--data names {file!r}, which is not a file")
+    check_files(args.data)
     if args.data and args.mock_data:
         raise ValueError("--data names files, and --mock-data trains without any: leave one of them out")
     if args.load:
@@ -153,7 +151,3 @@ def _divides(divisor_name: str, divisor: int, name: str, value: int) -> None:
         raise ValueError(
             f"{name} is {value}: it must be a multiple of {divisor_name}, which is {divisor}; {fitting} would fit"
         )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

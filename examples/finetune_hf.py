@@ -24,7 +24,7 @@ import hf_directory
 import text
 import torch
 import torch.distributed as dist
-from folders import check_writable
+from folders import check_files, check_writable, flag
 from interrupt import end_on_interrupt
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
+from world import has_gpus, ranks
 
 from megatron_ext.dtensor import _parallelize_model, causal_lm_loss, clip_grad_by_total_norm_, get_grad_norm
 from megatron_ext.policy import checkpoint
@@ -79,7 +80,7 @@ def check_arguments(args: Namespace, world_size: int) -> None:
     """
     for name, value in vars(args).items():
         if type(value) in (int, float) and name != "seed" and value <= 0:
-            raise ValueError(f"{_flag(name)} is {value}: it must be above 0")
+            raise ValueError(f"{flag(name)} is {value}: it must be above 0")
     model_parallel = args.tensor_parallel_size * args.context_parallel_size
     if world_size % model_parallel:
         raise ValueError(
@@ -99,14 +100,8 @@ def check_arguments(args: Namespace, world_size: int) -> None:
         raise ValueError(f"--vocab-size is {args.vocab_size}: bytes alone make a vocabulary of {text.SMALLEST_VOCAB}")
     if args.save_interval and not args.save:
         raise ValueError("--save-interval is given without --save DIR")
-    for file in args.data or []:
-        if not Path(file).is_file():
-            raise ValueError(f"--data names {file!r}, which is not a file")
+    check_files(args.data)
     check_writable(save=args.save, export=args.export, metrics=args.metrics and Path(args.metrics).parent)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 class Run:
@@ -271,13 +266,11 @@ def finetune(args: Namespace, device: torch.device) -> dict[str, Any]:
 def main() -> None:
     end_on_interrupt()
     args = parse_arguments()
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.environ.update(alone | os.environ)  # what torchrun sets, or else one rank
     # Of gathering weights for the export, parameter by parameter, that it could be faster.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:
-        check_arguments(args, int(os.environ["WORLD_SIZE"]))
-        on_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
+        check_arguments(args, ranks())
+        on_gpu = has_gpus()
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)

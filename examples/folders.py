@@ -1,8 +1,20 @@
-"""Folders that a run will write to, looked at before it starts: at its end it would be too late."""
+"""Files and folders that a run is given, looked at before it starts: at its end it would be too late."""
 
 import errno
 import os
 from pathlib import Path
+
+
+def flag(name: str) -> str:
+    """Of the command line, of a value of this name."""
+    return "--" + name.replace("_", "-")
+
+
+def check_files(data: list[str] | None) -> None:
+    """Raises ValueError: `--data` names what is no file."""
+    for file in data or []:
+        if not Path(file).is_file():
+            raise ValueError(f"--data names {file!r}, which is not a file")
 
 
 def check_writable(**paths: str | os.PathLike | None) -> None:
@@ -22,5 +34,4 @@ def check_writable(**paths: str | os.PathLike | None) -> None:
         if reason is None and not os.access(path, os.W_OK):
             reason = os.strerror(errno.EACCES)
         if reason is not None:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} writes to {os.fspath(path)!r}: {reason}; give a folder that can be written")
+            raise ValueError(f"{flag(name)} writes to {os.fspath(path)!r}: {reason}; give a folder that can be written")

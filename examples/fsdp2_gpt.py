@@ -10,12 +10,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from job import megatron_job
+from job import adam, megatron_job, print_steps, small_config
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
 from usage import take_no_arguments
 
 from megatron_ext.megatron.fusion_report import fusion_report
@@ -26,19 +24,8 @@ STEPS, BATCH, SEQ, VOCAB = 10, 4, 32, 256  # the vocabulary are all bytes
 TEXT = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
 
 
-def build_model(reshard: bool = True) -> TorchFullyShardedDataParallel:
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        transformer_impl="local",
-        gradient_accumulation_fusion=False,  # these three need Apex or CUDA kernels
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-    )
+def build_model() -> TorchFullyShardedDataParallel:
+    config = small_config(transformer_impl="local")
     gpt = GPTModel(
         config,
         get_gpt_layer_local_spec(),
@@ -48,17 +35,15 @@ def build_model(reshard: bool = True) -> TorchFullyShardedDataParallel:
         share_embeddings_and_output_weights=False,  # as Megatron-LM demands with FSDP2
     )
     settings = DistributedDataParallelConfig()
-    settings.reshard_after_forward = reshard  # Megatron-LM sets it so
+    settings.reshard_after_forward = True  # Megatron-LM sets it so
     return TorchFullyShardedDataParallel(config, settings, gpt.to(torch.cuda.current_device()))
 
 
-def train(reshard: bool = True) -> list[float]:
+def train() -> list[float]:
     """The loss of each step, the mean over ranks, which read texts of their own."""
     torch.manual_seed(1)
-    model = build_model(reshard)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-3, use_distributed_optimizer=False), [model], use_gloo_process_groups=False
-    )
+    model = build_model()
+    optimizer = adam(model, distributed=False)
     positions = torch.arange(SEQ, device=torch.cuda.current_device()).expand(BATCH, SEQ)
     losses = []
     for _ in range(STEPS):
@@ -79,9 +64,8 @@ def main() -> None:
         patch(chunk_tokens=16)
         patched = train()
         unpatch()
+        print_steps(stock=stock, patched=patched)
         if dist.get_rank() == 0:
-            for step, (a, b) in enumerate(zip(stock, patched, strict=True)):
-                print(f"step {step}  stock {a:.5f}  patched {b:.5f}")
             print(fusion_report())
 
 

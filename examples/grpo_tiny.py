@@ -53,9 +53,9 @@ def tenths(rewards: list[float]) -> tuple[float, float]:
 def train(policy: RayPolicy, args: argparse.Namespace) -> list[float]:
     """The mean reward of every step, those before a resumption too."""
     loss = ClippedPGLoss(reference_policy_kl_penalty=args.kl)
-    rewards = Progress.read(args.out).rewards if args.resume else []
-    progress = tqdm(range(len(rewards), args.steps), initial=len(rewards), total=args.steps, desc="GRPO")
-    for step in progress:
+    rewards = progress(args.out)["rewards"] if args.resume else []
+    bar = tqdm(range(len(rewards), args.steps), initial=len(rewards), total=args.steps, desc="GRPO")
+    for step in bar:
         samples = sample(policy, args, args.seed << 20 | step)
         batch = BatchedDataDict(samples.batch())
         batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
@@ -64,9 +64,9 @@ def train(policy: RayPolicy, args: argparse.Namespace) -> list[float]:
             batch["reference_policy_logprobs"] = batch.pop("reference_logprobs")
         policy.train(batch, loss)
         rewards.append(samples.reward.mean().item())
-        progress.set_postfix(reward=f"{rewards[-1]:.3f}")
+        bar.set_postfix(reward=f"{rewards[-1]:.3f}")
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
-            Progress(rewards).write(args.out, policy)
+            save(rewards, args.out, policy)
     return rewards
 
 
@@ -106,33 +106,28 @@ def sample(policy: RayPolicy, args: argparse.Namespace, seed: int) -> Samples:
     return Samples(tokens, (tokens[:, -1] == terms.sum(1)).float(), args.samples)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What a run has to remember beside the policy's checkpoint: the rewards so far, and with them its step."""
+def save(rewards: list[float], out: Path, policy: RayPolicy) -> None:
+    """A new checkpoint first, then the file that names it: at any time that one is whole. The one before goes."""
+    folder, named = out / f"step-{len(rewards):05d}", out / "progress.json"
+    before = out / progress(out)["folder"] if named.exists() else folder
+    policy.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
+    new = out / "progress.json.new"
+    new.write_text(json.dumps({"folder": folder.name, "rewards": rewards}))
+    new.replace(named)
+    if before != folder:
+        shutil.rmtree(before, ignore_errors=True)
 
-    rewards: list[float]
 
-    def write(self, out: Path, policy: RayPolicy) -> None:
-        """A new checkpoint first, then the file that names it: at any time that one is whole. The one before goes."""
-        folder, named = out / f"step-{len(self.rewards):05d}", out / "progress.json"
-        before = out / json.loads(named.read_text())["folder"] if named.exists() else folder
-        policy.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
-        new = out / "progress.json.new"
-        new.write_text(json.dumps({"folder": folder.name, "rewards": self.rewards}))
-        new.replace(named)
-        if before != folder:
-            shutil.rmtree(before, ignore_errors=True)
-
-    @classmethod
-    def read(cls, out: Path) -> "Progress":
-        return cls(json.loads((out / "progress.json").read_text())["rewards"])
+def progress(out: Path) -> dict:
+    """What a run remembers: the folder of its checkpoint, and the rewards so far, and with them its step."""
+    return json.loads((out / "progress.json").read_text())
 
 
 def checkpoint(args: argparse.Namespace) -> dict[str, str]:
     """Where the policy begins: nowhere, or at the last checkpoint."""
     if not args.resume:
         return {}
-    folder = args.out / json.loads((args.out / "progress.json").read_text())["folder"]
+    folder = args.out / progress(args.out)["folder"]
     return {"weights_path": str(folder / "weights"), "optimizer_path": str(folder / "optimizer")}
 
 

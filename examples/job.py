@@ -1,46 +1,31 @@
-"""Megatron's process groups for one run of an example: on GPUs over NCCL, or on the CPU over gloo."""
+"""Megatron's process groups for one run of an example, and what its small models are made of."""
 
 import os
-import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from world import has_gpus, ranks
 
 from megatron_on_cpu import megatron_on_cpu
 
 with warnings.catch_warnings():  # at import Megatron says, five times, that Apex and Transformer Engine are missing
     warnings.filterwarnings("ignore", module=r"megatron\.core")
-    import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.optimizer  # noqa: F401
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
     from megatron.core import parallel_state
+    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-
-
-def ranks(*allowed: int) -> int:
-    """How many ranks torchrun started; 1 without it. Ends the program where that is none of those `allowed`."""
-    os.environ.update(_ALONE | os.environ)
-    started = int(os.environ["WORLD_SIZE"])
-    if allowed and started not in allowed:
-        fitting = " or ".join(map(str, allowed))
-        sys.exit(
-            f"{sys.argv[0]}: started on {started} ranks, runs on {fitting}: torchrun --nproc-per-node {allowed[-1]}"
-        )
-    return started
-
-
-def has_gpus() -> bool:
-    """Whether this machine has a GPU for each of its ranks."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
+    from megatron.core.transformer import TransformerConfig
 
 
 @contextmanager
-def megatron_job(tensor: int = 1, pipeline: int = 1, *, on_gpu: bool | None = None) -> Iterator[None]:
-    """`parallel_state` for these sizes; further ranks are data parallel. `on_gpu=None`: where there are enough GPUs."""
+def process_group(on_gpu: bool | None = None) -> Iterator[None]:
+    """torch.distributed over NCCL, or on the CPU over gloo. `on_gpu=None`: where there are enough GPUs."""
     ranks()
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning)  # what torch says of the functions that Megatron calls
@@ -50,8 +35,61 @@ def megatron_job(tensor: int = 1, pipeline: int = 1, *, on_gpu: bool | None = No
     with nullcontext() if on_gpu else megatron_on_cpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if on_gpu else "gloo")
+        yield
+        dist.destroy_process_group()
+
+
+@contextmanager
+def megatron_job(tensor: int = 1, pipeline: int = 1, *, on_gpu: bool | None = None) -> Iterator[None]:
+    """`parallel_state` for these sizes in a process group; further ranks are data parallel."""
+    with process_group(on_gpu):
         parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
         torch.manual_seed(1)
         model_parallel_cuda_manual_seed(1)
         yield
-        dist.destroy_process_group()
+
+
+def run_schedule(model: torch.nn.Module, forward_step: Callable, batches: Sequence, sizes: tuple[int, int]) -> Tensor:
+    """Megatron's schedule over the micro-batches, forward and backward; their mean loss on every stage.
+
+    `sizes`: positions and sequences of a micro-batch.
+    """
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=sizes[0],
+        micro_batch_size=sizes[1],
+        forward_only=False,
+    )
+    mean = torch.stack(losses).mean() if losses else torch.zeros((), device=torch.cuda.current_device())
+    dist.all_reduce(mean, group=parallel_state.get_pipeline_model_parallel_group())  # other stages than the last add 0
+    return mean
+
+
+def mean_loss(per_token: Tensor) -> tuple[Tensor, Tensor]:
+    """What Megatron's schedules ask of the losses of a micro-batch."""
+    mean = per_token.mean()
+    return mean, mean.detach().clone()  # the schedule divides the first in place
+
+
+def print_steps(digits: int = 5, **losses: list[float]) -> None:
+    """A line for each step of several runs, on the first rank."""
+    for step, values in enumerate(zip(*losses.values(), strict=True) if dist.get_rank() == 0 else ()):
+        print(f"step {step}", *(f"{run} {loss:.{digits}f}" for run, loss in zip(losses, values, strict=True)), sep="  ")
+
+
+def small_config(**settings: Any) -> TransformerConfig:
+    """Of a GPT that has the same weights at every tensor-parallel size, and wants no kernels of Apex or CUDA."""
+    without = ("gradient_accumulation_fusion", "masked_softmax_fusion", "persist_layer_norm")
+    own: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "use_cpu_initialization": True}
+    own |= dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0) | dict.fromkeys(without, False)
+    own["tensor_model_parallel_size"] = parallel_state.get_tensor_model_parallel_world_size()
+    return TransformerConfig(**own | settings)
+
+
+def adam(model: torch.nn.Module, distributed: bool = True) -> MegatronOptimizer:
+    """Megatron's, for a model in its data parallelism or FSDP2."""
+    settings = OptimizerConfig(lr=1e-3, use_distributed_optimizer=distributed)
+    return get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)

@@ -9,15 +9,12 @@ Added are the lines with `patch` in them. They can come before the model is buil
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from job import megatron_job, ranks
-from megatron.core import parallel_state
+from job import adam, megatron_job, print_steps, small_config
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
 from usage import take_no_arguments
+from world import ranks
 
 from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
 from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
@@ -27,18 +24,7 @@ TEXT = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint
 
 
 def build_model() -> DistributedDataParallel:
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,  # the same weights at every tensor-parallel size
-        gradient_accumulation_fusion=False,  # these three need Apex or CUDA kernels
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-    )
+    config = small_config()
     gpt = GPTModel(config, get_gpt_layer_local_spec(), VOCAB, SEQ, position_embedding_type="rope")
     gpt.to(torch.cuda.current_device())
     return DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt)
@@ -48,9 +34,7 @@ def train() -> list[float]:
     """The loss of each step."""
     torch.manual_seed(1)
     model = build_model()
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), [model], use_gloo_process_groups=False
-    )
+    optimizer = adam(model)
     positions = torch.arange(SEQ, device=torch.cuda.current_device()).expand(BATCH, SEQ)
     losses = []
     for _ in range(STEPS):
@@ -70,9 +54,7 @@ def main() -> None:
         patch(chunk_tokens=16)  # or patch(model=gpt), for one model
         patched = train()
         unpatch()  # GPTModel is as it was
-        if dist.get_rank() == 0:
-            for step, (a, b) in enumerate(zip(stock, patched, strict=True)):
-                print(f"step {step}  stock {a:.5f}  patched {b:.5f}")
+        print_steps(stock=stock, patched=patched)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from job import megatron_job, ranks
+from job import mean_loss, megatron_job, run_schedule
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from usage import take_no_arguments
+from world import ranks
 
 from megatron_ext import linear_cross_entropy
 
@@ -76,28 +76,12 @@ def microbatches() -> list[Tensor]:
 def forward_step(data: Iterator[Tensor], stage: Stage):
     """What Megatron's schedule calls for each micro-batch."""
     tokens_S1B = next(data).cuda()
-    output = stage(tokens_S1B[:-1], tokens_S1B[1:])
-
-    def loss(losses_SB: Tensor):
-        mean = losses_SB.mean()
-        return mean, mean.detach().clone()
-
-    return output, loss
+    return stage(tokens_S1B[:-1], tokens_S1B[1:]), mean_loss
 
 
 def step(stage: Stage) -> Tensor:
-    """One global batch, forward and backward; the mean loss on the last stage, 0 on the others."""
-    data = microbatches()
-    losses = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(data),
-        model=[stage],
-        num_microbatches=len(data),
-        seq_length=S,
-        micro_batch_size=B,
-        forward_only=False,
-    )
-    return torch.stack(losses).mean() if losses else torch.zeros((), device=torch.cuda.current_device())
+    """One global batch, forward and backward; the mean loss, on every stage."""
+    return run_schedule(stage, forward_step, microbatches(), (S, B))
 
 
 def main() -> None:
@@ -108,7 +92,6 @@ def main() -> None:
             optimizer.zero_grad()
             loss = step(stage)
             optimizer.step()
-            dist.all_reduce(loss)
             if dist.get_rank() == 0:
                 print(f"step {i}  loss {loss.item():.5f}")
 

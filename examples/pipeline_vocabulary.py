@@ -14,17 +14,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from job import megatron_job, ranks
+from job import adam, mean_loss, megatron_job, print_steps, run_schedule, small_config
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from usage import take_no_arguments
+from world import ranks
 
 from megatron_ext.experimental import pipeline_vocabulary
 
@@ -47,17 +46,12 @@ Span = tuple[str, float, float]  # what, from, to
 def build() -> DistributedDataParallel:
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
+    config = small_config(
         num_layers=LAYERS,
         hidden_size=WIDTH,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        use_cpu_initialization=False,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pipeline_dtype=torch.float32,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
     )
     gpt = GPTModel(
         config,
@@ -76,13 +70,7 @@ def build() -> DistributedDataParallel:
 def forward_step(micro_batches: Iterator[Tensor], model: torch.nn.Module):
     tokens = next(micro_batches).to(torch.cuda.current_device())
     positions = torch.arange(SEQUENCE, device=tokens.device).expand(MICRO_BATCH, SEQUENCE)
-    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
-
-    def loss(per_token: Tensor):
-        mean = per_token.mean()
-        return mean, mean.detach().clone()
-
-    return losses, loss
+    return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), mean_loss
 
 
 @contextmanager
@@ -113,7 +101,7 @@ def train(shared: bool) -> tuple[list[float], list[list[Span]], list[int]]:
     if shared:
         pipeline_vocabulary.share_vocabulary()
     model = build()
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model], use_gloo_process_groups=False)
+    optimizer = adam(model, distributed=False)
     shape = (STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE + 1)
     batches = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -122,19 +110,8 @@ def train(shared: bool) -> tuple[list[float], list[list[Span]], list[int]]:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         with pipeline_vocabulary.recorded() if shared else passes_of_stock() as found:
-            of_micro_batches = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(batch),
-                model=[model],
-                num_microbatches=MICRO_BATCHES,
-                seq_length=SEQUENCE,
-                micro_batch_size=MICRO_BATCH,
-                forward_only=False,
-            )
+            mean = run_schedule(model, forward_step, batch, (SEQUENCE, MICRO_BATCH))
         optimizer.step()
-        mean = torch.stack(of_micro_batches).mean() if of_micro_batches else torch.zeros(())
-        mean = mean.to(torch.cuda.current_device())
-        dist.all_reduce(mean, group=group)
         losses.append(mean.item())
     own = [(run.what.kind.value, run.start, run.end) for run in found] if shared else found
     spans: list = [None] * group.size()
@@ -172,9 +149,8 @@ def main() -> None:
     with megatron_job(pipeline=ranks(2, 4)):  # layers divide by the stages
         stock, stock_spans, stock_sizes = train(shared=False)
         shared, shared_spans, shared_sizes = train(shared=True)
+        print_steps(digits=6, stock=stock, shared=shared)
         if dist.get_rank() == 0:
-            for step, (a, b) in enumerate(zip(stock, shared, strict=True), 1):
-                print(f"step {step}: loss {a:.6f} stock, {b:.6f} shared")
             print(f"parameters of each stage: {stock_sizes} stock, {shared_sizes} shared")
             draw({"Megatron-Core": stock_spans, "vocabulary shared by all stages": shared_spans}, PICTURE)
             print(f"what every stage did in the last step: {PICTURE}")

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from interrupt import end_on_interrupt
-from job import has_gpus, megatron_job, ranks
+from job import mean_loss, megatron_job, run_schedule
 from torch import Tensor
 from tqdm import tqdm
+from world import has_gpus, ranks
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", module=r"megatron\.core")
@@ -37,7 +38,6 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import TransformerConfig
 
     from megatron_ext import substitute_tensor_parallel
@@ -133,21 +133,7 @@ def split(tokens_BS1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def forward_step(microbatches: Iterator[Tensor], model: torch.nn.Module):
     """What Megatron's schedules call for each micro-batch. All ranks of a replica read the same samples."""
     tokens_BS, labels_BS, position_ids_BS = split(next(microbatches))
-    output = model(tokens_BS, position_ids_BS, None, labels=labels_BS)  # attention is causal without a mask
-
-    def loss(per_token_BS: Tensor):
-        mean = per_token_BS.mean()
-        return mean, mean.detach().clone()  # the schedule divides the first in place
-
-    return output, loss
-
-
-def mean_over_job(losses: list[Tensor]) -> float:
-    """The mean loss of an iteration, on every rank. `losses`: this rank's micro-batches, on the last stage only."""
-    mean = torch.stack(losses).mean() if losses else torch.zeros((), device=torch.cuda.current_device())
-    dist.all_reduce(mean, group=parallel_state.get_pipeline_model_parallel_group())  # the other stages add 0
-    dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
-    return mean.item() / parallel_state.get_data_parallel_world_size()
+    return model(tokens_BS, position_ids_BS, None, labels=labels_BS), mean_loss  # causal without a mask
 
 
 def say_what_came_out(args: Namespace, metrics: dict) -> None:
@@ -178,7 +164,6 @@ def train(args: Namespace) -> dict:
 
     replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     num_microbatches = args.global_batch_size // (args.micro_batch_size * replicas)
-    forward_backward = get_forward_backward_func()
     model.train()
     losses, seconds = [], []
     steps = range(iteration, args.train_iters)
@@ -187,19 +172,13 @@ def train(args: Namespace) -> dict:
         start = time.perf_counter()
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        of_microbatches = forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=samples.microbatches(consumed, num_microbatches, args.micro_batch_size, replica, replicas),
-            model=[model],
-            num_microbatches=num_microbatches,
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            forward_only=False,
-        )
+        batches = list(samples.microbatches(consumed, num_microbatches, args.micro_batch_size, replica, replicas))
+        mean = run_schedule(model, forward_step, batches, (args.seq_length, args.micro_batch_size))
         optimizer.step()
         scheduler.step(args.global_batch_size)
         consumed += args.global_batch_size
-        losses.append(mean_over_job(of_microbatches))
+        dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+        losses.append(mean.item() / replicas)
         seconds.append(time.perf_counter() - start)
         bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
         done = iteration + 1

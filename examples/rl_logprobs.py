@@ -9,34 +9,26 @@ ranks find. Runs on GPUs, or on the CPU with Megatron-Core under `megatron_on_cp
 """
 
 import argparse
-import os
 import sys
-import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from interrupt import end_on_interrupt
+from job import process_group, small_config
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
 from megatron_ext import reference
+from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.model_utils import (
     _get_tokens_on_this_cp_rank,
     from_parallel_logits_to_logprobs,
     patch_gpt_model_forward_for_linear_ce_fusion,
 )
-from megatron_on_cpu import megatron_on_cpu
-
-with warnings.catch_warnings():  # at import Megatron says, five times, that Apex and Transformer Engine are missing
-    warnings.filterwarnings("ignore", module=r"megatron\.core")
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, param_is_not_tensor_parallel_duplicate
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_ext.megatron.layer_specs import gpt_block_spec
 
 VOCAB, PROMPT, SEQUENCE, GROUP = 512, 8, 30, 4  # tokens; answers to each prompt
 CLIP, KL_WEIGHT, LEARNING_RATE = 0.2, 0.1, 10.0
@@ -68,20 +60,9 @@ def build_model(seed: int) -> GPTModel:
     """This rank's part of the GPT; its weights depend on the seed alone, however they are sharded."""
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+    config = small_config(
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         sequence_parallel=parallel_state.get_tensor_model_parallel_world_size() > 1,
-        use_cpu_initialization=True,
-        # These need Apex or CUDA kernels of Megatron's.
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
     )
     model = GPTModel(config, gpt_block_spec(config), VOCAB, 32, position_embedding_type="rope")
     patch_gpt_model_forward_for_linear_ce_fusion(model=model)
@@ -199,8 +180,6 @@ def table(runs: dict[str, list[dict[str, float]]]) -> str:
 
 def main() -> None:
     end_on_interrupt()
-    warnings.filterwarnings("ignore", module=r"megatron\.core")
-    warnings.filterwarnings("ignore", category=FutureWarning)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2, metavar="N")
     parser.add_argument("--prompts", type=int, default=2, metavar="N", help=f"each is answered {GROUP} times")
@@ -210,13 +189,8 @@ def main() -> None:
         if getattr(args, name) < 1:
             sys.exit(f"rl_logprobs.py: --{name} is {getattr(args, name)}: it must be at least 1")
 
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.environ.update(alone | os.environ)  # what torchrun sets, or else one rank
-    world = int(os.environ["WORLD_SIZE"])
-    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    with nullcontext() if on_gpu else megatron_on_cpu():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+    with process_group():
+        world = dist.get_world_size()
         runs = {}
         for name, (tp, cp) in LAYOUTS.items():
             if world % (tp * cp) == 0:
@@ -228,7 +202,6 @@ def main() -> None:
             missing = [name for name in LAYOUTS if name not in runs]
             if missing:
                 print(f"{world} ranks: no {', '.join(missing)}; start 4 with torchrun --nproc-per-node 4")
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

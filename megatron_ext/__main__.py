@@ -17,11 +17,7 @@ _PROGRAMS: dict[str, Callable[[list[str]], int | None]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the program that the first argument names, with the arguments behind it, as `python -m megatron_ext.NAME`.
-
-    Args:
-        argv: the arguments; None: those of the process.
-    """
+    """Run the program that the first argument names, with the others; None: those of the process."""
     parser = argparse.ArgumentParser(
         prog="megatron-ext",
         description="Run a program of megatron_ext.",

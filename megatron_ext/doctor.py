@@ -2,10 +2,7 @@
 
 Which versions are installed, which Megatron-Core is imported and whether each way into it works or why not, which
 kernels and fusions are active and why the others are not, and whether the head computes what it should. Exit code 1 if
-it does not.
-
-`python -m megatron_ext.doctor --model SCRIPT ARGS...` (under torchrun where ARGS need several ranks; `--cpu` before
-`--model` where there is no GPU) runs a training script until its models are built, says what would be fused, and ends.
+it does not. With `--model`, instead: what would be fused in a training script (under torchrun if that needs it).
 """
 
 import argparse

@@ -23,11 +23,7 @@ _FAKES_SUMS = TorchVersion(torch.__version__) >= "2.13"
 
 
 def buffer_of(weight: Tensor) -> Tensor:
-    """The tensor that collects `weight`'s gradient.
-
-    Raises:
-        ValueError: the weight has no `main_grad`.
-    """
+    """The tensor that collects `weight`'s gradient. Raises ValueError if there is none."""
     main_grad = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
     if main_grad is None:
         raise ValueError(

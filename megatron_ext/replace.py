@@ -6,8 +6,7 @@
     replacement.restore()
 
 Names, modules and source text say nothing of what stands where: a decorator with `functools.wraps` has those of the
-function that it wraps. A replacement compares objects. Who puts a wrapper around ours keeps it: `restore` leaves it in
-its place, and the function of ours within it passes every call on to the original.
+function that it wraps. A replacement compares objects. Who puts a wrapper around ours keeps it: see `restore`.
 """
 
 import functools

@@ -4,11 +4,7 @@
 
 The script finds what it would find under `python SCRIPT ARGS...`: its folder at `sys.path[0]`, itself as `__main__`,
 its arguments in `sys.argv`. Its exit code, its signals and its tracebacks are those of the process. Megatron is
-imported from where the script would import it, and changed before the script runs.
-
-With `--linear-ce` the last rank says on stderr, after the first step of an optimizer, what was fused. With `--check`
-the script ends when its models are built, and the last rank says what would be fused. With `--verify N` its first steps
-run twice before it, stock and changed, and it runs only if they are the same.
+imported from where the script would import it, and changed before the script runs. The last rank reports on stderr.
 """
 
 import argparse

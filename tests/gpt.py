@@ -181,6 +181,20 @@ def ours_everywhere() -> Iterator[None]:
         restore_tensor_parallel()
 
 
+class LoRALinear(torch.nn.Module):
+    """A layer of Megatron's with an adapter beside it, as Megatron-Bridge wraps it."""
+
+    def __init__(self, to_wrap):
+        super().__init__()
+        self.to_wrap = to_wrap
+        self.adapter = torch.nn.Linear(to_wrap.input_size, to_wrap.output_size, bias=False)
+        torch.nn.init.constant_(self.adapter.weight, 0.01)
+
+    def forward(self, x):
+        found, bias = self.to_wrap(x)
+        return found + self.adapter(x), bias
+
+
 class _SequenceParallelNorm(torch.nn.LayerNorm):
     """A LayerNorm on this rank's tokens; the mark has Megatron sum its gradients over the tensor-parallel ranks."""
 

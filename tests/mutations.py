@@ -8,22 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TO_REMOVE = {"detach", "clone", "contiguous", "float", "requires_grad_"}
-OPERATORS = {
-    ast.Add: ("+", "-"),
-    ast.Sub: ("-", "+"),
-    ast.Mult: ("*", "/"),
-    ast.Div: ("/", "*"),
-    ast.FloorDiv: ("//", "*"),
-}
-OPERATORS |= {
-    ast.BitAnd: ("&", "|"),
-    ast.BitOr: ("|", "&"),
-    ast.Lt: ("<", "<="),
-    ast.LtE: ("<=", "<"),
-    ast.Gt: (">", ">="),
-}
-OPERATORS |= {ast.GtE: (">=", ">"), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not")}
-OPERATORS |= {ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in")}
+_SWAPPED = [
+    ("Add", "+", "Sub", "-"),
+    ("Mult", "*", "Div", "/"),
+    ("BitAnd", "&", "BitOr", "|"),
+    ("Lt", "<", "LtE", "<="),
+]
+_SWAPPED += [("Gt", ">", "GtE", ">="), ("Eq", "==", "NotEq", "!="), ("Is", "is", "IsNot", "is not")]
+_SWAPPED += [("In", "in", "NotIn", "not in")]
+OPERATORS = {ast.FloorDiv: ("//", "*")}
+for one, sign, other, opposite in _SWAPPED:
+    OPERATORS |= {getattr(ast, one): (sign, opposite), getattr(ast, other): (opposite, sign)}
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Programs as `python` and `torchrun` start them, forked from processes that have torch and Megatron imported.
 
-Those imports take longer than what the programs do. What imports itself matters to is started by `subprocess`.
+Those imports take longer than what the programs do. What imports itself matters to is started by `alone`.
 """
 
 import atexit
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import time
@@ -52,6 +53,14 @@ def python(
                 if process.connection in pending:
                     process.kill()
         return CompletedProcess(words, 1 if ranks and any(codes) else codes[0], out.read_text(), err.read_text())
+
+
+def alone(*words: str, **options: Any) -> CompletedProcess:
+    """What became of `python WORDS` in a process that imports all by itself, and ends well."""
+    common: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": TIMEOUT_S}
+    done = subprocess.run([sys.executable, *words], **common | options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
 
 
 def _exit_code(connection: Any) -> int:

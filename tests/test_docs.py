@@ -16,7 +16,7 @@ from transformers import PhiConfig, PhiForCausalLM
 from megatron_ext import LmHead, LogProbs, reference
 from megatron_ext.megatron.fusion_report import fusion_report
 from tests.dtensor.models import SIZES, make
-from tests.gpt import VOCAB, causal_mask, model_parallel
+from tests.gpt import VOCAB, LoRALinear, causal_mask, model_parallel
 from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run, unpatch
 from tests.pages import DOCS, ROOT, blocks, python_blocks, section
 from tests.programs import python
@@ -305,19 +305,6 @@ def test_the_lines_for_megatron():
         layer = tensor_parallel.ColumnParallelLinear
         exec(substitute, {})
         assert tensor_parallel.ColumnParallelLinear is layer
-
-
-class LoRALinear(torch.nn.Module):
-    """A layer of Megatron's with an adapter beside it, as Megatron-Bridge wraps it."""
-
-    def __init__(self, to_wrap):
-        super().__init__()
-        self.to_wrap = to_wrap
-        self.adapter = torch.nn.Linear(to_wrap.input_size, to_wrap.output_size, bias=False)
-
-    def forward(self, x):
-        found, bias = self.to_wrap(x)
-        return found + self.adapter(x), bias
 
 
 @ranks(1)

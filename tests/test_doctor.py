@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import json
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -16,10 +15,7 @@ import torch
 from megatron_ext import doctor, run
 from megatron_ext.integrations import trl
 from megatron_ext.numerics import cpu_products
-from tests.programs import python
-from tests.ranks import TIMEOUT_S
-
-ROOT = Path(__file__).parents[1]
+from tests.programs import alone, python
 
 
 def test_nccl_has_a_version_where_torch_is_made_for_cuda(monkeypatch):
@@ -33,15 +29,7 @@ def test_nccl_has_a_version_where_torch_is_made_for_cuda(monkeypatch):
 
 @pytest.mark.slow
 def test_the_program_prints_json():
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_ext.doctor", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(alone("-m", "megatron_ext.doctor", "--json").stdout)
     assert found.keys() == {"versions", "megatron", "frameworks", "kernels", "engines", "self_test"}
     assert set(found["versions"]) == {"megatron_ext", "Python", "torch", "CUDA", "NCCL", "device", *doctor.PACKAGES}
     assert found["versions"]["torch"] == torch.__version__

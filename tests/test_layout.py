@@ -2,12 +2,12 @@
 
 import ast
 import os
-import subprocess
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+
+from tests.programs import alone
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_ext"
@@ -276,5 +276,4 @@ def test_imports_with_torch_alone():
         "loaded = BANNED & {name.split('.')[0] for name in sys.modules} - before\n"
         "assert not loaded, loaded\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    alone("-c", code)

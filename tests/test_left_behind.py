@@ -1,14 +1,12 @@
 """Leftovers of each kind fail the test, or the file, that leaves them, and are named."""
 
 import contextlib
-import logging
 import os
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import megatron_ext.numerics.tensors
 from tests.left_behind import LeftBehind, begin_file, end_file, groups, nothing_left_by_test, told
@@ -17,39 +15,13 @@ from tests.ranks import ranks
 KEPT: list = []
 
 
-def set_default_dtype(dtype=torch.float64):
-    torch.set_default_dtype(dtype)
-    return lambda: torch.set_default_dtype(torch.float32)
-
-
-def set_deterministic_mode():
-    torch.use_deterministic_algorithms(False)
-    return lambda: torch.set_deterministic_debug_mode("warn")
-
-
 def set_a_variable():
     os.environ["NVTE_FLASH_ATTN"] = "1"
     return lambda: os.environ.pop("NVTE_FLASH_ATTN")
 
 
-def add_a_handler():
-    handler = logging.NullHandler()
-    logging.root.addHandler(handler)
-    return lambda: logging.root.removeHandler(handler)
-
-
-def enter_a_mode():
-    mode = torch.utils._python_dispatch.TorchDispatchMode()
-    mode.__enter__()
-    return lambda: mode.__exit__(None, None, None)
-
-
 def hook_all_modules():
     return torch.nn.modules.module.register_module_forward_hook(lambda *_: None).remove
-
-
-def hook_all_optimizers():
-    return register_optimizer_step_pre_hook(lambda *_: None).remove
 
 
 def initialise_microbatches():
@@ -62,13 +34,8 @@ def initialise_microbatches():
 @pytest.mark.parametrize(
     "leave,name",
     [
-        (set_default_dtype, "torch's default dtype: torch.float32 became torch.float64"),
-        (set_deterministic_mode, "torch's deterministic mode"),
         (set_a_variable, r"os.environ\['NVTE_FLASH_ATTN'\]: nothing became 1"),
-        (add_a_handler, "handlers of the root logger"),
-        (enter_a_mode, "torch's dispatch modes"),
         (hook_all_modules, "torch's hooks of all modules"),
-        (hook_all_optimizers, "torch's hooks of all optimizers"),
         (initialise_microbatches, "num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR"),
     ],
 )

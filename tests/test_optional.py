@@ -1,10 +1,9 @@
 """What needs a package that is not installed says so in one sentence; the rest runs without it (test_layout.py)."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+
+from tests.programs import alone
 
 
 @pytest.mark.slow
@@ -39,8 +38,7 @@ def test_what_is_missing_is_named(packages, uses):
     )
     for use in uses:
         code += f"try:\n    {use}\nexcept ImportError as error:\n    print(error)\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = alone("-c", code)
     assert len(done.stdout.splitlines()) == len(uses), "each says one sentence"
     for said, wanted in zip(done.stdout.splitlines(), uses.values(), strict=True):
         assert wanted in said
@@ -55,8 +53,7 @@ def test_all_names_at_once_without_megatron():
         "print(linear_cross_entropy.__name__)\n"
         "try:\n    restore_tensor_parallel()\nexcept ImportError as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = alone("-c", code)
     name, error = done.stdout.splitlines()
     assert name == "linear_cross_entropy"
     assert "needs Megatron-Core" in error

@@ -18,6 +18,7 @@ import megatron_ext
 from megatron_ext import __main__ as programs
 from megatron_ext import head
 from tests.marks import slow
+from tests.programs import alone
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,8 +90,7 @@ def test_packages_come_with_the_first_import():
         "assert megatron_ext.losses.GRPOLoss\n"
         "assert not {'megatron', 'trl', 'transformers'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    alone("-c", code)
 
 
 def test_an_editable_install_serves_the_folder_above_the_clone(tmp_path):

@@ -3,13 +3,12 @@
 import csv
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.pages import blocks, section
+from tests.programs import alone
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -47,14 +46,8 @@ SAME = ("head step in bf16, peak", "head step in fp32, peak", "collectives")
 
 @pytest.mark.slow
 def test_table_of_the_demo_is_what_it_prints(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "examples/demo.py", "--device", "cpu", "--train-iters", "2", "--out", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    command = ("examples/demo.py", "--device", "cpu", "--train-iters", "2", "--out", str(tmp_path))
+    done = alone(*command, env=os.environ | {"PYTHONPATH": str(ROOT)})
     shown = [block for _, block in blocks(section(ROOT / "README.md", "Try it")) if "final loss" in block]
     assert len(shown) == 1
     printed = {line[:35].strip(): line for line in done.stdout.splitlines()}

@@ -1,10 +1,6 @@
 """transformers' models under tensor parallelism (DTensor), FSDP2 and context parallelism; their losses without logits.
 
-`use_fused_loss` is for models as they are, in a Trainer or a loop, and `restore_own_loss` undoes it. `parallelize`
-shards a model, `from_pretrained` and `save_pretrained` read and write sharded ones; `causal_lm_loss` and
-`causal_lm_log_probs` go from tokens to a number for each without logits, `get_grad_norm` and
-`clip_grad_by_total_norm_` follow backward. `_parallelize_model` and some other names are NeMo-RL's. Importing this
-needs torch alone.
+`_parallelize_model` and some other names are NeMo-RL's. Importing this needs torch alone.
 """
 
 from collections.abc import Callable

@@ -208,7 +208,7 @@ def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     if tokens is not None:
         rows, alone = embedding(module), group_size(hook.cp_group) == 1
         if not (alone and tells_of_token_ids(rows)):
-            refusal.fault = token_id_fault(rows.weight.shape[0], tokens)
+            refusal.fault = token_id_fault(rows, tokens)
         if alone and refusal.fault is not None:
             raise refusal.fault
         if not alone:

@@ -1,8 +1,5 @@
 """From tokens to a number per token: the decoder, and our head on the shard of the lm head's weight. No logits.
 
-The first call proves on a few tokens that this equals what the model's own logits give. Where it does not they are
-made, and read in shards.
-
 Whole sequences go in and whole results come out on every tensor- and context-parallel rank; padding, splitting and
 joining happen here, so that context parallelism does not show outside.
 
@@ -288,7 +285,7 @@ def _on_whole_sequences(
             labels_BS = labels_BS.masked_fill(F.pad(left_out[:, 1:], (0, 1)) | left_out, IGNORE_INDEX)
     ranks, length = group_size(cp_group), tokens_BS.shape[1]
     # On one rank the hook of `use_attention` looks at them.
-    fault = token_id_fault(embedding(model).weight.shape[0], tokens_BS) if hook is None or ranks > 1 else None
+    fault = token_id_fault(embedding(model), tokens_BS) if hook is None or ranks > 1 else None
     if fault is not None and hook is None:
         raise fault
     if fault is not None:

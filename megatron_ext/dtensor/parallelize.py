@@ -91,10 +91,7 @@ def _parallelize_model(
 ) -> nn.Module:
     """Shard `model` over tensor-parallel, context-parallel and data-parallel ranks, in place: `parallelize`, by meshes.
 
-    A model whose parts are all understood (`megatron_ext.dtensor.layers`) gets our attention and plan, with sequence,
-    context and expert parallelism. Any other one gets transformers' own `tp_plan` and keeps its attention. With both
-    `causal_lm_loss` and `causal_lm_log_probs` work. Tied embeddings stay tied. The signature is NeMo-RL's, with
-    `cp_mesh` and `expert_parallel` after it.
+    The signature is NeMo-RL's, with `cp_mesh` and `expert_parallel` after it.
 
     Args:
         model, activation_checkpointing, cpu_offload, expert_parallel: as for `parallelize`.
@@ -136,9 +133,10 @@ def parallelize(
 ) -> nn.Module:
     """Shard a causal language model of transformers over the ranks of `mesh`, in place.
 
-    FSDP2 over "dp", context parallelism over "cp", tensor parallelism over "tp". What a model can have follows from its
-    parts, see docs/hugging_face.md; `causal_lm_loss` and `use_fused_loss` compute its loss without logits,
-    `save_pretrained` writes it as transformers reads it.
+    FSDP2 over "dp", context parallelism over "cp", tensor parallelism over "tp". A model whose parts are all understood
+    (`megatron_ext.dtensor.layers`) gets our attention and plan, with sequence, context and expert parallelism; any
+    other one gets transformers' own `tp_plan` and keeps its attention: see docs/hugging_face.md. Tied embeddings stay
+    tied. `causal_lm_loss` and `use_fused_loss` compute its loss without logits.
 
     Args:
         model: a transformers model with an lm head, on any device (also meta), the same on every rank: draw its weights
@@ -183,11 +181,7 @@ _DIMS = ("dp", "cp", "tp")
 
 
 def with_all_dims(mesh: DeviceMesh) -> DeviceMesh:
-    """`mesh` with dims "dp", "cp", "tp" in this order: those that it lacks have one rank.
-
-    Raises:
-        ValueError: `mesh` is no mesh, or has dims without a name, or of another.
-    """
+    """`mesh` with dims "dp", "cp", "tp" in this order: those that it lacks have one rank."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"mesh is {mesh!r}: it must be a DeviceMesh of all ranks; make it as "
@@ -217,8 +211,7 @@ def _parallelize_with(
     custom_parallel_plan: CustomPlan = None,
 ) -> nn.Module:
     cp = 1 if cp_mesh is None else cp_mesh.size()
-    tp = 1 if tp_mesh is None else tp_mesh.size()
-    layout = ParallelSizes(tp, cp, sequence_parallel, expert_parallel)
+    layout = ParallelSizes(tp_mesh.size(), cp, sequence_parallel, expert_parallel)
     plan: Plan = {}
     unknown = fault = None
     try:
@@ -234,9 +227,9 @@ def _parallelize_with(
     require_same_model(model, plan, (layout, *wrapping[1:]), ranks, fault)
     if unknown is None:
         group = cp_mesh.get_group() if cp_mesh is not None and cp > 1 else None
-        use_attention(model, group, tp, sequence_parallel)
+        use_attention(model, group, layout.tp, sequence_parallel)
     _shard(model, plan, tp_mesh, wrapping)
-    if tp > 1 and (unknown is not None or custom_parallel_plan is not None):
+    if layout.tp > 1 and (unknown is not None or custom_parallel_plan is not None):
         check_first_gradients(model, decoder_layers(model), tp_mesh.get_group())
         tell_of_cut_parameters(model)
     save_as_transformers(model, ranks)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from megatron_ext.dtensor.styles import give_heads
+
 _D, _F, _R = 6, 8, 2
 
 
@@ -135,21 +137,12 @@ def heads_add_up(attention: Any, ratio: int, channels: int) -> bool:
 
     def output(weights: Mapping[str, Tensor], groups: int) -> Tensor:
         given = {"hidden_states": hidden, "position_embeddings": rotary, "attention_mask": None}
-        return functional_call(_with_heads(attention, groups * ratio, groups), dict(weights), kwargs=given)[0]
+        own = copy.copy(attention)  # on the same children
+        give_heads(own, groups * ratio, groups)
+        own.config._attn_implementation = "eager"
+        return functional_call(own, dict(weights), kwargs=given)[0]
 
     def compared() -> bool:
         return _close(torch.stack([output(piece, 1) for piece in pieces]).sum(0), output(whole, _R))
 
     return _tried(attention, compared) is True
-
-
-def _with_heads(attention: Any, heads: int, groups: int) -> nn.Module:
-    """`attention` as a rank has it with so many heads, on the same children: see `styles.AttentionHeads`."""
-    own = copy.copy(attention)
-    own.config = copy.copy(attention.config)
-    own.config.num_attention_heads, own.config.num_key_value_heads = heads, groups
-    own.config._attn_implementation = "eager"
-    for name, count in (("num_heads", heads), ("num_attention_heads", heads), ("num_key_value_heads", groups)):
-        if isinstance(own.__dict__.get(name), int):
-            own.__dict__[name] = count
-    return own

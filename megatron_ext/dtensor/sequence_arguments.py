@@ -36,13 +36,20 @@ class Refusal:
     fault: ValueError | None = None
 
 
-def token_id_fault(rows: int, tokens: Tensor) -> ValueError | None:
-    """Return the fault of token ids that have none of the `rows` of an embedding; on CUDA the device stops then.
+def rows_of(embedding: nn.Module) -> int | None:
+    """Return how many token ids an embedding has a row for; None of one that is more than a table."""
+    weight = getattr(embedding, "weight", None)
+    return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def token_id_fault(embedding: nn.Module, tokens: Tensor) -> ValueError | None:
+    """Return the fault of token ids that have no row of an embedding; on CUDA the device stops then.
 
     torch's own sentence names neither the id nor the rule, and a sharded embedding makes zeros of such ids.
     """
     fix = ", a row of the model's embedding; use the tokenizer that belongs to the model, and a real token for padding"
-    return fault_within("input_ids", tokens, rows, fix)
+    rows = rows_of(embedding)
+    return None if rows is None else fault_within("input_ids", tokens, rows, fix)
 
 
 def tells_of_token_ids(embedding: nn.Module) -> bool:
@@ -66,7 +73,7 @@ class EmbeddingRows(RowwiseParallel):
         def look(module: Any, args: tuple) -> tuple | None:
             later = module.__dict__.pop(_REFUSAL, None)
             weight = module.weight
-            refusal = Refusal(token_id_fault(weight.shape[0], args[0])) if later is None else later
+            refusal = Refusal(token_id_fault(module, args[0])) if later is None else later
             current[:] = [(refusal, later is not None, weight)]
             if refusal.fault is None:
                 return None

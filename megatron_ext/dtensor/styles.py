@@ -81,16 +81,20 @@ class AttentionHeads(WholeTokens):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in self.per_head:
             shard_parameter(module, name, device_mesh, Shard(0))
+        config: Any = module.config
         ranks = device_mesh.size()
-        for name in ("num_heads", "num_attention_heads", "num_key_value_heads"):
-            if isinstance(module.__dict__.get(name), int):
-                module.__dict__[name] //= ranks
-        # A fused projection is cut apart by the counts in the config, which all layers share.
-        config: Any = copy.copy(module.config)
-        module.config = config
-        config.num_attention_heads //= ranks
-        config.num_key_value_heads //= ranks
+        give_heads(module, config.num_attention_heads // ranks, config.num_key_value_heads // ranks)
         return super()._apply(module, device_mesh)
+
+
+def give_heads(attention: Any, heads: int, groups: int) -> None:
+    """Let `attention` compute with so many query heads, and `groups` of keys and values; parameters stay."""
+    # A fused projection is cut apart by the counts in the config, which all layers share.
+    attention.config = copy.copy(attention.config)
+    attention.config.num_attention_heads, attention.config.num_key_value_heads = heads, groups
+    for name, count in (("num_heads", heads), ("num_attention_heads", heads), ("num_key_value_heads", groups)):
+        if isinstance(attention.__dict__.get(name), int):
+            attention.__dict__[name] = count
 
 
 class FusedColwise(ParallelStyle):

@@ -114,16 +114,10 @@ def with_options(head: Any, given: Mapping[str, Any], by: str, of: str) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Compare two values of an option; groups are equal if they are one, or have the same ranks."""
-    if one is other:
-        return True
+    """Compare two values of an option; groups are equal if they have the same ranks, and True is not 1."""
     if isinstance(one, ProcessGroup) and isinstance(other, ProcessGroup):
         return dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
-    return (type(one) is type(other) and bool(one == other)) or (_is_number(one) and _is_number(other) and one == other)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
+    return one is other or (isinstance(one, bool) is isinstance(other, bool) and bool(one == other))
 
 
 def _local(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, VocabShard, group_rank, tensor_parallel_group
+from megatron_ext.distributed.groups import Group, VocabShard, tensor_parallel_group
 from megatron_ext.head import checks
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.engine.chunk_logits import LogitTransform
@@ -91,7 +91,5 @@ class Logits:
         """Resolve the logits for one call: group and shard as they are now."""
         group, vocab = tensor_parallel_group(self.tp_group), self.vocab
         if vocab is None:
-            columns = max(self.logits.shape[-1], 1)
-            ranks, rank = (1, 0) if group is None else (group.size(), group_rank(group))
-            vocab = VocabShard(rank * columns, (rank + 1) * columns, columns * ranks)
+            vocab = VocabShard.equal(max(self.logits.shape[-1], 1), group)
         return ResolvedHead(group, vocab, self.softcap, self.temperature, self.chunk_tokens, guessed=self.vocab is None)

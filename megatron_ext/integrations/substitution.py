@@ -124,8 +124,7 @@ class FrameworkSubstitution:
         return self._last
 
     def report(self) -> Report:
-        """Report what the last `apply()` replaced, in which modules, and how often it ran, after `restore()` too; as a
-        string, a table."""
+        """Report what the last `apply()` replaced, after `restore()` too."""
         return self._last
 
     def restore(self) -> None:

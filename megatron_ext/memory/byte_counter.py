@@ -28,11 +28,11 @@ class ByteCounter(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # half of all calls ask for that
         kwargs = kwargs or {}
-        for x in _tensors((*args, *kwargs.values())):
+        for x in tensors_in((*args, *kwargs.values())):
             self._known.add(x.untyped_storage())  # older than the count
         out = func(*args, **kwargs)
         self.ran(func, args, kwargs, out)
-        for x in _tensors((out,)):
+        for x in tensors_in((out,)):
             if (storage := x.untyped_storage()) not in self._known:
                 self._known.add(storage)
                 self.alive_bytes += storage.nbytes()
@@ -51,12 +51,13 @@ class ByteCounter(TorchDispatchMode):
         self.alive_bytes -= nbytes
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors among the values, and in lists and tuples of them."""
     for x in values:
         if isinstance(x, torch.Tensor):
             yield x
         elif isinstance(x, list | tuple):
-            yield from _tensors(x)
+            yield from tensors_in(x)
 
 
 @contextmanager

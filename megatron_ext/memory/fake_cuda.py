@@ -57,7 +57,7 @@ def _no_device(x: torch.Tensor) -> nullcontext:
 
 def kernels() -> passes.RowPasses:
     """The passes in Triton, whether or not there is a device for them."""
-    from megatron_ext.head.kernels.triton_passes import TRITON
+    from megatron_ext.head.kernels import TRITON
 
     return TRITON
 

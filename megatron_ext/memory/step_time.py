@@ -4,14 +4,14 @@ A launch takes the longer of two times: its FLOPs and bytes at the GPU's rates (
 its joules at the card's limit of power. `benchmarks/plan.py` prints each launch.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 from megatron_ext.head.call.gpu_properties import DEVICES, NAMES, Device, product_seconds
-from megatron_ext.memory.byte_counter import ByteCounter
+from megatron_ext.memory.byte_counter import ByteCounter, tensors_in
 
 aten = torch.ops.aten
 # The limit of an H100's or H200's power, and what an H200 takes while it computes nothing.
@@ -26,11 +26,11 @@ PERCENT = 6
 SHORT_LAUNCH, PRODUCTS_SHARE = 50e-6, 0.5
 
 GPUS = {name.lower(): DEVICES[name] for name in ("H100", "H200")}
-_PRODUCTS = {aten.mm, aten.addmm, aten.addmm_}
-_PICKING = {aten.index, aten.index_select, aten.gather, aten.embedding}
-_PLACING = {aten.index_put_, aten._index_put_impl_, aten.index_add_, aten.scatter_, aten.scatter_add_}
-_WRITING_ONLY = {aten.copy_, aten.fill_, aten.zero_}
-_NO_LAUNCH = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach, aten.detach_}
+PRODUCTS = {aten.mm, aten.addmm, aten.addmm_}
+PICKING = {aten.index, aten.index_select, aten.gather, aten.embedding}
+PLACING = {aten.index_put_, aten._index_put_impl_, aten.index_add_, aten.scatter_, aten.scatter_add_}
+WRITING_ONLY = {aten.copy_, aten.fill_, aten.zero_}
+NO_LAUNCH = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach, aten.detach_}
 
 
 def gpu_here() -> tuple[Device | None, str]:
@@ -59,22 +59,22 @@ class LaunchCounter(ByteCounter):
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts an operator: it reads its inputs and writes its results once, or some elements of them."""
-        read = {name: value for name, value in kwargs.items() if name != "out"}
-        packet, given, results = func.overloadpacket, _tensors((args, read)), _tensors(out)
-        if func.namespace != "aten" or packet in _NO_LAUNCH:
+        read = [value for name, value in kwargs.items() if name != "out"]
+        packet, given, results = func.overloadpacket, [*tensors_in((*args, *read))], [*tensors_in((out,))]
+        if func.namespace != "aten" or packet in NO_LAUNCH:
             return
         changes = func._schema.is_mutable
         if not changes and {x.untyped_storage()._cdata for x in results} <= {x.untyped_storage()._cdata for x in given}:
             return  # a view
         nbytes = _nbytes(given) + _nbytes(results)
-        if packet in _PICKING:
+        if packet in PICKING:
             nbytes = 3 * _nbytes(results)  # places are read, and elements read and written
-        elif packet in _PLACING:
-            nbytes = 3 * _nbytes(_tensors(args[2:]))
-        elif packet in _WRITING_ONLY:
+        elif packet in PLACING:
+            nbytes = 3 * _nbytes(tensors_in(args[2:]))
+        elif packet in WRITING_ONLY:
             nbytes = _nbytes(given)
         flops, seconds = 0, nbytes / self.device.bytes_per_s
-        if packet in _PRODUCTS:
+        if packet in PRODUCTS:
             (m, k), n = given[-2].shape, given[-1].shape[1]
             result_bytes = _nbytes(results) * (1 if packet is aten.mm else 2)
             flops, seconds = 2 * m * n * k, product_seconds(self.device, m, n, k, result_bytes)
@@ -82,7 +82,7 @@ class LaunchCounter(ByteCounter):
 
     def kernel(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         """Counts a Triton kernel: each tensor that it is given is read or written once."""
-        nbytes = _nbytes(_tensors(arguments))
+        nbytes = _nbytes(tensors_in(arguments.values()))
         self._add(nbytes / self.device.bytes_per_s, 0, nbytes)
 
     def _add(self, seconds: float, flops: int, nbytes: int) -> None:
@@ -95,9 +95,5 @@ def joules(flops: int, nbytes: int) -> float:
     return JOULES_PER_FLOP * flops + JOULES_PER_BYTE * nbytes
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree_iter(values) if isinstance(x, Tensor)]
-
-
-def _nbytes(tensors: list[Tensor]) -> int:
+def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)

@@ -87,7 +87,7 @@ def log_probs(
 ) -> Tensor:
     """`[B, S]`: log-probabilities of labels, among those that the filters leave where sampling parameters are given.
 
-    The logits are taken as they are, scaled already. `PADDING` as a label gives 0.
+    `PADDING` as a label gives 0.
     """
     sampling = sampling_of(sampling_params)
     vocab = shard(*columns, logits_BSV.shape[-1], tp_group) if isinstance(columns, tuple) else columns

@@ -9,7 +9,7 @@ the result needs no gradient. Results are fp32 (fp64 for fp64), gradients have t
 All of them send 1 all-gather over the group forward and nothing backward, whatever `chunk_size`, with one exception:
 top-p without top-k sends 2, and where a `chunk_size` is given up to 2 a chunk, of at least two chunks. A group of None
 means logits that are whole. -100 and -1 as a target give 0 and no gradient. What the head refuses is a ValueError on
-every rank. Logits are taken as they are: a temperature is the caller's to divide by.
+every rank.
 
 Legend: B sequences, S positions, V vocabulary, R ranks of the group.
 """

@@ -1,8 +1,5 @@
 """NeMo-RL's entry points: from logits and unshifted token ids to the log-probability of every next token.
 
-The logits are taken as they are: who samples at a temperature divides them by it before the call, as NeMo-RL's callers
-do. That of `sampling_params` is not looked at.
-
 Legend: B sequences, S tokens of each, V vocabulary, R tensor-parallel and W context-parallel ranks; in packs T tokens
 of N documents.
 """
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_ext.distributed.groups import Group, VocabShard, group_size
+from megatron_ext.distributed.groups import Group, VocabShard
 from megatron_ext.model_utils.arguments import check_logits, columns_of, next_log_probs, number
 from megatron_ext.sequence.host_values import on_device
 from megatron_ext.sequence.targets import PackedTargets, PaddedTargets, PermutedTargets, Targets
@@ -230,39 +227,35 @@ def dtensor_from_parallel_logits_to_logprobs(
 
 def shard_of_dtensor(logits: DTensor) -> tuple[Tensor, Group, VocabShard]:
     """This rank's tensor of logits sharded over the mesh dim "tp", its group and columns."""
-    mesh, last = logits.device_mesh, logits.dim() - 1
-    names = mesh.mesh_dim_names or ()
-    placement = logits.placements[names.index("tp")] if "tp" in names else None
-    if not isinstance(placement, Shard) or placement.dim not in (-1, last):
+    group = sharding_group(logits, "tp", logits.dim() - 1)
+    if group is None:
         raise ValueError(
-            f'logits are placed {logits.placements} on a mesh with the dims {list(names)}: a dim "tp" must shard their '
-            f"vocabulary, Shard(-1); redistribute them, or let the lm head keep them sharded"
+            f"logits are placed {logits.placements} on a mesh with the dims "
+            f'{list(logits.device_mesh.mesh_dim_names or ())}: a dim "tp" must shard their vocabulary, Shard(-1); '
+            f"redistribute them, or let the lm head keep them sharded"
         )
-    group = mesh.get_group("tp")
-    return logits.to_local(), group, VocabShard.chunk(logits.shape[last], group)
+    return logits.to_local(), group, VocabShard.chunk(logits.shape[-1], group)
 
 
-def sequence_group(logits: DTensor) -> Group:
-    """The ranks that share the sequence of `[B, S, V]`: those of the mesh dim "cp", if it shards S; else None."""
-    names = logits.device_mesh.mesh_dim_names or ()
-    placement = logits.placements[names.index("cp")] if "cp" in names else None
-    if not isinstance(placement, Shard) or placement.dim not in (1, 1 - logits.dim()):
-        return None
-    return logits.device_mesh.get_group("cp")
+def sharding_group(x: DTensor, name: str, dim: int) -> Group:
+    """The ranks of the mesh dim `name`, if it shards `dim` of `x`; else None."""
+    names = x.device_mesh.mesh_dim_names or ()
+    placement = x.placements[names.index(name)] if name in names else None
+    shards = isinstance(placement, Shard) and placement.dim % x.dim() == dim
+    return x.device_mesh.get_group(name) if shards else None
 
 
 def _targets(target: Tensor, shape_BP: torch.Size, seq_index: Tensor | None) -> Targets:
     if not isinstance(target, DTensor):
         return PaddedTargets(target, shape_BP, None)
     names, mine = target.device_mesh.mesh_dim_names or (), target.to_local()
-    group = target.device_mesh.get_group("cp") if "cp" in names else None
-    if group_size(group) == 1:
+    if "cp" not in names or target.device_mesh.size(names.index("cp")) == 1:
         return PaddedTargets(mine, shape_BP, None)
-    placement = target.placements[names.index("cp")]
-    if seq_index is None or not isinstance(placement, Shard) or placement.dim not in (1, 1 - target.dim()):
+    group = sharding_group(target, "cp", 1)
+    if seq_index is None or group is None:
         raise ValueError(
-            f'target is placed {placement} over the mesh dim "cp", and seq_index is '
-            f"{'given' if seq_index is not None else None}: under context parallelism target must be Shard(1), and "
-            f"seq_index the position of every place of the joined shards"
+            f"target is placed {target.placements} over the mesh dims {list(names)}, and seq_index is "
+            f"{'given' if seq_index is not None else None}: under context parallelism target must be Shard(1) over "
+            f'"cp", and seq_index the position of every place of the joined shards'
         )
     return PermutedTargets(mine, shape_BP, group, seq_index)

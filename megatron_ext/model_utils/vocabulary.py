@@ -27,7 +27,7 @@ from megatron_ext.model_utils.arguments import (
     whole_if_none,
     without_padding,
 )
-from megatron_ext.model_utils.logits import sequence_group, shard_of_dtensor
+from megatron_ext.model_utils.logits import shard_of_dtensor, sharding_group
 from megatron_ext.numerics.tensors import accumulation_dtype
 from megatron_ext.sequence.host_values import on_device
 from megatron_ext.sequence.targets import PaddedParts
@@ -148,7 +148,7 @@ def get_distillation_topk_logprobs_from_logits(
     logits, group, vocab, cp_group = student_logits, vocab_parallel_group, None, context_parallel_group
     if vocab_parallel_group is None and isinstance(student_logits, DTensor):
         logits, group, vocab = shard_of_dtensor(student_logits)
-        cp_group = cp_group or sequence_group(student_logits)
+        cp_group = cp_group or sharding_group(student_logits, "cp", 1)
     check_logits(logits)
     _check_indices("teacher_topk_indices", teacher_topk_indices, logits.shape[0])
     if teacher_topk_logits.shape != teacher_topk_indices.shape:

@@ -21,19 +21,6 @@ from megatron_ext.numerics.launches import launch
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def _rows_keep_bits() -> bool:
-    """Return whether rows of numpy's products keep their bits: Triton's interpreter multiplies by numpy."""
-    import numpy as np
-
-    own = np.random.default_rng(0)
-    a_MK, b_KN = (own.standard_normal(shape, np.float32) for shape in ((128, 64), (64, 256)))
-    return all(bool((np.roll(a_MK @ b_KN, by, 0) == np.roll(a_MK, by, 0) @ b_KN).all()) for by in (1, 2, 4, 8, 27))
-
-
-# Where the interpreter's rows do not keep bits in fp32, it makes a step of a product in fp64, rounded when it is added.
-_IN_DOUBLE = tl.constexpr(INTERPRETED.value and not _rows_keep_bits())
-
-
 @triton.jit
 def place(tile, down, across, together):
     """The row and the column of a tile, of `down` and `across`: neighbours are `together` tiles of rows of the same
@@ -46,11 +33,9 @@ def place(tile, down, across, together):
 
 @triton.jit
 def _summed(a, b, total, DTYPE: tl.constexpr):
-    if _IN_DOUBLE:
+    if INTERPRETED:  # rows of numpy's products in fp32 may have other bits at other places, and of bf16 it knows none
         step = tl.dot(a.to(tl.float64), b.to(tl.float64), input_precision="ieee", out_dtype=tl.float64)
         return total + step.to(DTYPE)
-    if INTERPRETED:  # it would multiply the bits of bf16 as integers; products of fp32 are as exact
-        a, b = a.to(DTYPE), b.to(DTYPE)
     return tl.dot(a, b, total, input_precision="ieee", out_dtype=DTYPE)
 
 
@@ -62,20 +47,10 @@ def _read(out_ptr, out_stride, rows, columns, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _write(
-    total,
-    out_ptr,
-    out_stride,
-    rows,
-    columns,
-    ADDS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+def _write(total, out_ptr, out_stride, rows, columns, ADDS: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """A tile, or the first `rows` and `columns` of it."""
     if ADDS:
-        total += _read(out_ptr, out_stride, rows, columns, M, N).to(DTYPE)
+        total += _read(out_ptr, out_stride, rows, columns, M, N).to(total.dtype)
     m, n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     inside = (m < rows) & (n < columns)
     tl.store(out_ptr + m * out_stride + n, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -131,11 +106,11 @@ def fixed_product_kernel(
     if ADDS:  # by halves, for which there are registers
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = total.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
-        _write(left, out_ptr, out_stride, rows - first_m, columns - first_n, True, DTYPE, BLOCK_M, HALF)
+        _write(left, out_ptr, out_stride, rows - first_m, columns - first_n, True, BLOCK_M, HALF)
         rest = columns - first_n - HALF
-        _write(right, out_ptr + HALF, out_stride, rows - first_m, rest, True, DTYPE, BLOCK_M, HALF)
+        _write(right, out_ptr + HALF, out_stride, rows - first_m, rest, True, BLOCK_M, HALF)
     else:
-        _write(total, out_ptr, out_stride, rows - first_m, columns - first_n, False, DTYPE, BLOCK_M, BLOCK_N)
+        _write(total, out_ptr, out_stride, rows - first_m, columns - first_n, False, BLOCK_M, BLOCK_N)
 
 
 def fixed_product(dtype: torch.dtype, goes_on: bool) -> dict[str, Any]:

@@ -197,17 +197,12 @@ def check_keys(config: Mapping[str, Any], parallel_key: str) -> tuple[str, ...]:
     Returns:
         What is wrong with the values that matter to models with experts alone, a sentence each.
     """
-    for other in PARALLEL_KEYS:
-        enabled = (config.get(other) or {}).get("enabled")
-        if other == parallel_key and enabled is not None and enabled is not True:
+    for section in PARALLEL_KEYS:
+        enabled, own = (config.get(section) or {}).get("enabled"), section == parallel_key
+        if enabled is not None and enabled is not own:
             raise ValueError(
-                f"{other}.enabled is {enabled!r}: this worker is the one that {other} describes; set it to True, or "
-                "use the other worker class"
-            )
-        if other != parallel_key and enabled not in (None, False):
-            raise ValueError(
-                f"{other}.enabled is {enabled!r}: this worker reads only {parallel_key}; set it to False, or use the "
-                "other worker class"
+                f"{section}.enabled is {enabled!r}: this worker reads only {parallel_key}; set it to {own}, or use the "
+                f"other worker class"
             )
     return tuple(_faults_with_experts(config, "", parallel_key))
 

@@ -4,7 +4,6 @@ import gc
 import os
 import platform
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,29 +40,6 @@ def visible_devices() -> dict[str, torch.device]:
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in gpus)]
     return {device_id(device): device for device in devices}
-
-
-def device_info(device: torch.device) -> dict[str, Any]:
-    """The device by name, and its memory in MiB; on the CPU without."""
-    info: dict[str, Any] = {"device": str(device), "device_id": device_id(device), "node": platform.node()}
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        amounts = {
-            "free": free,
-            "total": total,
-            "allocated": torch.cuda.memory_allocated(device),
-            "reserved": torch.cuda.memory_reserved(device),
-            "peak_allocated": torch.cuda.max_memory_allocated(device),
-        }
-        info |= {f"{name}_mib": amount / 2**20 for name, amount in amounts.items()}
-    return info
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free memory of the GPU, or of the host for the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_cached_memory(device: torch.device) -> None:

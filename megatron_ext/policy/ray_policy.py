@@ -5,11 +5,13 @@
 Legend: B rows, S positions. Global ranks go through the mesh (pp, dp, cp, tp), tp fastest.
 """
 
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.data.batch import BatchedDataDict
@@ -18,7 +20,24 @@ from megatron_ext.policy.losses import LossFunction
 from megatron_ext.policy.losses.worker_protocol import Timer, rows_together, timed
 from megatron_ext.policy.ray.actors import Timeouts, import_ray
 from megatron_ext.policy.refit.ray_transfer import RayRefit
+from megatron_ext.policy.worker.policy_worker import PolicyWorker
 from megatron_ext.policy.worker.sampling import pad_token_of
+
+P = ParamSpec("P")
+
+
+def _on_all(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate["RayPolicy", P], None]:
+    """The method of a policy that calls this one of every worker, with the same signature; a timer runs here."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def call(self: "RayPolicy", *args: P.args, **kwargs: P.kwargs) -> None:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        with timed(given.arguments.pop("timer", None), method.__name__):
+            self._all(method.__name__, *given.args[1:])
+
+    return call
 
 
 class RayPolicy(RayRefit):
@@ -134,10 +153,6 @@ class RayPolicy(RayRefit):
             found = self._all("finish_train_step")
             return _with_all_metrics([found[rank] for rank in self._coordinates.first_ranks()])
 
-    def abort_train_step(self) -> None:
-        """Closes an open step without an update."""
-        self._all("abort_train_step")
-
     def get_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
@@ -173,53 +188,19 @@ class RayPolicy(RayRefit):
         padding = {"output_ids": pad_token_of(self._make["config"], self._make["tokenizer"])}
         return BatchedDataDict.from_batches(found, padding).slice(0, batch.size)
 
-    def prepare_for_generation(self) -> None:
-        """Every worker makes a whole copy of the model to sample from; see its `prepare_for_generation`."""
-        self._all("prepare_for_generation")
-
-    def finish_generation(self) -> None:
-        """Every worker frees the copy of the model that `prepare_for_generation` made."""
-        self._all("finish_generation")
-
-    def save_checkpoint(
-        self,
-        weights_path: str,
-        optimizer_path: str | None = None,
-        tokenizer_path: str | None = None,
-        checkpointing_cfg: Mapping[str, Any] | None = None,
-        timer: Timer | None = None,
-    ) -> None:
-        """A worker's `save_checkpoint`. Folders must be on a file system that all actors share: it says if not."""
-        with timed(timer, "save_checkpoint"):
-            self._all("save_checkpoint", weights_path, optimizer_path, tokenizer_path, checkpointing_cfg)
-
-    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """A worker's `load_checkpoint`."""
-        self._all("load_checkpoint", weights_path, optimizer_path)
-
-    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """The model goes to the device, the optimizer to host memory unless `keep_train_buffers`."""
-        self._all("prepare_for_lp_inference", keep_train_buffers)
-
-    def prepare_for_training(self) -> None:
-        """Model and optimizer go to the device."""
-        self._all("prepare_for_training")
-
-    def finish_training(self) -> None:
-        """Do nothing: NeMo-RL's callers call it after training."""
-        self._all("finish_training")
-
-    def finish_inference(self) -> None:
-        """The model goes to host memory; refused with ValueError while a training step is open."""
-        self._all("finish_inference")
-
-    def offload_before_refit(self) -> None:
-        """The optimizer goes to host memory, so that a generator has room for new weights."""
-        self._all("offload_before_refit")
-
-    def offload_after_refit(self) -> None:
-        """Model and optimizer go to host memory; weights that were laid open for a refit are gone."""
-        self._all("offload_after_refit")
+    abort_train_step = _on_all(PolicyWorker.abort_train_step)
+    prepare_for_generation = _on_all(PolicyWorker.prepare_for_generation)
+    finish_generation = _on_all(PolicyWorker.finish_generation)
+    save_checkpoint = _on_all(PolicyWorker.save_checkpoint)
+    load_checkpoint = _on_all(PolicyWorker.load_checkpoint)
+    prepare_for_training = _on_all(PolicyWorker.prepare_for_training)
+    prepare_for_lp_inference = _on_all(PolicyWorker.prepare_for_lp_inference)
+    finish_training = _on_all(PolicyWorker.finish_training)
+    finish_inference = _on_all(PolicyWorker.finish_inference)
+    offload_before_refit = _on_all(PolicyWorker.offload_before_refit)
+    offload_after_refit = _on_all(PolicyWorker.offload_after_refit)
+    start_gpu_profiling = _on_all(PolicyWorker.start_gpu_profiling)
+    stop_gpu_profiling = _on_all(PolicyWorker.stop_gpu_profiling)
 
     def return_model_config(self) -> Any:
         """The model's configuration, of the first worker: transformers' or Megatron's object."""
@@ -228,14 +209,6 @@ class RayPolicy(RayRefit):
     def get_free_memory_bytes(self) -> int:
         """Return the free bytes of the device that has least."""
         return min(self._all("get_free_memory_bytes"))
-
-    def start_gpu_profiling(self) -> None:
-        """Starts CUDA's profiler in every worker; does nothing on the CPU."""
-        self._all("start_gpu_profiling")
-
-    def stop_gpu_profiling(self) -> None:
-        """Stops CUDA's profiler in every worker; does nothing on the CPU."""
-        self._all("stop_gpu_profiling")
 
     def _score(self, method: str, timer: Timer | None, data: Mapping[str, Any], *args: Any) -> BatchedDataDict:
         """`method` for all rows, an equal share of them on each data-parallel rank."""

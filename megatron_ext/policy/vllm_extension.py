@@ -125,7 +125,7 @@ def refit_vllm(policy: "RayPolicy", llm: Any) -> None:
     try:
         devices = sorted(set(llm.collective_rpc("policy_device_id")))
         for bucket in buckets(policy.prepare_refit_info(), int(budget)):
-            handles = policy.get_weights_ipc_handles([row.name for row in bucket.rows], devices)
+            handles = policy.get_weights_ipc_handles([row.name for row in bucket], devices)
             llm.collective_rpc("policy_weights_load", args=(pickle.dumps(handles),))
         llm.collective_rpc("policy_weights_finish")
     finally:

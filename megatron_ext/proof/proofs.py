@@ -20,7 +20,7 @@ from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.proof.values import PLAIN
 
 Verdict = Literal["proved", "trusted", "refused", "not comparable"]
-ProofMode = Literal["first", "always", "off"]
+ProofMode = Literal["first", "always", "off"]  # also after what a proof rests on has changed; each call; never
 
 SAMPLE_TOKENS = 64  # at most, of a batch's first ones
 PROOF_VARIABLE = "MEGATRON_EXT_PROOF"
@@ -237,9 +237,6 @@ def words_of_change(rank: int) -> str:
 
 def proof_mode(option: str | None = None) -> ProofMode:
     """The mode that a way in was given, or else the one in the environment, or else "first".
-
-    "first": at the first call, and when what the proof rests on has changed; "always": at every call; "off": never, so
-    that the fusion is trusted.
 
     Raises:
         ValueError: the option, or the variable, is none of these.

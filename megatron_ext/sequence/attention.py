@@ -155,7 +155,7 @@ def attend(
         ValueError: shapes that do not fit each other; a mask that is not bool, does not fit or comes with packing;
             lengths that the zigzag layout cannot split; on every rank of `cp_group` the `fault` of one.
     """
-    ranks, rank = group_size(cp_group), group_rank(cp_group)
+    ranks, rank = (1, 0) if cp_group is None else (group_size(cp_group), group_rank(cp_group))
     _check_shapes(q_SBHD, k_TBGD, v_TBGD)
     q_places = _places_on_one_rank(q_packing, q_SBHD, ranks, "query")
     kv_places = _places_on_one_rank(kv_packing, k_TBGD, ranks, "key")

@@ -6,14 +6,15 @@ what; in `_recompute/`: activations that are computed again in backward.
 
 # ruff: noqa: F401  # callers import the names from here, as from Megatron's module
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from megatron_ext.tensor_parallel._random.generator_state import convert_cuda_rng_state
 from megatron_ext.tensor_parallel._random.generator_state import get_rng_state as _get_cuda_rng_state
 from megatron_ext.tensor_parallel._random.generator_state import set_rng_state as _set_cuda_rng_state
 from megatron_ext.tensor_parallel._random.process_tracker import (
     Process,
-    Tracker,
     get_all_rng_states,
     get_cuda_rng_tracker,
     initialize_rng_tracker,
@@ -48,39 +49,24 @@ from megatron_ext.tensor_parallel._recompute.replay_forward import unset_checkpo
 from megatron_ext.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 
 
-class _Random(ModuleType):
-    """The module's variables that change: reading and writing them reaches the places where they live.
+def _living_in(owner: Any, name: str, kind: Callable[[Any], Any]) -> property:
+    """The variable `owner.name`, as `kind` converts it. `mock.patch` deletes a variable before it sets it back."""
+    return property(
+        lambda _: kind(getattr(owner, name)),
+        lambda _, value: setattr(owner, name, value),
+        lambda _: delattr(owner, name),
+    )
 
-    `mock.patch` deletes a variable before it sets it back, so that those two which it can set back can be deleted.
-    """
+
+class _Random(ModuleType):
+    """The module's variables that change: reading and writing them reaches the places where they live."""
+
+    IS_CHECKPOINTING = _living_in(Depth, "now", bool)
+    _CUDA_RNG_STATE_TRACKER = _living_in(Process, "tracker", lambda tracker: tracker)
 
     @property
     def HAVE_TE(self) -> bool:
         return have_transformer_engine()
-
-    @property
-    def IS_CHECKPOINTING(self) -> bool:
-        return is_checkpointing()
-
-    @IS_CHECKPOINTING.setter
-    def IS_CHECKPOINTING(self, value: bool) -> None:
-        Depth.now = int(value)
-
-    @IS_CHECKPOINTING.deleter
-    def IS_CHECKPOINTING(self) -> None:
-        del Depth.now
-
-    @property
-    def _CUDA_RNG_STATE_TRACKER(self) -> Tracker | None:
-        return Process.tracker
-
-    @_CUDA_RNG_STATE_TRACKER.setter
-    def _CUDA_RNG_STATE_TRACKER(self, tracker: Tracker | None) -> None:
-        Process.tracker = tracker
-
-    @_CUDA_RNG_STATE_TRACKER.deleter
-    def _CUDA_RNG_STATE_TRACKER(self) -> None:
-        del Process.tracker
 
     @property
     def _CUDA_RNG_STATE_TRACKER_INITIALIZED(self) -> bool:

@@ -10,9 +10,9 @@ from benchmarks import record, run
 from benchmarks.cases import COUNTED_CASE, MEGATRON, Case
 from benchmarks.implementations import FUSED, MODELS, PYTORCH_CHUNKED, Implementation, ours
 from benchmarks.measure import (
-    Inputs,
     Results,
     baselines,
+    empty,
     errors,
     interleaved,
     measure_case,
@@ -165,16 +165,13 @@ def test_models_recompute_at_full_size():
     case = COUNTED_CASE
     for impl, sent in zip(MODELS, (64 * 4 + 2, 5), strict=True):
         with one_rank_of(case.ranks) as group:
-            x = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
-            w = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
-            labels = torch.empty(case.tokens, dtype=torch.int64)
-            _, costs = measured_once(impl.build(case, group), Inputs(x, w, labels))
+            _, costs = measured_once(impl.build(case, group), empty(case))
         assert costs.flops == 8 * case.nvh
         assert sum(costs.collectives.values()) == sent
 
 
 def test_slow_steps_run_once():
-    times = interleaved({MEGATRON: lambda: None, "slow": lambda: None}, "cpu", 0.0, frozenset({"slow"}))
+    times = interleaved({MEGATRON: lambda: None, "slow": lambda: None}, 0.0, frozenset({"slow"}))
     assert len(times[MEGATRON]) == 3
     assert [math.isnan(ms) for ms in times["slow"]] == [False, True, True]
     assert len(ratios(times)["slow"]) == 1

@@ -14,12 +14,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_probes, gpu_run, gpu_steps, nvml, record, wheels
+from benchmarks import gpu, gpu_in_a_row, gpu_probes, gpu_run, gpu_steps, nvml, record, wheels
+from benchmarks.cases import GPU_CASES
 from benchmarks.gpu_run import NOT_MEASURED
 from benchmarks.gpu_steps import Step
 from tests.pages import ROOT
 from tests.passed import Passed
 
+ORIGIN = record.Origin("a", "b", "c", "d")
 FAILING = """
 import sys
 from functools import partial
@@ -64,17 +66,21 @@ def test_tests_and_measurements_rehearsed(tmp_path):
 
     out = tmp_path / "rows.csv"
     measured = rows(out)
-    for name in ("three products", "ours, cache 1", "ours, cache 0", "ours, cache 1, logits of 8"):
+    for name in (
+        *("three products", "ours, cache 1", "ours, cache 0", "ours, fused epilogue, cache 1"),
+        *("ours, default", "ours, a mean", "ours, cache 1, logits of 8"),
+    ):
         assert measured[f"in a row: {name}", "energy of a step"].p50 > 0, name
         assert measured[f"in a row: {name}", "held by the power limit"].p50 == 1
     assert measured["dx: halves of K", "time"].p50 > 0
     assert measured["log-probabilities: chunks of 1024", "time"].p50 > 0
     assert "cache 0" in (tmp_path / gpu_probes.PROFILE).read_text()
-    for name in ("ours, cache 1", "ours, cache 0.5", "ours, cache 0", "megatron unfused", "megatron fused"):
+    fused = [f"ours, fused epilogue, cache {cache}" for cache in (1, 0)]
+    for name in ("ours, cache 1", "ours, cache 0.5", "ours, cache 0", *fused, "megatron unfused", "megatron fused"):
         assert measured[name, "time"].p50 > 0, name
         assert measured[name, "error / plain"].p50 <= 2.5  # the interpreter cuts 16-bit results off
         assert (name, NOT_MEASURED) not in measured
-    assert {row.case.split()[0] for row in record.read(out)} == {"rehearsal", "numerics"}
+    assert {row.case.split()[0].strip(",") for row in record.read(out)} == {"rehearsal", "numerics"}
     for name in ("ours, cache 1", "ours, cache 0"):
         assert measured[name, "dx, error / plain"].p50 <= 2.5
         assert measured[name, "dW, error / plain"].p50 <= 2.5
@@ -95,6 +101,11 @@ def test_tests_and_measurements_rehearsed(tmp_path):
     assert {key: row for key, row in found.items() if key[0] not in ("fails", "wrong")} == measured
 
 
+@pytest.fixture
+def run(tmp_path):
+    return gpu_run.Run(gpu_run.Machine("cpu", *6 * [lambda: None]), ORIGIN, tmp_path / "rows.csv", 0.0)
+
+
 def rows(file: Path) -> dict:
     return {(row.impl, row.metric): row for row in record.read(file)}
 
@@ -102,7 +113,7 @@ def rows(file: Path) -> dict:
 def test_a_lost_device_ends_the_run(tmp_path):
     """What was measured then has a row with the reason; the rest is left to the next run."""
     machine = gpu_run.Machine("cpu", None, failing("illegal memory access"), None, None, None, lambda: None)
-    run = gpu_run.Run(machine, record.Origin("a", "b", "c", "d"), tmp_path / "rows.csv", 0.0)
+    run = gpu_run.Run(machine, ORIGIN, tmp_path / "rows.csv", 0.0)
     with pytest.raises(SystemExit, match="illegal memory access"):
         run.attempt(gpu.REHEARSAL[0], "a head", failing("launch failed"))
     (row,) = record.read(run.out)
@@ -117,43 +128,19 @@ def failing(message):
     return fails
 
 
-KILLED = """
-import sys, time
-from pathlib import Path
-from benchmarks import gpu, record
-from benchmarks.gpu_run import Machine, Run
-run = Run(Machine(*["cpu", *6 * [lambda: None]]), record.Origin("a", "b", "c", "d"), Path(sys.argv[1]), 0.0)
-case = gpu.REHEARSAL[0]
-for name, seconds in ("quick", 0), ("slow", float(sys.argv[2])):
-    if not run.measured(case, name):
-        run.attempt(case, name, lambda: time.sleep(seconds) or [("time", "ms", [1.0])])
-"""
-
-
 @pytest.mark.slow
-def test_the_next_call_measures_what_the_deadline_killed(tmp_path):
-    """However often; what was measured before it stays."""
-    out = tmp_path / "rows.csv"
-
-    def call(sleeping, seconds):
-        command = [sys.executable, "-W", "ignore", "-c", KILLED, str(out), str(sleeping)]
-        began = time.monotonic()
-        while True:  # until the first is measured: the start takes long on a busy machine
-            found = gpu_steps.run([Step("measurements", seconds, command)], tmp_path, 2 * seconds)
-            if found == 0 or (out.exists() and ("quick", "time") in rows(out)) or time.monotonic() - began > 120:
-                return found
-
-    for _ in range(2):
-        assert call(60, 20) == gpu_steps.SHORT_OF_TIME
-        assert set(rows(out)) == {("quick", "time")}
-    assert call(0, 60) == 0
-    assert set(rows(out)) == {("quick", "time"), ("slow", "time")}
+def test_the_next_call_measures_what_the_deadline_killed(run, tmp_path):
+    """What was measured before it stays."""
+    run.write(gpu.REHEARSAL[0], "quick", [("time", "ms", [1.0])])
+    for said in (gpu_run.ENDED, gpu_run.ENDED_TWICE):
+        run.write(gpu.REHEARSAL[0], "slow", [(NOT_MEASURED, said, [1.0])])
+        sleeping = Step("measurements", 0.5, [sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+        assert gpu_steps.run([sleeping], tmp_path, 60) == gpu_steps.SHORT_OF_TIME
+        assert set(rows(run.out)) == {("quick", "time")}
 
 
-def test_what_ends_the_program_twice_is_left_out(tmp_path):
+def test_what_ends_the_program_twice_is_left_out(run):
     """As a crash does, or whoever kills all of it: once it is measured again, then a row says so."""
-    machine = gpu_run.Machine("cpu", *6 * [lambda: None])
-    run = gpu_run.Run(machine, record.Origin("a", "b", "c", "d"), tmp_path / "rows.csv", 0.0)
     case = gpu.REHEARSAL[0]
     for measured, said in ((False, gpu_run.ENDED), (True, gpu_run.ENDED_TWICE)):
         with pytest.raises(KeyboardInterrupt):
@@ -206,6 +193,37 @@ def test_the_steps_fit_into_one_call(tmp_path):
     assert names.index("in a row") == 0
     assert names.index("measurements") < names.index("tests") < names.index("peers from wheels")
     assert {step.name for step in gpu_steps.steps(tmp_path, True)} < {*names}
+    commands = {step.name: step.command for step in found}
+    assert commands["tests"][-2:] == ["-n", "12"]
+    assert "--seconds 2 " in " ".join(commands["measurements"])
+
+
+def test_steps_in_a_row_fit_into_their_seconds(tmp_path):
+    """Two seconds each, and twenty to import torch and to compile kernels."""
+    cases = [
+        (replace(case, tokens=case.tokens // 64, width=case.width // 64, vocab=256, device="cpu"), size)
+        for case, size in gpu_in_a_row.measured_of(GPU_CASES)
+    ]
+    names = [[*gpu_in_a_row.steps_of(case, size)] for case, size in cases]
+    assert names[2] == ["ours, default", "ours, a mean"]
+    of_caches = [f"ours, {kind}cache {cache}" for kind in ("", "fused epilogue, ") for cache in (1, 0)]
+    assert names[0] == names[1] == ["three products", *of_caches]
+    assert names[3] == names[4] == ["ours, cache 1, logits of 8"]
+    step = next(step for step in gpu_steps.steps(tmp_path, False) if step.name == "in a row")
+    assert 2 * sum(map(len, names)) + 20 <= step.seconds
+
+
+def test_a_row_tells_what_holds_the_clock(monkeypatch):
+    """Each reason with the share of the readings that it was in; the power limit even if it never was."""
+    reasons = iter([["heat, by software"], [], ["heat, by software", "power limit"], ["heat, by software"]])
+    card = nvml.StandIn()
+    monkeypatch.setattr(card, "held_by", lambda: next(reasons))
+    machine, ticks = gpu_run.Machine("cpu", *6 * [lambda: None]), iter(range(100))
+    monkeypatch.setattr(gpu_in_a_row.time, "perf_counter", lambda: next(ticks))
+    found = {metric: values for metric, _, values in gpu_in_a_row.in_a_row(machine, card, lambda: None, 4.0)}
+    assert found["held by the heat, by software"] == [0.75]
+    assert found["held by the power limit"] == [0.25]
+    assert len(found["clock"]) == 4
 
 
 def test_wheels_travel_in_parts(tmp_path, monkeypatch):
@@ -224,10 +242,7 @@ def test_wheels_travel_in_parts(tmp_path, monkeypatch):
         wheels.unpack(tmp_path / "site", tmp_path)
 
 
-def test_what_was_not_installed_is_measured_later(tmp_path):
-    run = gpu_run.Run(
-        gpu_run.Machine(*["cpu", *6 * [lambda: None]]), record.Origin("a", "b", "c", "d"), tmp_path / "r.csv", 0.0
-    )
+def test_what_was_not_installed_is_measured_later(run):
     case = gpu.REHEARSAL[0]
     run.write(case, "quack", [(NOT_MEASURED, "not installed: quack", [1.0])])
     assert not run.measured(case, "quack")
@@ -248,7 +263,7 @@ def test_devices_stand_side_by_side():
 
 def test_the_drivers_library_is_asked_for_joules_and_clocks(monkeypatch):
     """Each value comes back through the last argument, in the unit of its name; what fails raises."""
-    told = {"Energy": 2500, "ClockInfo": 1410, "PowerLimit": 700_000, "Throttle": 0x44}
+    told = {"Energy": 2500, "ClockInfo": 1410, "Throttle": 0x44}
 
     def library(name):
         def function(*arguments):
@@ -264,11 +279,11 @@ def test_the_drivers_library_is_asked_for_joules_and_clocks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="1-2"))
     card = nvml.Nvml()
-    assert (card.joules(), card.megahertz(), card.limit_watts()) == (2.5, 1410.0, 700.0)
+    assert (card.joules(), card.megahertz()) == (2.5, 1410.0)
     assert card.held_by() == ["power limit", "heat, by hardware"]
-    told["PowerLimit"] = 0
-    with pytest.raises(RuntimeError, match="nvmlDeviceGetEnforcedPowerLimit returned 3"):
-        card.limit_watts()
+    told["ClockInfo"] = 0
+    with pytest.raises(RuntimeError, match="nvmlDeviceGetClockInfo returned 3"):
+        card.megahertz()
 
 
 @pytest.mark.slow
@@ -281,13 +296,13 @@ def test_steps_run_in_the_time_there_is(tmp_path, capfd):
     says, fails, sleeps, ends = (Step(name, 20.0, [sys.executable, "-S", "-c", line]) for name, line in code.items())
     absent = Step("absent", 20.0, ["no-such-program"])
     assert gpu_steps.run([says, fails, absent, ends], tmp_path, 60) == gpu_steps.FAILED
-    assert (tmp_path / "says.log").read_text() == "this\n"
-    assert (tmp_path / "ends.log").read_text() == "that\n"
+    log = tmp_path / gpu_steps.LOG
+    assert log.read_text() == "this\nthat\n"
     assert "absent: no-such-program is not installed" in capfd.readouterr().out
     assert gpu_steps.run([replace(sleeps, seconds=0.5), ends], tmp_path, 60) == gpu_steps.SHORT_OF_TIME
-    assert (tmp_path / "ends.log").read_text() == "that\nthat\n"
+    assert log.read_text() == "this\nthat\nthat\n"
     assert gpu_steps.run([sleeps, ends], tmp_path, 0.5) == gpu_steps.SHORT_OF_TIME
-    assert (tmp_path / "ends.log").read_text() == "that\nthat\n", "not begun"
+    assert log.read_text() == "this\nthat\nthat\n", "not begun"
     time.sleep(2)
     assert not child.exists()
 

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.dtensor import _parallelize_model
+from megatron_ext.dtensor.decoder import output_head_path
+from megatron_ext.dtensor.output import hidden_states_or_logits
 from megatron_ext.dtensor.output.reads import say_once
 from tests.left_behind import cached_with_groups
 
@@ -262,6 +264,12 @@ def make(kind, tied=False):
     return model.float().train()
 
 
+def logits_proof(model):
+    """The proof that what is read from hidden states equals what is read from the logits of `model`."""
+    given = {"input_ids": drawn(2, 9), "use_cache": False}
+    return hidden_states_or_logits._decision(model, output_head_path(model), given)[0]
+
+
 @cached_with_groups
 def meshes(dp=1, cp=1, tp=1):
     """The ranks of this world as a mesh, and its data- and context-parallel ranks as one dim."""
@@ -309,11 +317,11 @@ def loss_and_gradients(model, **given):
     return loss, gradients
 
 
-def check_step(model, loss, expected, gradients):
+def check_step(model, loss, expected, gradients, tolerance=3e-6):
     """A loss and the gradients that it leaves in `model` are these; the model keeps none."""
-    assert error(loss, expected) < 3e-6
+    assert error(loss, expected) <= tolerance
     loss.backward()
-    check_gradients(model, gradients)
+    check_gradients(model, gradients, tolerance)
     model.zero_grad()
 
 

@@ -14,11 +14,22 @@ from megatron_ext.dtensor import (
 )
 from megatron_ext.dtensor.causal_lm import causal_lm_sampled_log_probs
 from megatron_ext.dtensor.output.decisions import is_hooked
-from megatron_ext.dtensor.output.hidden_states_or_logits import logits_proof
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.reference import log_probs, sampled_log_probs
 from megatron_ext.sequence.next_token import next_tokens
-from tests.dtensor.models import VOCAB, batch, check_gradients, drawn, error, make, meshes, parallelize, reference, told
+from tests.dtensor.models import (
+    VOCAB,
+    batch,
+    check_gradients,
+    drawn,
+    error,
+    logits_proof,
+    make,
+    meshes,
+    parallelize,
+    reference,
+    told,
+)
 from tests.marks import slow
 from tests.operators import Largest
 from tests.ranks import ranks
@@ -134,10 +145,6 @@ def test_a_head_that_is_not_known_is_read_through_its_logits(dp, cp, tp):
     assert error(found[1], entropy[mesh["dp"].get_local_rank() :: dp]) < 3e-6
 
 
-def proof(model):
-    return logits_proof(model, {"input_ids": drawn(2, 9), "use_cache": False})
-
-
 def adapted(model):
     """`model`, with a head that does more than its weight says."""
 
@@ -153,10 +160,10 @@ def adapted(model):
 def test_what_is_read_from_hidden_states_is_proved(name):
     """On the model at hand, again after a change, for any class whose head can be found, with a bias too."""
     model, tokens = make(name), drawn(2, 9)
-    assert str(proof(model)).startswith("proved on 9 tokens")
-    assert proof(model) is proof(model)
+    assert str(logits_proof(model)).startswith("proved on 9 tokens")
+    assert logits_proof(model) is logits_proof(model)
     model.get_output_embeddings().bias = torch.nn.Parameter(torch.randn(VOCAB))
-    assert proof(model).fused
+    assert logits_proof(model).fused
     with torch.no_grad():
         expected = log_probs(model(tokens).logits, next_tokens(tokens))
     with warnings.catch_warnings():
@@ -325,8 +332,6 @@ def test_models_without_our_attention():
     other, tokens = make("gpt2"), drawn(2, 8)
     expected = log_probs(other(input_ids=tokens).logits, next_tokens(tokens))
     assert error(causal_lm_log_probs(other, tokens), expected) < 3e-6
-    with pytest.raises(ValueError, match="use_attention"):
-        causal_lm_loss(other, tokens[:1], cu_seqlens=torch.tensor([0, 4, 8]))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -21,6 +21,7 @@ from megatron_ext.dtensor import causal_lm_loss, restore_own_loss, use_fused_los
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import VOCAB, batch, check_gradients, check_step, error, loss_and_gradients, make, told
+from tests.dtensor.test_fused_loss import Delegating
 
 
 class ScaledHead(nn.Linear):
@@ -76,6 +77,31 @@ def test_what_a_head_holds_is_looked_at_again(change, way):
     torch.manual_seed(3)
     found, of_ours = read(way, model)
     assert error(before, expected) > 1e-2
+    assert error(found, expected) < 3e-6
+    assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
+
+
+class BorrowingHead(nn.Module):
+    """A head with the embedding's weight, which is no parameter of its own."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = [rows]
+
+    @property
+    def weight(self):
+        return self.rows[0].weight
+
+    def forward(self, hidden):
+        return F.linear(hidden, self.weight)
+
+
+@pytest.mark.parametrize("way", ["use_fused_loss", "read"])
+def test_a_head_without_parameters(way):
+    model = make("llama")
+    model.lm_head = BorrowingHead(model.model.embed_tokens)
+    expected, gradients = loss_and_gradients(model, **batch())
+    found, of_ours = read(way, use_fused_loss(model) if way == "use_fused_loss" else model)
     assert error(found, expected) < 3e-6
     assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
 
@@ -171,26 +197,25 @@ def test_hooks_that_no_stand_in_can_run_leave_a_model_its_loss(hook, first):
     with hook(model):
         with pytest.warns(UserWarning, match="hooks"):
             found = model(**batch()).loss
-        found.backward()
-    assert torch.equal(found, expected)
-    check_gradients(model, gradients, 0.0)
+        check_step(model, found, expected, gradients, tolerance=0.0)
 
 
-def test_attributes_set_by_others_during_a_forward_stay():
-    """A loss that counts its calls on the model itself, and one of a part of the model."""
-    model = use_fused_loss(make("llama"))
-    model.calls, own = 0, model.loss_function
+def test_attributes_set_during_a_forward_stay():
+    """Calls that a forward counts on itself, and a loss on the model."""
+    model = use_fused_loss(Delegating(make("llama").config))
+    model.losses, own = 0, model.loss_function
 
     def loss_function(*args, **kwargs):
-        model.calls += 1
+        model.losses += 1
         return own(*args, **kwargs)
 
     model.loss_function = loss_function
     model(**batch())
-    before = model.calls
+    before = model.calls, model.losses
     for _ in range(3):
-        model(**batch())
-    assert model.calls == before + 3
+        out = model(**batch())
+    assert (model.calls, model.losses) == (before[0] + 3, before[1] + 3)
+    assert out.beside == model.calls
 
 
 class Counting(nn.Module):
@@ -255,6 +280,47 @@ def test_a_first_call_inside_of_a_checkpoint(reentrant):
     assert error(losses[1], losses[0]) < 3e-6
     check_gradients(model, {name: p.grad for name, p in true.named_parameters()})
     assert fused_loss_report(model).proofs[0].fused
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return 2 * logits
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class AddedUp(Doubled):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits + logits
+
+
+@pytest.mark.parametrize("function", [Doubled, AddedUp])
+@pytest.mark.parametrize("made", [False, True])
+def test_a_function_of_the_logits_of_some_batches(made, function):
+    """It may be left out of a sample."""
+
+    def loss(logits, labels, vocab_size, **others):
+        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        if len(labels) > 64:
+            logits = function.apply(logits + 0 if made else logits)
+        return F.cross_entropy(logits, labels)
+
+    given = {name: x.repeat(12, 1) for name, x in batch().items()}
+    plain, model = make("llama"), use_fused_loss(make("llama"))
+    plain.loss_function = model.loss_function = loss
+    if made:
+        expected, true = loss_and_gradients(plain, **given)
+        found = model(**given).loss
+        found.backward()
+        assert error(found, expected) < 3e-6
+        check_gradients(model, true)
+    else:
+        with pytest.raises(ValueError, match=r"an autograd.Function was applied to logits .* apply it to logits \+ 0"):
+            model(**given).loss.backward()
 
 
 class ThirdOfGradients(nn.Linear):
@@ -348,9 +414,7 @@ def test_a_head_of_whole_numbers_keeps_its_logits():
     expected, gradients = loss_and_gradients(true, **batch())
     with told("its lm head holds torch.int8"):
         found = model(**batch()).loss
-    assert torch.equal(found, expected)
-    found.backward()
-    check_gradients(model, gradients, 0.0)
+    check_step(model, found, expected, gradients, tolerance=0.0)
 
 
 def test_inference_mode_fuses_and_spoils_no_later_call():
@@ -449,9 +513,7 @@ def test_logits_of_fp32_that_are_cast_to_it_keep_their_gradient():
     expected, true = loss_and_gradients(plain, **batch())
     found = model(**batch())
     assert found.logits is None
-    torch.testing.assert_close(found.loss, expected)
-    found.loss.backward()
-    check_gradients(model, true)
+    check_step(model, found.loss, expected, true)
 
 
 def test_a_spectral_norm_of_the_head_takes_one_step_a_call():

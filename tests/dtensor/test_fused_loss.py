@@ -54,10 +54,8 @@ def check_fused(model, **given):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         found = model(**given)
-    torch.testing.assert_close(found.loss, expected, rtol=3e-6, atol=0)
     assert found.logits is None
-    found.loss.backward()
-    check_gradients(model, true)
+    check_step(model, found.loss, expected, true)
     return found, true
 
 
@@ -184,14 +182,6 @@ def test_a_forward_of_the_models_own_is_followed(name):
     """To its cross entropy: its loss, its gradients, no logits."""
     torch.manual_seed(1)
     check_fused(FUSED[name](), **batch())
-
-
-def test_attributes_that_a_forward_sets_are_the_models():
-    model = use_fused_loss(Delegating(make("llama").config))
-    model(**batch())
-    before = model.calls
-    out = model(**batch())
-    assert model.calls == out.beside == before + 1
 
 
 @pytest.mark.parametrize(

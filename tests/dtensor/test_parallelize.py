@@ -15,7 +15,8 @@ from megatron_ext.dtensor import (
     get_logprobs_from_vocab_parallel_logits,
     translate_parallel_style,
 )
-from megatron_ext.dtensor.layers import Unknown, check_attention
+from megatron_ext.dtensor.layers import ParallelSizes, Unknown, check_attention
+from megatron_ext.dtensor.plans import choose_plan
 from megatron_ext.dtensor.styles import FusedColwise
 from tests.dtensor.models import (
     FAMILIES,
@@ -83,7 +84,7 @@ def _tp_placements(parameter):
 )
 def test_bad_plans(plan, message):
     with pytest.raises(ValueError, match=message):
-        megatron_ext.dtensor._parallelize_model(make("llama"), None, None, torch.float32, custom_parallel_plan=plan)
+        choose_plan(make("llama"), ParallelSizes(), plan)
 
 
 class Wired(LlamaForCausalLM):
@@ -146,6 +147,12 @@ ODD_PARTS = [
     ("llama", "model.layers.1.self_attn", _value("head_dim", None), "LlamaAttention without head_dim"),
     ("llama", "model.layers.1.self_attn", _linear("gate", 32, 32), "LlamaAttention of gate, k_proj, o_proj"),
     ("llama", "model.layers.1.self_attn", _linear("o_proj", 40, 32), "LlamaAttention with an o_proj of 40 inputs"),
+    (
+        "llama",
+        "model.layers.1.self_attn",
+        _linear("q_proj", 32, 40),
+        "Llama.* with projections .*'q_proj': 40",
+    ),
     ("llama", "model.layers.1.mlp", _linear("wire", 2, 2), "LlamaMLP of down_proj, gate_proj, up_proj, wire"),
     ("llama", "model.layers.1.mlp", _own("scale", 48), "LlamaMLP of down_proj, gate_proj, scale, up_proj"),
     ("phi3", "model.layers.1.self_attn", _linear("qkv_proj", 32, 72), "Phi3Attention with a qkv_proj of size 72"),
@@ -166,14 +173,6 @@ def test_parts_that_are_not_understood_are_named():
             ValueError, match=f"sequence parallelism of .* is not supported .{said}.* is not known here"
         ):
             parallelize(model, mesh, dp_cp, sequence_parallel=True)
-
-
-@ranks(2)
-def test_projections_that_are_no_heads_are_not_understood():
-    model = make("llama")
-    model.model.layers[1].self_attn.q_proj = torch.nn.Linear(32, 40)
-    with pytest.raises(ValueError, match="sequence parallelism of .*with projections of sizes .*'q_proj': 40"):
-        parallelize(model, *meshes(tp=2), sequence_parallel=True)
 
 
 class _Reordered(nn.Linear):

@@ -2,17 +2,14 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import grpo_tiny
 import pytest
 
 from megatron_ext.policy.ray_policy import local_ray
-from tests.ranks import TIMEOUT_S
+from tests.programs import alone
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_tiny.py"
 STEPS = ("--steps", "60")  # half of what the example takes by itself: the curve is steep by then
 
 
@@ -30,13 +27,7 @@ def learn(out: Path, *arguments: str) -> list[float]:
 
 @pytest.mark.slow
 def test_the_program_with_seed_0(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--out", str(tmp_path), *STEPS],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = alone("examples/grpo_tiny.py", "--out", str(tmp_path), *STEPS)
     assert "unexpected system error" not in done.stdout + done.stderr  # what Ray says of actors that others have killed
     said = re.search(r"first tenth ([\d.]+), last tenth ([\d.]+)", done.stdout)
     assert float(said[2]) - float(said[1]) >= 0.3
@@ -56,7 +47,7 @@ def test_resumed_as_if_never_interrupted(ray, tmp_path):
     whole = learn(tmp_path / "whole", "--steps", "8", *few)
     learn(tmp_path / "cut", "--steps", "5", *few)
     cut = learn(tmp_path / "cut", "--steps", "8", *few, "--resume", "--tensor-parallel-size", "2")
-    assert whole == cut == grpo_tiny.Progress.read(tmp_path / "cut").rewards
+    assert whole == cut == grpo_tiny.progress(tmp_path / "cut")["rewards"]
     assert [folder.name for folder in (tmp_path / "cut").glob("step-*")] == ["step-00008"]
 
 
@@ -67,7 +58,7 @@ def test_only_the_runs_own_checkpoint_is_removed(tmp_path):
 
     (tmp_path / "step-by-step.md").mkdir()
     for steps in (1, 2):
-        grpo_tiny.Progress([0.5] * steps).write(tmp_path, Policy())
+        grpo_tiny.save([0.5] * steps, tmp_path, Policy())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["progress.json", "step-00002", "step-by-step.md"]
 
 

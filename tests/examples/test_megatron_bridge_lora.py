@@ -8,26 +8,12 @@ import pytest
 import torch
 
 from tests.examples import EXAMPLES
-from tests.gpt import causal_mask, model_parallel, stock_spec, tiny_batches, tiny_gpt
+from tests.gpt import LoRALinear, causal_mask, model_parallel, stock_spec, tiny_batches, tiny_gpt
 from tests.programs import python
 from tests.ranks import ranks
 from tests.stub_modules import stub_modules
 
 CAP = 2.0
-
-
-class LoRALinear(torch.nn.Module):
-    """A layer with an adapter beside it, as Megatron-Bridge wraps it."""
-
-    def __init__(self, to_wrap):
-        super().__init__()
-        self.to_wrap = to_wrap
-        self.adapter = torch.nn.Linear(to_wrap.input_size, to_wrap.output_size, bias=False)
-        torch.nn.init.constant_(self.adapter.weight, 0.01)
-
-    def forward(self, x):
-        found, bias = self.to_wrap(x)
-        return found + self.adapter(x), bias
 
 
 class Gemma2OutputLayer:

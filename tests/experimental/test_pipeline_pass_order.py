@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import random
 import time
 
 import pytest
@@ -173,17 +172,6 @@ def test_bounds_of_micro_batches_in_flight_and_of_exponentials(head):
             held = [[run.start for run in line if run.what.kind is Kind.PRODUCTS]]
             held.append([run.end for run in line if run.what.kind is Kind.WEIGHT])
             assert most_at_once(*held) <= 2
-
-
-def test_the_order_runs_through_whatever_passes_take():
-    """A stage that runs its passes in this order, each when what it needs is there, never waits in a circle."""
-    rng = random.Random(0)
-    for shape in SHAPES:
-        runs = runs_of(shape)
-        queues = [[[run.what for run in line]] for line in runs]
-        needs = lambda stage, what, shape=shape: [(*one[:2], rng.random()) for one in waits_for(shape, stage, what)]  # noqa: E731
-        replayed = simulate(queues, needs, lambda stage, what: rng.random())
-        assert [[run.what for run in line] for line in replayed] == [queue for (queue,) in queues]
 
 
 def test_too_few_micro_batches_left_over_are_refused():

@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -60,22 +59,23 @@ def run(seed: int, first: int, cases: int, only: str = "") -> None:
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     kinds = [kind for kind in KINDS if only in f"{kind.__module__.removeprefix('tests.fuzz.')}.{kind.__name__}"]
-    watched = _Watch(seed, ranks, only)
-    try:
-        for number in range(first, first + cases):
-            watched.number, watched.since = number, time.monotonic()
-            draw = Draw(seed, number, ranks)
-            kind = draw.random.choice(kinds)
-            try:
-                case = kind(draw)
-                check(case, rank)
-            except Exception as error:
-                raise AssertionError(
-                    f"{case.name if 'case' in locals() else kind.__name__}: {error}\n  drawn: {draw.record}, "
-                    f"exact={draw.exact}\n  again: {command(seed, number, ranks, only)}"
-                ) from error
-    finally:
-        watched.done.set()
+    for number in range(first, first + cases):
+        again = command(seed, number, ranks, only)
+        watch = threading.Timer(STUCK_S, _end, [again])
+        watch.daemon = True
+        watch.start()
+        draw = Draw(seed, number, ranks)
+        kind = draw.random.choice(kinds)
+        try:
+            case = kind(draw)
+            check(case, rank)
+        except Exception as error:
+            raise AssertionError(
+                f"{case.name if 'case' in locals() else kind.__name__}: {error}\n  drawn: {draw.record}, "
+                f"exact={draw.exact}\n  again: {again}"
+            ) from error
+        finally:
+            watch.cancel()
 
 
 def command(seed: int, number: int, ranks: int, only: str) -> str:
@@ -83,18 +83,7 @@ def command(seed: int, number: int, ranks: int, only: str) -> str:
     return f"python -m tests.fuzz --seed {seed} --first {number} --cases 1 --ranks {ranks}{chosen}"
 
 
-class _Watch(threading.Thread):
+def _end(again: str) -> None:
     """Ends the process where a case never does: ranks that wait for each other."""
-
-    def __init__(self, seed: int, ranks: int, only: str):
-        super().__init__(daemon=True)
-        self.seed, self.ranks, self.only, self.number, self.since = seed, ranks, only, 0, time.monotonic()
-        self.done = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        while not self.done.wait(1.0):
-            if time.monotonic() - self.since > STUCK_S:
-                again = command(self.seed, self.number, self.ranks, self.only)
-                print(f"a case hangs: {again}", file=sys.stderr, flush=True)
-                os._exit(1)
+    print(f"a case hangs: {again}", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -7,7 +7,7 @@ import torch
 from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head import Entropy, IsArgmax, LmHead, LogProbs
 from megatron_ext.head.call.statistics import statistics_rows
-from megatron_ext.head.kernels.triton_passes import TRITON as twin
+from megatron_ext.head.kernels import TRITON as twin
 from megatron_ext.head.row_passes.passes import PYTORCH as plain
 
 ALL = {"temperature": 0.7, "with_entropy": True, "with_hits": True}
@@ -43,9 +43,9 @@ def compare_fused_products(device, sizes, options, padding=0):
             beyond_T = (shift_T - stats_KT[0, :tokens].nan_to_num(neginf=0.0)).double().exp()
             made += [stats_KT[:, :tokens], exp_TV[:, :kept].double() * beyond_T.unsqueeze(1)]
         shift_T = made[0][0].nan_to_num(neginf=0.0)
-        for inside in ((None, None), (scale_T, None), (scale_T, slope_T)):
+        for inside in ({}, {"scale_T": scale_T}, {"scale_T": scale_T, "slope_T": slope_T}):
             out_TV = x.new_empty(tokens, columns, dtype=torch.float32 if wide else x.dtype)
-            side.product_gradient(x, w, target_T, shift_T, out_TV, *inside, **bends)
+            side.product_gradient(x, w, target_T, shift_T, out_TV, **inside, **bends)
             made.append(out_TV.double())
         found.append(made)
     for ours, theirs in zip(*found, strict=True):

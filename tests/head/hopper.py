@@ -52,6 +52,17 @@ class Launch:
         backwards = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
         return [[text for address, text in code if start <= address <= stop] for start, stop in backwards]
 
+    def skipped(self) -> int:
+        """Return how many instructions the tiles of a fused product jump over that have no label: those behind branches
+        forward over 128 instructions or more without products, loads or exponentials."""
+        code, over = self.instructions(), set()
+        for at, text in code:
+            to = re.search(r"BRA.*?0x([0-9a-f]+)", text)
+            part = [(each, other) for each, other in code if to and at < each < int(to[1], 16)]
+            if len(part) >= 128 and not any(re.search("HGMMA|UTMALDG|MUFU.EX2", other) for _, other in part):
+                over |= {each for each, _ in part}
+        return len(over)
+
     def check_spills(self) -> None:
         """Fails where a thread uses memory of its own. With every option at once Triton before 3.7 stores one number
         before the loops and loads it after them."""

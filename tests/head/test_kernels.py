@@ -257,7 +257,7 @@ def test_softmax_of_an_engine_is_summed_by_the_same_threads(columns):
     Theirs names no axis: Triton calls the threads' numbers another layout then, and moves none.
     """
     pytest.importorskip("megatron.core")
-    from megatron_ext.head.kernels.engine_softmax import write_sums
+    from megatron_ext.head.kernels.fixed_order_sums import write_sums
     from tests.head.engine_kernels import megatrons
 
     z, room = torch.zeros(2, columns, dtype=torch.bfloat16), -columns % 16

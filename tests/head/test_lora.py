@@ -64,16 +64,19 @@ def test_a_parameter_that_a_framework_sums_is_left_to_it():
     true_a = a.clone().requires_grad_()
     losses(hidden, weight, true_a, b, labels).sum().backward()
     found = []
-    for marked in (False, True):
-        own_a = a.clone().requires_grad_()
-        own_a.sequence_parallel = marked
-        loss = linear_cross_entropy(part, weight[mine], labels, group, "sequence", lora=LoRA(own_a, b[mine], 0.5))
+    for marked in ([False], [True], [False, True]):  # of one adapter, and of its two halves
+        own = [x.clone().requires_grad_() for x in a.chunk(len(marked))]
+        for own_a, mark in zip(own, marked, strict=True):
+            own_a.sequence_parallel = mark
+        adapters = [LoRA(*each, 0.5) for each in zip(own, b[mine].chunk(len(marked), 1), strict=True)]
+        loss = linear_cross_entropy(part, weight[mine], labels, group, "sequence", lora=adapters)
         with count_collectives() as sent:
             loss.sum().backward()
-        if marked:
-            dist.all_reduce(own_a.grad)
-        assert sent.total() == (0 if count == 1 else 1 if marked else 2), "frozen: no gather of hidden states"
-        found.append(error(own_a.grad, true_a.grad))
+        for own_a, mark in zip(own, marked, strict=True):
+            if mark:
+                dist.all_reduce(own_a.grad)
+        assert sent.total() == (0 if count == 1 else 1 if all(marked) else 2), "frozen: no gather of hidden states"
+        found.append(error(torch.cat([own_a.grad for own_a in own]), true_a.grad))
     assert max(found) < 1e-14
 
 

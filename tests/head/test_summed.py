@@ -69,18 +69,20 @@ def test_gradients_in_other_dtypes(dtype, close):
 
 
 @ranks(1, 2)
+@pytest.mark.parametrize("tokens", [192, 7.3])
 @pytest.mark.parametrize("size, sure", [(0.05, False), (1.0, True), (8.0, True)])
-def test_errors_in_16_bits_are_those_of_plain_pytorch(size, sure):
+def test_errors_in_16_bits_are_those_of_plain_pytorch(size, sure, tokens):
+    """Also where the factor, as a loss scale over a number of tokens, is no power of two: dx is rounded once."""
     group, problem = dist.group.WORLD, Problem((192,), 48, 701, torch.bfloat16, logit_size=size)
     if sure:
         problem.labels = (problem.hidden.double() @ problem.weight.double().t()).argmax(-1)
-    problem.grad = torch.full((192,), 1 / 192).where(problem.labels != -100, 0.0)
+    problem.grad = torch.full((192,), 1 / tokens).where(problem.labels != -100, 0.0)
     (_, truth), (_, plain) = problem.truth("loss"), problem.plain("loss", group_size(group))
     loss, leaves = summed(problem, group, chunk_tokens=50, reduction="sum")
-    found = torch.autograd.grad(loss / 192, leaves)
+    found = torch.autograd.grad(loss / tokens, leaves)
     parts = [problem.pieces(grads, group, "replicated") for grads in (truth, plain)]
     for own, right, theirs in zip(found, *parts, strict=True):
-        assert error(own, right) <= 1.15 * error(theirs, right)
+        assert error(own, right) <= 1.1 * error(theirs, right)
 
 
 def test_mask_and_skipped_tokens():

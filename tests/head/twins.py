@@ -13,12 +13,12 @@ from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.kernels import engine_softmax, exchange_checks, fixed_order_sums
+from megatron_ext.head.kernels import TRITON as twin
+from megatron_ext.head.kernels import exchange_checks, fixed_order_sums
 from megatron_ext.head.kernels import label_terms as twin_terms
 from megatron_ext.head.kernels import nucleus as twin_nucleus
 from megatron_ext.head.kernels import selection as twin_selection
 from megatron_ext.head.kernels import token_terms as twin_tokens
-from megatron_ext.head.kernels.triton_passes import TRITON as twin
 from megatron_ext.head.row_passes import label_terms as plain_terms
 from megatron_ext.head.row_passes import nucleus as plain_nucleus
 from megatron_ext.head.row_passes import passes as plain
@@ -487,11 +487,11 @@ def compare_engine_softmax(device: str, softcap: float | None, temperature: floa
     bent = bent[:, :1090].masked_fill(z_TV[:, :1090] == -torch.inf, -torch.inf)
     stats_KT = z_TV.new_zeros(8, 3)
     stats_KT[statistics.MAX] = bent.amax(1)
-    engine_softmax.write_sums(z_TV, stats_KT, bias_V, 1090, softcap, temperature)
+    fixed_order_sums.write_sums(z_TV, stats_KT, bias_V, 1090, softcap, temperature)
     wanted = (bent - bent.amax(1, keepdim=True).clamp(min=-1e9)).exp().sum(1)
     keeps = slice(None) if softcap is None else torch.tensor([0, 2])  # the softcap bends -inf to a number
     torch.testing.assert_close(stats_KT[statistics.SUM_EXP][keeps], wanted[keeps])
-    torch.testing.assert_close(engine_softmax.log(wanted[[0, 2]]), wanted[[0, 2]].log())
+    torch.testing.assert_close(fixed_order_sums.log(wanted[[0, 2]]), wanted[[0, 2]].log())
 
 
 _NOTHING, _ALL, _MASKED = (False,) * 6, (True,) * 6, (False,) * 5 + (True,)
@@ -513,7 +513,7 @@ QUICK = {
         (compare_products, (_FP32, False, True)),
         (compare_products, (torch.float64, False, False)),
     ],
-    "fused products": [(compare_fused_products, CASES[-1])],
+    "fused products": [(compare_fused_products, case) for case in CASES],
     "fixed sums": [(compare_fixed_sums, (dtype,)) for dtype in (_FP32, torch.float64)],
     "engine softmax": [
         (compare_engine_softmax, (None, 1.0, False)),

@@ -1,5 +1,7 @@
 """Losses from hidden states cost what their one call of the head does: FLOPs, bytes, collectives; on fake tensors."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -28,33 +30,28 @@ def alone(hidden, weight, labels, group):
     linear_log_probs(hidden, weight, labels, group, cache=1).backward(torch.ones(B, S))
 
 
-def grpo(head, mask, options, **more):
-    return GRPOLoss(cache=1, **options)(*head, torch.zeros(len(mask)), mask=mask, old_log_probs=mask, **more)
-
-
-# Of hidden states, weight and labels, a mask, and options.
+# Options of each loss, and what it takes of each token.
 OF_LOG_PROBS = {
-    "GRPO": lambda head, mask, options: grpo(
-        head, mask, {"beta": 0.1, **options}, reference_log_probs=mask, sampling_log_probs=mask
-    ),
-    "GSPO": lambda head, mask, options: grpo(
-        head, mask, {"loss_type": "grpo", "importance_sampling_level": "sequence", **options}
-    ),
-    "DPO": lambda head, mask, options: DPOLoss(sft_weight=0.1, cache=1, **options)(
-        *head, reference_log_probs=mask, mask=mask
-    ),
-    "SimPO": lambda head, mask, options: SimPOLoss(cache=1, **options)(*head, mask=mask),
-    "ORPO": lambda head, mask, options: ORPOLoss(cache=1, **options)(*head, mask=mask),
-    "KTO": lambda head, mask, options: KTOLoss(cache=1, **options)(
-        *head, torch.ones(len(mask)).bool(), reference_log_probs=mask, mask=mask
-    ),
+    "GRPO": (GRPOLoss, {"beta": 0.1}, ("old_log_probs", "reference_log_probs", "sampling_log_probs")),
+    "GSPO": (GRPOLoss, {"loss_type": "grpo", "importance_sampling_level": "sequence"}, ("old_log_probs",)),
+    "DPO": (DPOLoss, {"sft_weight": 0.1}, ("reference_log_probs",)),
+    "SimPO": (SimPOLoss, {}, ()),
+    "ORPO": (ORPOLoss, {}, ()),
+    "KTO": (KTOLoss, {}, ("reference_log_probs",)),
 }
+
+
+def of_log_probs(name, head, mask, options):
+    """Of hidden states, weight and labels, a mask, and more options."""
+    kind, own, per_token = OF_LOG_PROBS[name]
+    of_rows = {GRPOLoss: [torch.zeros(len(mask))], KTOLoss: [torch.ones(len(mask)).bool()]}.get(kind, [])
+    return kind(cache=1, **own, **options)(*head, *of_rows, mask=mask, **dict.fromkeys(per_token, mask))
 
 
 @pytest.mark.parametrize("name", quick_if(("GRPO", "DPO").__contains__, OF_LOG_PROBS))
 def test_no_more_than_the_head(name):
     head = cost(alone)
-    found = cost(lambda *given: OF_LOG_PROBS[name](given[:3], torch.zeros(B, S), {"tp_group": given[3]})[0].backward())
+    found = cost(lambda *given: of_log_probs(name, given[:3], torch.zeros(B, S), {"tp_group": given[3]})[0].backward())
     assert found.flops == head.flops == 6 * B * S * D * V // R
     assert found.collectives == head.collectives
     assert found.collectives.total() == 2
@@ -62,7 +59,7 @@ def test_no_more_than_the_head(name):
     assert found.peak_bytes <= 1.005 * head.peak_bytes
 
 
-OF_ALL = OF_LOG_PROBS | {
+OF_ALL = {name: partial(of_log_probs, name) for name in OF_LOG_PROBS} | {
     "distillation": lambda head, mask, options: DistillationLoss(cache=1, **options)(*head[:2], *head[:2], mask),
     "of the teacher's top-k": lambda head, mask, options: TopKDistillationLoss(
         zero_outside_topk=True, **options

@@ -16,7 +16,7 @@ from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron.attention import CoreAttention
 from megatron_ext.megatron.layer_specs import gpt_layer_spec
 from megatron_ext.sequence.attention import CAUSAL, Packing
-from megatron_ext.sequence.zigzag import split_zigzag, thd_partition_indices
+from megatron_ext.sequence.zigzag import split_zigzag
 from tests.gpt import (
     causal_mask,
     grouped,
@@ -31,6 +31,7 @@ from tests.gpt import (
 from tests.marks import quick_if, slow
 from tests.megatron import patching
 from tests.ranks import ranks
+from tests.sequence.test_attention import check_whole
 from tests.sequence.visible import documents_seen
 
 HEADS, CHANNELS = 4, 8
@@ -299,23 +300,15 @@ def test_context_parallel_equals_megatron_on_one_rank(case):
 
 @grouped(2, 4, over="cp")
 def test_context_parallel_packed_equals_one_rank():
-    size, rank = dist.get_world_size(), dist.get_rank()
-    lengths, places = [5, 1, 2 * size + 1, 2 * size], [8, 2 * size, 4 * size, 2 * size]
-    places[0] = -(-8 // (2 * size)) * 2 * size
+    size = dist.get_world_size()
+    lengths, places = (5, 1, 2 * size + 1, 2 * size), (-(-8 // (2 * size)) * 2 * size, 2 * size, 4 * size, 2 * size)
     _, ours = kinds(num_query_groups=2)
-    own = thd_partition_indices(torch.tensor([0, *places]).cumsum(0), sum(places), size, rank).long()
-    whole = inputs(sum(places), batch=1, groups=2)
-    pack = Packing(tuple(lengths), tuple(places))
-    expected = reference.attention(*whole, documents_seen(CAUSAL, pack, pack)).flatten(2).squeeze(1)
-    weight = torch.randn_like(expected)
-    parts = [x.detach().squeeze(1)[own].requires_grad_() for x in whole]
-    with count_collectives() as counts:
-        out = ours(*parts, None, packed_seq_params=packing(lengths, places))
-        grads = torch.autograd.grad((out * weight[own]).sum(), parts)
-    torch.testing.assert_close(out, expected[own])
-    for got, want in zip(grads, torch.autograd.grad((expected * weight).sum(), whole), strict=True):
-        torch.testing.assert_close(got, want.squeeze(1)[own])
-    assert sum(counts.values()) == 2, counts
+
+    def core(*tensors, cp_group, **_):
+        query, key, value = (x.squeeze(1) for x in tensors[:3])
+        return ours(query, key, value, None, packed_seq_params=packing(lengths, places)).view_as(tensors[0])
+
+    check_whole(CAUSAL, sum(places), batch=1, packing=Packing(lengths, places), attention=core)
 
 
 @grouped(2, cp=2)

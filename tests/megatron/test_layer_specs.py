@@ -1,5 +1,7 @@
 """What our layer specs refuse, by the name of the setting; and norms in checkpoints."""
 
+import functools
+
 import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -22,32 +24,12 @@ from tests.gpt import (
 )
 from tests.ranks import ranks
 
-LATENT = {"multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "v_head_dim": 8}
-
-
-@grouped(1)
-@pytest.mark.parametrize("spec", [gpt_block_spec, gpt_layer_spec], ids=["block", "layer"])
-def test_multi_latent_attention_is_refused(spec):
-    """It was built as plain attention."""
-    refused = pytest.raises(ValueError, match="multi_latent_attention is True: .* take Megatron's own layer spec")
-    with refused:
-        tiny_gpt(spec, **LATENT)
-
-
-@grouped(1)
-def test_other_kinds_of_attention_are_refused():
-    """All layers were built with plain attention."""
-    config = tiny_config()
-    gpt_block_spec(config)
-    config.experimental_attention_variant = "gated_delta_net"  # past the kernels that its own checks ask for
-    with pytest.raises(ValueError, match="experimental_attention_variant is 'gated_delta_net': .* plain"):
-        gpt_block_spec(config)
-
 
 @grouped(1)
 @pytest.mark.parametrize(
     "name,value",
     [
+        ("multi_latent_attention", True),
         ("experimental_attention_variant", "gated_delta_net"),
         ("heterogeneous_block_specs", True),
         ("use_kitchen", True),
@@ -60,9 +42,11 @@ def test_other_kinds_of_attention_are_refused():
 def test_settings_that_need_other_layers_are_refused(name, value):
     """A layer was built as if they were not there."""
     config = tiny_config()
+    gpt_block_spec(config)
     setattr(config, name, value)  # past the checks of the config itself
-    with pytest.raises(ValueError, match=rf"config\.{name} is {value!r}: .* take Megatron's own layer spec"):
-        build_module(gpt_layer_spec, config=config)
+    for build in (gpt_block_spec, functools.partial(build_module, gpt_layer_spec)):
+        with pytest.raises(ValueError, match=rf"config\.{name} is {value!r}: .* take Megatron's own layer spec"):
+            build(config=config)
 
 
 @ranks(1, 2)

@@ -21,8 +21,6 @@ from tests.gpt import VOCAB, grouped
 from tests.marks import slow
 from tests.megatron.patching import assert_same, batch, grads_of, on_gpt, one_gpt, patched, run
 
-LANGUAGE_MODULE = "megatron.core.models.common.language_module.language_module"
-
 
 def twice(function):
     """A decorator as patch managers write them, which has every name of what it wraps."""
@@ -35,23 +33,24 @@ def twice(function):
     return wrapper
 
 
+def doubled(owner, name):
+    return mock.patch.object(owner, name, twice(getattr(owner, name)))
+
+
 def decorated_loss(model):
-    kind = type(model)
-    return mock.patch.object(kind, "compute_language_model_loss", twice(kind.compute_language_model_loss))
+    return doubled(type(model), "compute_language_model_loss")
 
 
 def decorated_forward(model):
-    kind = type(model.output_layer)
-    return mock.patch.object(kind, "forward", twice(kind.forward))
+    return doubled(type(model.output_layer), "forward")
 
 
 def replaced_forward_impl(model):
-    return mock.patch.object(model.output_layer, "_forward_impl", twice(model.output_layer._forward_impl))
+    return doubled(model.output_layer, "_forward_impl")
 
 
 def replaced_cross_entropy(model):
-    stock = tensor_parallel.vocab_parallel_cross_entropy
-    return mock.patch.object(tensor_parallel, "vocab_parallel_cross_entropy", twice(stock))
+    return doubled(tensor_parallel, "vocab_parallel_cross_entropy")
 
 
 def unchanging_decorator(model):
@@ -107,18 +106,8 @@ def test_a_loss_that_a_decorator_doubles_stays_double(model, change, when):
 
 @on_gpt()
 def test_a_decorator_that_changes_nothing_is_fused_and_named(model):
-    kind = type(model)
     stock = run(model, batch()[1])
-
-    @functools.wraps(kind.compute_language_model_loss)
-    def same(self, *args, own=kind.compute_language_model_loss):
-        return own(self, *args)
-
-    with (
-        mock.patch.object(kind, "compute_language_model_loss", same),
-        patched(),
-        warnings.catch_warnings(record=True) as caught,
-    ):
+    with unchanging_decorator(model), patched(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             torch.testing.assert_close(run(model, batch()[1]), stock, rtol=1e-6, atol=1e-6)

@@ -64,24 +64,28 @@ def test_that_passes_by_what_others_left():
 """
 
 
-@pytest.mark.slow
-def test_each_test_runs_on_the_ranks_it_asks_for_and_both_ways(tmp_path):
-    folder = tmp_path / "tests" / "unit_tests" / "toys"
-    folder.mkdir(parents=True)
-    for package in (tmp_path / "tests", folder.parent, folder):
+def run_program(folder, tests, *options):
+    """What the program found of these tests, by their names, and its process."""
+    toys = folder / "tests" / "unit_tests" / "toys"
+    toys.mkdir(parents=True)
+    for package in (folder / "tests", toys.parent, toys):
         (package / "__init__.py").touch()
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
-    (folder / "test_toys.py").write_text(TESTS)
-    results = tmp_path / "results.json"
-    command = [sys.executable, "-P", str(PROGRAM), str(tmp_path), "--ranks", "1", "2", "--results", str(results)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    (toys / "test_toys.py").write_text(tests)
+    results = folder / "results.json"
+    command = [sys.executable, "-P", str(PROGRAM), str(folder), "--results", str(results), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     (known,) = json.loads(results.read_text()).values()
-    found = {
+    return {
         name.rpartition("::")[2].removeprefix("test_"): (test["ranks"], test["stock"], test.get("ours"))
         for name, test in known["tests"].items()
-    }
+    }, done
+
+
+@pytest.mark.slow
+def test_each_test_runs_on_the_ranks_it_asks_for_and_both_ways(tmp_path):
+    found, done = run_program(tmp_path, TESTS, "--ranks", "1", "2")
     assert found == {
         "either_way": (1, "passed", "passed"),
         "stock_alone": (1, "passed", "failed"),
@@ -102,20 +106,12 @@ def test_each_test_runs_on_the_ranks_it_asks_for_and_both_ways(tmp_path):
 
 @pytest.mark.slow
 def test_on_a_gpu_nothing_is_emulated(tmp_path):
-    (tmp_path / "tests" / "unit_tests").mkdir(parents=True)
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     lines = ["import torch", "def test_torch_is_its_own():"]
     lines += ["    assert 'megatron_ext' not in torch.cuda.is_available.__code__.co_filename"]
     lines += ["from megatron.core.tensor_parallel import ColumnParallelLinear", "def test_stock_alone():"]
     lines += ["    assert ColumnParallelLinear.__module__.startswith('megatron.core')"]
-    (tmp_path / "tests" / "unit_tests" / "test_toys.py").write_text("\n".join(lines))
-    results = tmp_path / "results.json"
-    options = ["--on-gpu", "--ranks", "1", "--results", str(results)]
-    command = [sys.executable, "-P", str(PROGRAM), str(tmp_path), *options]
-    subprocess.run(command, timeout=TIMEOUT_S, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-    (known,) = json.loads(results.read_text()).values()
-    found = {name.rpartition("::")[2]: (test["stock"], test["ours"]) for name, test in known["tests"].items()}
-    assert found == {"test_torch_is_its_own": ("passed", "passed"), "test_stock_alone": ("passed", "failed")}
+    found, _ = run_program(tmp_path, "\n".join(lines), "--on-gpu", "--ranks", "1")
+    assert found == {"torch_is_its_own": (1, "passed", "passed"), "stock_alone": (1, "passed", "failed")}
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import copy
 import functools
 import logging
 import os
-import subprocess
 import sys
 
 import pytest
@@ -32,7 +31,8 @@ from tests.gpt import (
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron_on_cpu.test_resume import DROPOUT
 from tests.on_transformer_engine.models import plain_loss
-from tests.ranks import TIMEOUT_S, ranks
+from tests.programs import alone
+from tests.ranks import ranks
 
 pytestmark = pytest.mark.slow
 
@@ -271,18 +271,6 @@ def test_run_saved_at_tp2_continues_at_other_sizes(tmp_path, sizes):
 
 
 @ranks(2)
-def test_sizes_change_within_one_process():
-    """Nothing of one model's groups, seeds and trackers is left for the next."""
-    for sizes in ({"tp": 2}, {"pp": 2}, {}):
-        with model_parallel(**sizes):
-            seed_ranks()
-    with megatron_on_cpu():
-        from megatron.core import parallel_state
-
-        assert not parallel_state.model_parallel_is_initialized()
-
-
-@ranks(2)
 def test_groups_asked_for_on_nccl_are_gloo():
     with megatron_on_cpu():
         group = dist.new_group([0, 1], None, "cpu:gloo,cuda:nccl", device_id=torch.device("cuda", 0))
@@ -334,10 +322,7 @@ dist.destroy_process_group()
 def test_megatron_may_be_imported_first(tmp_path):
     """In a process of its own; Megatron's compiled functions, decorated outside, must not compile here."""
     environment = {**os.environ, "STORE": str(tmp_path / "store"), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED_FIRST], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stderr
+    done = alone("-c", IMPORTED_FIRST, env=environment)
     with model_parallel():
         expected = train_steps(tiny_gpt(), tiny_batches(2), lr=LR)
     torch.testing.assert_close([float(x) for x in done.stdout.split()], expected, rtol=1e-6, atol=0)

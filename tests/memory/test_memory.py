@@ -108,12 +108,6 @@ def test_times_of_the_gpu_here_need_its_exact_name(name, known, monkeypatch):
     assert (step_time.gpu_here()[0] is not None) == known
 
 
-def test_gpu_is_refused_where_a_cpu_is_counted(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["--tokens", "8", "--hidden", "8", "--vocab", "64", "--gpu", "h100", "--device", "cpu"])
-    assert capsys.readouterr().err.endswith("--gpu is h100, and a CPU's run is counted: leave out --device cpu\n")
-
-
 def test_what_is_not_installed_is_told_with_its_remedy(monkeypatch, capsys):
     found = importlib.util.find_spec
     lacking = {"megatron", "transformers", "triton"}
@@ -173,6 +167,7 @@ def test_code_of_a_model_folder_is_never_run(tmp_path, capsys, monkeypatch):
         ("--model /nowhere", "--model is '/nowhere', whose config cannot be read"),
         ("--megatron --hidden-size wide", "--megatron: argument --hidden-size: invalid int value: 'wide'"),
         ("--megatron --hidden-size 64 --seq-length 8", "sizes are missing: pass --vocab"),
+        ("--tokens 8 --hidden 8 --vocab 64 --gpu h100 --device cpu", "run is counted: leave out --device cpu\n"),
     ],
 )
 def test_wrong_arguments_are_told(given, said, capsys):

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
+from megatron_ext.policy import DTensorPolicyWorker
 from megatron_ext.policy.checkpoint.fact_checks import check_like
 from megatron_ext.policy.worker import checkpoints
 from tests.marks import slow
-from tests.policy.problems import held_by, shard, tiny_batch, tiny_config
+from tests.policy.problems import held_by, tiny_config
+from tests.policy.test_checkpoint import train
 from tests.policy.test_tensor_index import change_index, sign
 from tests.ranks import ranks, shared_folder
 
@@ -71,10 +72,6 @@ def held(worker):
 def worker_of(**overrides):
     config = tiny_config(precision="float16", scheduler=SEQUENCE, **overrides)
     return DTensorPolicyWorker(config, init_reference_model=False)
-
-
-def train(worker, seed):
-    worker.train(shard(tiny_batch(seed=seed), worker), NLLLoss())
 
 
 def of_one_weight(facts):

@@ -235,8 +235,6 @@ def test_whole_logits_exist_for_losses_of_logits_alone(cls):
 @ranks(1)
 def test_what_is_refused():
     assert not worker_of(generation={"top_k": -1, "top_p": None}).scorer.reader.narrows(tiny_batch(8))
-    with pytest.raises(ValueError, match="score.. is of reward models"):
-        worker_of().score(tiny_batch(8))
     with pytest.raises(ValueError, match="reward_model_cfg.enabled is True: .*use DTensorPolicyWorker"):
         read_config(tiny_config(reward_model_cfg=REWARDS), "megatron_cfg")
     loss_fn = KeywordLoss()

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from megatron_ext import reference
 from megatron_ext.policy import BatchedDataDict, DTensorPolicyWorker, MegatronPolicyWorker, NLLLoss
 from megatron_ext.policy.config import read_config
-from megatron_ext.policy.worker.sampling import Sampler, SamplingSettings, row_seeds
+from megatron_ext.policy.worker.sampling import Sampler, row_seeds, stopping
 from tests.gpt import forget_megatron
 from tests.marks import slow
 from tests.policy.problems import VOCAB, plain_model, shard, tiny_batch, tiny_config, tiny_model
@@ -141,7 +141,7 @@ def test_from_megatron():
 
 def test_tokens_are_drawn_by_their_probability():
     """A chi-square test of 5000 rows, that a wrong distribution fails: the bound is exceeded once in 10^6 times."""
-    rows, settings = 5000, SamplingSettings(1, temperature=0.5, top_k=4)
+    rows, settings = 5000, read_config(tiny_config(generation={"temperature": 0.5, "top_k": 4}))
     z_V = torch.tensor([1.0, 0.5, 0.2, 0.2, 0.2, -1.0, -2.0])
     sampler = Sampler(settings, row_seeds(1, range(rows)), torch.device("cpu"))
     drawn = sampler(torch.zeros(rows, 1), z_V.expand(rows, -1)).argmax(-1)
@@ -165,7 +165,7 @@ def test_tokens_are_drawn_by_their_probability():
 )
 def test_settings_that_cannot_be(generation, message):
     with pytest.raises(ValueError, match=message):
-        SamplingSettings.of({"generation": generation}, None, read_config(tiny_config()))
+        stopping({"generation": generation}, None)
 
 
 @ranks(1)

@@ -8,6 +8,7 @@ from benchmarks.meter import measure
 from megatron_ext.policy import ClippedPGLoss, DTensorPolicyWorker, MegatronPolicyWorker
 from tests.marks import slow
 from tests.policy.problems import (
+    LAYOUTS,
     batching,
     counts_for,
     end_worker,
@@ -22,7 +23,6 @@ from tests.ranks import ranks
 
 MODEL = tiny_model(vocab_size=98)
 K, TEMPERATURE = 5, 0.7
-LAYOUTS = {"dp": {}, "tp_sp": {"tp": 2, "sequence_parallel": True}, "cp": {"cp": 2}}
 
 
 def drawn():

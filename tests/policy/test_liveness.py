@@ -76,15 +76,6 @@ def policy(ray):  # noqa: F811
         yield policy
 
 
-def gone(process):
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    with open(f"/proc/{process}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "Z"
-
-
 @pytest.mark.slow
 def test_a_stopped_and_a_hung_rank_are_named_and_life_after(ray, tmp_path):  # noqa: F811
     data, weights = tiny_batch(), str(tmp_path / "weights")
@@ -102,7 +93,7 @@ def test_a_stopped_and_a_hung_rank_are_named_and_life_after(ray, tmp_path):  # n
         with pytest.raises(RuntimeError, match="is stopped .*call restart"):
             policy.train(data, NLLLoss())
         policy.restart(weights)
-        assert gone(process)
+        assert not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
         torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], saved, rtol=1e-6, atol=1e-6)
 
         start = time.monotonic()
@@ -129,15 +120,6 @@ def test_a_stopped_and_a_hung_rank_are_named_and_life_after(ray, tmp_path):  # n
 def test_a_long_step_goes_on(policy, call):
     policy._all(*call)
     assert policy.is_alive()
-
-
-@pytest.mark.slow
-def test_a_call_that_may_take_no_longer(ray, tmp_path):  # noqa: F811
-    with RayPolicy(tiny_config(), WORKERS, Patient, **SMALL, call_timeout_s=6) as policy:
-        assert policy._all("sleep_on_all", 0.1) == [0, 1]
-        with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] of 2 did not answer within call_timeout_s, 6 s; rank"):
-            policy._all("sleep_on_all", 10_000)
-        assert not policy.is_alive()
 
 
 NODES = "ab" * 28, "cd" * 28

@@ -148,8 +148,11 @@ def test_workers_are_made_with_the_arguments_of_the_policy(ray):  # noqa: F811
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_a_number_of_workers_that_cannot_be_is_refused(ray, workers):  # noqa: F811
+def test_a_number_of_workers_that_cannot_be_is_refused(ray, monkeypatch, workers):  # noqa: F811
     with pytest.raises(ValueError, match=f"num_workers is {workers}: it must be a multiple of 2"):
         RayPolicy(tiny_config(tp=2), workers, Worker)
     with pytest.raises(ValueError, match="worker_cls is .*, with parallel_key None"):
         RayPolicy(tiny_config(), 2, lambda **_: None)
+    monkeypatch.setattr(Worker, "parallel_key", "megatron_cfg")
+    with pytest.raises(ValueError, match=f"num_workers is {workers}: it must be a multiple of 4"):
+        RayPolicy(tiny_config() | {"megatron_cfg": {"tensor_model_parallel_size": 4}}, workers, Worker)

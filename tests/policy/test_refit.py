@@ -50,7 +50,7 @@ def test_shared_memory(tied, tp):
     assert sizes == [(name, shape.numel() * dtype.itemsize) for name, (shape, dtype) in info.items()]
     assert budget == BUFFER_BYTES
     seen = []
-    for keys in ([row.name for row in bucket.rows] for bucket in buckets(info, BUFFER_BYTES)):
+    for keys in ([row.name for row in bucket] for bucket in buckets(info, BUFFER_BYTES)):
         handles = worker.get_weights_ipc_handles(keys)
         assert len(handles) == (dist.get_rank() == 0)
         shared = [handles]
@@ -192,14 +192,14 @@ def test_ranks_that_ask_for_other_handles_are_told():
 def test_buckets_keep_to_their_size_and_order():
     info = {f"w{i}": (torch.Size([n]), torch.float32) for i, n in enumerate([100, 3, 0, 5000, 7, 100, 100])}
     found = buckets(info, 1024)
-    assert [row.name for bucket in found for row in bucket.rows] == list(info)
-    assert all(bucket.nbytes <= 1024 or len(bucket.rows) == 1 for bucket in found)
-    assert [len(bucket.rows) for bucket in found] == [3, 1, 3]
+    assert [row.name for bucket in found for row in bucket] == list(info)
+    assert all(bucket[-1].end <= 1024 or len(bucket) == 1 for bucket in found)
+    assert [len(bucket) for bucket in found] == [3, 1, 3]
     for bucket in found:
-        ends = [row.offset + row.nbytes for row in bucket.rows]
-        assert all(row.offset >= end for row, end in zip(bucket.rows[1:], ends, strict=False))
-        assert all(row.offset % 64 == 0 for row in bucket.rows)
-        assert ends[-1] <= bucket.nbytes
+        ends = [row.offset + row.nbytes for row in bucket]
+        assert all(row.offset >= end for row, end in zip(bucket[1:], ends, strict=False))
+        assert all(row.offset % 64 == 0 for row in bucket)
+        assert ends[-1] <= bucket[-1].end
     assert buckets({}, 1024) == []
 
 

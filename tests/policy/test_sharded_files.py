@@ -1,8 +1,8 @@
 """A small sharded checkpoint: what was saved is read, and what was damaged, or is of something else, is refused."""
 
-import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,16 +25,16 @@ def saved(folder):
     return {part.kind: part.path for part in parts}
 
 
-def one_bit(folder):
-    file = next(folder.glob("*.distcp"))
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
-def truncated(folder):
-    file = next(folder.glob("*.distcp"))
-    os.truncate(file, file.stat().st_size - 7)
+def damage_file(file, how):
+    if how == "truncated":
+        os.truncate(file, file.stat().st_size - 7)
+    elif how == "one bit":
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    else:
+        assert how == "file gone"
+        file.unlink()
 
 
 def one_digit(folder):
@@ -42,14 +42,12 @@ def one_digit(folder):
     (folder / FACTS).write_text(facts.replace("0.01", "9.01"))
 
 
-def another_folder(folder):
-    said = json.loads((folder / FACTS).read_text())
-    said["files"]["../weights/index.json"] = said["files"].pop("index.json")
-    (folder / FACTS).write_text(json.dumps(said))
-
-
-def index_cut(folder):
-    os.truncate(folder / "index.json", 60)
+OTHER_DAMAGES = {
+    "one digit": one_digit,
+    "index cut": lambda folder: os.truncate(folder / "index.json", 60),
+    "facts gone": lambda folder: (folder / FACTS).unlink(),
+    "no folder": shutil.rmtree,
+}
 
 
 @ranks(1)
@@ -64,20 +62,25 @@ def test_a_small_checkpoint_is_read_as_it_was_saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage, words",
+    "how, words",
     [
-        (one_bit, r"optimizer is damaged: __0_0\.distcp is not what was written"),
-        (truncated, r"optimizer is damaged: __0_0\.distcp is not what was written"),
-        (one_digit, r"optimizer is damaged: facts\.json is not what was written"),
-        (another_folder, r"incomplete or damaged \(\.\./weights/index\.json is no name of a file in its folder\)"),
-        (index_cut, r"optimizer is incomplete or damaged"),
+        ("one bit", r"is damaged: __0_0\.distcp is not what was written"),
+        ("truncated", r"is damaged: __0_0\.distcp is not what was written"),
+        ("file gone", r"is damaged: __0_0\.distcp is not what was written"),
+        ("one digit", r"is damaged: facts\.json is not what was written"),
+        ("index cut", "is incomplete or damaged"),
+        ("facts gone", "does not exist, or is incomplete or damaged"),
+        ("no folder", "does not exist, or is incomplete or damaged"),
     ],
 )
 @ranks(1)
-def test_a_damaged_file_of_a_checkpoint_is_named(damage, words, tmp_path):
+def test_a_damaged_file_of_a_checkpoint_is_named(how, words, tmp_path):
     paths = saved(tmp_path)
-    damage(paths["optimizer"])
-    with pytest.raises(ValueError, match=words):
+    if how in OTHER_DAMAGES:
+        OTHER_DAMAGES[how](paths["optimizer"])
+    else:
+        damage_file(next(paths["optimizer"].glob("*.distcp")), how)
+    with pytest.raises(ValueError, match=f"optimizer {words}"):
         find(**paths)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_ext.policy import checkpoint
 from megatron_ext.policy.checkpoint import sharded_files
 from megatron_ext.policy.checkpoint.sharded_files import Part
-from tests.policy.test_checkpoint import damage_file
+from tests.policy.test_sharded_files import damage_file
 from tests.ranks import ranks, shared_folder
 
 

@@ -44,12 +44,8 @@ def check(layout, cuts, loss_fn=GRPO, model=None, **batch):
         def told(message, case=case):
             return f"{case}: {message}"
 
-        torch.testing.assert_close(
-            found["global_loss"].tolist(), true[0], rtol=1e-5, atol=1e-6, msg=lambda m, case=case: f"{case}: {m}"
-        )
-        torch.testing.assert_close(
-            found["grad_norm"].tolist(), true[3], rtol=1e-4, atol=0.0, msg=lambda m, case=case: f"{case}: {m}"
-        )
+        torch.testing.assert_close(found["global_loss"].tolist(), true[0], rtol=1e-5, atol=1e-6, msg=told)
+        torch.testing.assert_close(found["grad_norm"].tolist(), true[3], rtol=1e-4, atol=0.0, msg=told)
         assert largest_error(gradients, true[1]) < TOLERANCE, case
         assert largest_error(whole(worker.return_state_dict()), true[2]) < TOLERANCE, case
         assert all(parameter.grad is None for parameter in worker.model.parameters()), case  # whose memory is free

@@ -253,7 +253,7 @@ def test_context_parallel_packed_equals_one_rank(window):
     check_whole(WINDOWS[window], sum(packing.places), batch=1, packing=packing)
 
 
-def check_whole(window, length=32, batch=2, hidden=None, packing=None):
+def check_whole(window, length=32, batch=2, hidden=None, packing=None, attention=attend):
     """This rank's part of the output and of the gradients, and one exchange each way."""
     group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     own = zigzag_positions(length, size, rank)
@@ -269,7 +269,7 @@ def check_whole(window, length=32, batch=2, hidden=None, packing=None):
     weight = torch.randn_like(expected)
     parts = [x.detach()[own].requires_grad_() for x in whole]
     with count_collectives() as forward:
-        out = attend(*parts, window, cp_group=group, **options)
+        out = attention(*parts, window, cp_group=group, **options)
     with count_collectives() as backward:
         grads = torch.autograd.grad((out * weight[own]).sum(), parts)
     torch.testing.assert_close(out, expected[own])

@@ -95,10 +95,6 @@ def test_what_are_no_ids():
     for wrong, said in ((torch.zeros(3), "torch.float32"), ([1, 2], "list"), (None, "NoneType")):
         with pytest.raises(ValueError, match=f"input_ is {said}: it must be a tensor that holds token ids"):
             embedding()(wrong)
-
-
-@ranks(1, 2)
-def test_ids_without_batch_are_refused_with_reduce_scatter():
     with pytest.raises(ValueError, match=r"input_ is \(4,\): with reduce_scatter_embeddings it must be \[batch"):
         embedding(reduce_scatter_embeddings=True)(torch.arange(4))
 

@@ -276,49 +276,37 @@ def test_layers_call_a_replaced_linear_function(home, frozen):
 
 @grouped(1)
 @pytest.mark.parametrize(
-    "module, name",
+    "kind, place",
     [
-        ("layers", "copy_to_tensor_model_parallel_region"),
-        ("layers", "reduce_from_tensor_model_parallel_region"),
-        ("mappings", "_reduce"),
-        ("mappings", "_CopyToModelParallelRegion"),
+        ("column", "layers.copy_to_tensor_model_parallel_region"),
+        ("column", "layers.reduce_from_tensor_model_parallel_region"),
+        ("column", "mappings._reduce"),
+        ("column", "mappings._CopyToModelParallelRegion"),
+        ("embedding", "layers.reduce_from_tensor_model_parallel_region"),
+        ("embedding", "mappings._reduce"),
     ],
 )
 @pytest.mark.parametrize("substituted", [False, True])
-def test_a_replaced_function_that_layers_do_not_call_is_told(module, name, substituted):
+def test_a_replaced_function_that_layers_do_not_call_is_told(kind, place, substituted):
     with ours_everywhere() if substituted else contextlib.nullcontext():
+        module, name = place.split(".")
         home = importlib.import_module(f"megatron.core.tensor_parallel.{module}")
-        layer, x = build("column", D, N, config=tiny_config()), numbers(S, B, D, seed=1)
+        linear = kind == "column"
+        layer = build(kind, *((D, N) if linear else (8, D)), config=tiny_config())
+        x = numbers(S, B, D, seed=1) if linear else torch.arange(6).view(2, 3)
         plain = layer(x)[0]
         original = getattr(home, name)
 
         def counted(*args, **kwargs):
             return original(*args, **kwargs)
 
+        said = f"{place} was replaced, and megatron_ext's {'linear layers' if linear else 'embeddings'} do not call it"
         with (
             mock.patch.object(home, name, functools.wraps(original, updated=())(counted)),
-            pytest.raises(RuntimeError, match=f"{module}.{name} was replaced, and megatron_ext's linear layers do not"),
+            pytest.raises(RuntimeError, match=said),
         ):
             layer(x)
         assert torch.equal(layer(x)[0], plain)
-
-
-@grouped(1)
-@pytest.mark.parametrize("place", ["layers.reduce_from_tensor_model_parallel_region", "mappings._reduce"])
-@pytest.mark.parametrize("substituted", [False, True])
-def test_a_replaced_sum_of_an_embedding_is_told(place, substituted):
-    with ours_everywhere() if substituted else contextlib.nullcontext():
-        layer, ids = build("embedding", 8, D, config=tiny_config()), torch.arange(6).view(2, 3)
-        plain = layer(ids)
-        module, name = place.split(".")
-        home = importlib.import_module(f"megatron.core.tensor_parallel.{module}")
-        original = getattr(home, name)
-        with (
-            mock.patch.object(home, name, lambda *args, **kwargs: 2 * original(*args, **kwargs)),
-            pytest.raises(RuntimeError, match=f"{place} was replaced, and megatron_ext's embeddings do not call it"),
-        ):
-            layer(ids)
-        assert torch.equal(layer(ids), plain)
 
 
 @grouped(1)

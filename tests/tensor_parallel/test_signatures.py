@@ -120,30 +120,19 @@ def parameter(kind, name, default=MISSING):
     return kind, mark + name + ("" if default is MISSING else f"={default!r}")
 
 
-def their_parameters(text, module):
-    arguments = ast.parse(f"def f{text}: pass").body[0].args
-
-    def value(default):  # a literal, something of torch's, or a constant that ours has too
-        return eval(ast.unparse(default), {"torch": torch, **vars(module)})
-
-    places = [*arguments.posonlyargs, *arguments.args]
-    defaults = [MISSING] * (len(places) - len(arguments.defaults)) + list(map(value, arguments.defaults))
-    found = [parameter("", place.arg, default) for place, default in zip(places, defaults, strict=True)]
-    if arguments.vararg:
-        found.append(parameter("*", arguments.vararg.arg))
-    for place, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        found.append(parameter("keyword", place.arg, MISSING if default is None else value(default)))
-    if arguments.kwarg:
-        found.append(parameter("**", arguments.kwarg.arg))
-    return found
-
-
-def our_parameters(function):
+def parameters_of(function):
     kinds = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**", "KEYWORD_ONLY": "keyword"}
     return [
         parameter(kinds.get(p.kind.name, ""), p.name, MISSING if p.default is p.empty else p.default)
         for p in inspect.signature(function).parameters.values()
     ]
+
+
+def recorded_parameters(text, module):
+    """Of a signature whose defaults are literals, something of torch's, or constants that our module has too."""
+    names = {"torch": torch, **vars(module)}
+    exec(f"def function{text}: pass", names)
+    return parameters_of(names["function"])
 
 
 def written(parameters):
@@ -167,8 +156,8 @@ def compared(names):
             different = "missing"
         elif theirs:
             module = importlib.import_module(f"megatron_ext.tensor_parallel.{name.split('.')[0]}")
-            if our_parameters(ours) != their_parameters(theirs, module):
-                different = written(our_parameters(ours))
+            if parameters_of(ours) != recorded_parameters(theirs, module):
+                different = written(parameters_of(ours))
         yield name, different
 
 
@@ -181,7 +170,7 @@ def history(name):
     known = None
     for version in having:
         text = RECORDED[version][name]
-        arguments = [word.split("=")[0] for _, word in their_parameters(text, module)] if text else []
+        arguments = [word.split("=")[0] for _, word in recorded_parameters(text, module)] if text else []
         said += [f"`{new}` {short[version]}" for new in arguments if known is not None and new not in known]
         known = arguments
     last = next(reversed(RECORDED))
@@ -232,7 +221,7 @@ def test_what_fits_megatrons_signatures_fits_ours(version):
         ours = find(name)
         if ours is MISSING or not text:
             continue
-        theirs, own = their_parameters(text, module), our_parameters(ours)
+        theirs, own = recorded_parameters(text, module), parameters_of(ours)
         by_name = {word.split("=")[0]: (kind, word) for kind, word in own}
         for kind, word in theirs:
             mine = by_name.get(word.split("=")[0])

@@ -18,7 +18,9 @@ from tests.programs import python
 from tests.test_run import STANDIN, launch
 
 TRAINS = """
+    import sys
     import torch
+    from torch.nn.utils import clip_grad_norm_
     torch.manual_seed(0)
     layer = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
@@ -26,20 +28,31 @@ TRAINS = """
         optimizer.zero_grad()
         for _ in range(2):  # micro-batches
             layer(torch.ones(3, 4)).square().mean().backward()
-        print(float(layer.weight.grad.norm()), float(layer.bias.grad.norm()))
+        print(float(torch.cat([x.grad.flatten() for x in layer.parameters()]).norm()))
+        if "norm" in sys.argv:
+            clip_grad_norm_(layer.parameters(), 0.5)
+        elif "value" in sys.argv:
+            torch.nn.utils.clip_grad_value_(layer.weight, 0.01)
+        elif "with_norm" in sys.argv:
+            norm = torch.nn.utils.get_total_norm([x.grad for x in layer.parameters()])
+            torch.nn.utils.clip_grads_with_norm_(layer.parameters(), 0.5, norm)
         optimizer.step()
 """
 
 
-def test_recorder_writes_losses_and_norms_of_steps(tmp_path):
-    (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS))
-    file = tmp_path / "steps.jsonl"
-    done = python("-m", "megatron_ext.run", "--cpu", "--record", 3, file, tmp_path / "script.py", cwd=tmp_path)
+def recorded(folder, *words):
+    """The first three steps of that script, and the norms of gradients that it prints, before it clips."""
+    (folder / "script.py").write_text(textwrap.dedent(TRAINS))
+    file = folder / "steps.jsonl"
+    done = python("-m", "megatron_ext.run", "--cpu", "--record", 3, file, folder / "script.py", *words, cwd=folder)
     assert done.returncode == 0, done.stderr
-    steps = read_steps(file)
-    assert len(steps) == len(done.stdout.splitlines()) == 3  # and the script has ended there
-    printed = [[float(x) for x in line.split()] for line in done.stdout.splitlines()]
-    assert [s.gradient_norm for s in steps] == pytest.approx([(w * w + b * b) ** 0.5 for w, b in printed])
+    return read_steps(file), [float(line) for line in done.stdout.splitlines()]
+
+
+def test_recorder_writes_losses_and_norms_of_steps(tmp_path):
+    steps, printed = recorded(tmp_path)
+    assert len(steps) == len(printed) == 3  # and the script has ended there
+    assert [step.gradient_norm for step in steps] == pytest.approx(printed)
     assert steps[0].loss > steps[1].loss > steps[2].loss
     assert steps[0].loss == pytest.approx(2 * (steps[0].gradient_norm / 4) ** 2 / 5, rel=1e-5)
     assert steps[0].seconds is None
@@ -126,37 +139,11 @@ def test_stock_run_of_a_script_that_patches_is_stock(standin, tmp_path):
     assert [[step.losses_fused for step in steps] for steps in (found.stock, found.ours)] == [[0], [1]]
 
 
-CLIPS = """
-    import sys
-    import torch
-    from torch.nn.utils import clip_grad_norm_
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
-    for _ in range(2):
-        optimizer.zero_grad()
-        layer(torch.ones(3, 4)).square().mean().backward()
-        print(float(torch.cat([x.grad.flatten() for x in layer.parameters()]).norm()))
-        if sys.argv[1] == "norm":
-            clip_grad_norm_(layer.parameters(), 0.5)
-        elif sys.argv[1] == "value":
-            torch.nn.utils.clip_grad_value_(layer.weight, 0.01)
-        elif sys.argv[1] == "with_norm":
-            norm = torch.nn.utils.get_total_norm([x.grad for x in layer.parameters()])
-            torch.nn.utils.clip_grads_with_norm_(layer.parameters(), 0.5, norm)
-        optimizer.step()
-"""
-
-
 @pytest.mark.parametrize("clips", ["norm", "value", "with_norm"])
 def test_recorded_norms_are_those_before_clipping(clips, tmp_path):
-    (tmp_path / "script.py").write_text(textwrap.dedent(CLIPS))
-    file = tmp_path / "steps.jsonl"
-    done = python("-m", "megatron_ext.run", "--cpu", "--record", 2, file, tmp_path / "script.py", clips, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    printed = [float(line) for line in done.stdout.splitlines()]
+    steps, printed = recorded(tmp_path, clips)
     assert min(printed) > 0.5
-    assert [step.gradient_norm for step in read_steps(file)] == pytest.approx(printed)
+    assert [step.gradient_norm for step in steps] == pytest.approx(printed)
 
 
 def test_table_tells_of_norms_that_look_clipped():

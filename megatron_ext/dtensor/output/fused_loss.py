@@ -1,8 +1,7 @@
 """Losses without logits where transformers computes them: in the forward of a model that is given labels.
 
 So they reach whatever calls that forward: a loop, `transformers.Trainer`, accelerate, DDP, FSDP2, PEFT's adapters. The
-model's own forward runs to its end; its lm head alone gives promised logits. What is read from them without making them
-is compared with the model's own loss before it is used.
+model's own forward runs to its end; its lm head alone gives promised logits.
 """
 
 import functools
@@ -325,8 +324,8 @@ def _is_text_alone(model: Any) -> bool:
 
 def _check_token_ids(model: Any, given: dict[str, Any]) -> None:
     rows, tokens = embedding(model), given.get("input_ids")
-    looks = _is_text_alone(model) and rows.weight.dim() == 2 and not tells_of_token_ids(rows)
-    if looks and isinstance(tokens, Tensor) and (unknown := token_id_fault(rows.weight.shape[0], tokens)) is not None:
+    looks = _is_text_alone(model) and not tells_of_token_ids(rows)
+    if looks and isinstance(tokens, Tensor) and (unknown := token_id_fault(rows, tokens)) is not None:
         raise unknown
 
 

@@ -1,7 +1,8 @@
 """Read-outs of this rank's tokens at a model's lm head: from hidden states, or through the logits it makes.
 
 The model's own forward runs, with a head that gives promised logits: from what it returns is read where hidden states
-enter the head, and what is done to the logits. The first call compares that with the logits of a sample.
+enter the head, and what is done to the logits. The first call compares that with the logits of a sample. Where it
+differs they are made, and read in shards.
 
 Legend: B sequences, P tokens of this rank, D hidden size, V vocabulary.
 """
@@ -83,11 +84,6 @@ def _say_why(model: nn.Module, proof: Proof, read: Read) -> None:
     say_that_logits_are_made(f"{type(model).__name__.removeprefix('FSDP')} makes its own logits ({proof.reason})", read)
 
 
-def _copied(found: _Found) -> _Found:
-    """Results that are no views, of which FSDP2 warns."""
-    return tuple(x.clone() for x in found[0]), found[1]
-
-
 def _logits_of_changed(
     model: nn.Module, read: Read, logits: Tensor, given_BP: Sequence[Tensor], anew: Callable[[], Proof]
 ) -> _Found:
@@ -109,12 +105,8 @@ def _of_logits(
     return read_logits(read, logits, given_BP)
 
 
-def logits_proof(model: nn.Module, inputs: dict[str, Any]) -> Proof:
-    """The proof that what is read from hidden states equals what is read from the logits of `model(**inputs)`."""
-    return _decision(model, output_head_path(model), inputs)[0]
-
-
 def _decision(model: nn.Module, path: str, inputs: dict[str, Any]) -> Decision:
+    """Decide whether what is read from hidden states equals what is read from the logits of `model(**inputs)`."""
     head, mode, group = model.get_submodule(path), proof_mode(), vars(model).get(VOCABULARY)
     reason = why_logits_are_made(model) or not_fusable(model, path, head)
     if reason is not None and group is None:
@@ -163,9 +155,9 @@ def _through_head(
     with standing_in(model, path, promising(head, call_of, calls.append)) as stub:
         logits = forward_of(model)(stub, *args, **inputs).logits
     if not isinstance(logits, DeferredLogits):
-        return _copied(_of_logits(model, read, logits, given_BP, changed=anew is not None and not calls))
+        return _of_logits(model, read, logits, given_BP, changed=anew is not None and not calls)
     state = logits.state
     if logits.made is not None or calls[0].made is not None or (state.chosen and calls[0].in_slices):
-        return _copied(read_logits(read, logits.logits("a read-out"), given_BP))
+        return read_logits(read, logits.logits("a read-out"), given_BP)
     columns = None if calls[0].in_slices else state.columns
     return read_hidden(head, state.transform.facts(read.temperature), read, state.hidden, given_BP, columns)

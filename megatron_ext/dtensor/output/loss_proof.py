@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.dtensor.decoder import embedding
 from megatron_ext.dtensor.output.reads import PLAIN, HeadCall
 from megatron_ext.dtensor.output.stand_ins import HeadLike, is_registered, is_sharded, promising, stub_of, with_head
-from megatron_ext.dtensor.sequence_arguments import SequenceLayout
+from megatron_ext.dtensor.sequence_arguments import SequenceLayout, rows_of
 from megatron_ext.proof import SAMPLE_TOKENS, Proof, compare, error_words
 from megatron_ext.proof.comparison import rng_put_back, state_put_back
 from megatron_ext.proof.values import HOOKS
@@ -60,7 +60,9 @@ def prove(
     nothing is sent.
     """
     head = whole_copy(model.get_submodule(path))
-    weight = next(iter(head.parameters()))
+    weight = next(head.parameters(), None)
+    if weight is None:
+        return Proof.not_comparable("its lm head has no parameter of its own")
     device, sample = weight.device, sample_of(model, given, weight.shape[0])
     sample |= {name: x.clone() for name, x in sample.items() if isinstance(x, Tensor) and x.is_inference()}
     if cp_ranks > 1 or _communicates(model):
@@ -144,11 +146,10 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
         elif x.dim() == 1 and x.shape[0] == rows and rows > 1:
             sample[name] = x[:1]
     if isinstance(ids, Tensor):
-        several = ids.flatten().repeat(-(-count // ids.numel()))[: max(count, 1)].view(1, -1)
-        known = embedding(model).weight.shape[0]
-        sample["input_ids"] = (
-            several.clamp(0, known - 1) if short or ids.dim() == 1 else ids[:1, :count].clamp(0, known - 1)
-        )
+        tokens = ids.reshape(-1, *ids.shape[2:])
+        several = torch.cat([tokens] * -(-count // len(tokens)))[: max(count, 1)].unsqueeze(0)
+        known = rows_of(embedding(model))
+        sample["input_ids"] = several.clamp(0, None if known is None else known - 1)
         targets = sample["input_ids"].clamp(max=columns - 1).clone()
     else:
         targets = labels.flatten()[:count].view(1, -1).clamp(0, columns - 1).clone()

@@ -75,6 +75,9 @@ class DeferredLogits(Tensor):
         promise.call, promise.state, promise.source, promise.made = call, state, source, None
         promise.with_grad = torch.is_grad_enabled() and (source is None or source.with_grad)
         call.promises.append(weakref.ref(promise))
+        if promise.with_grad and call.trains:  # an autograd.Function's gradient is for it, which torch does not ask
+            with torch._C.DisableTorchFunctionSubclass():
+                promise.requires_grad_().register_hook(_refuse_function)
         return promise
 
     def logits(self, asked_by: str) -> Tensor:
@@ -107,6 +110,10 @@ class DeferredLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         promise = next((x for x in args if isinstance(x, DeferredLogits)), None)
+        if promise is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                if promise.grad_fn is not None:  # a Function has made it
+                    _refuse_function()
         if promise is not None and promise.made is None and func in _FOLLOWED:
             followed = _FOLLOWED[func](promise, func, args, kwargs)
             if isinstance(followed, _State):
@@ -116,6 +123,13 @@ class DeferredLogits(Tensor):
         name = getattr(func, "__name__", str(func))
         args, kwargs = tree_map(lambda x: x.logits(name) if isinstance(x, DeferredLogits) else x, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _refuse_function(gradient: Tensor | None = None) -> None:
+    raise ValueError(
+        "an autograd.Function was applied to logits that the fused head has not made, and its gradient would not reach "
+        "them: apply it to logits + 0, which makes the logits, or call restore_own_loss(model)"
+    )
 
 
 def _then(promise: DeferredLogits, func: Any, rest: tuple, kwargs: dict, **changes: Any) -> _State:

@@ -106,11 +106,12 @@ def say_once(reason: str) -> None:
 def read_logits(read: Read, logits: Tensor, given_BP: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ValueError | None]:
     """Return what `read` makes of the logits that a model made."""
     local, group, vocab = local_shard(logits, -1)
-    return or_refuse(
+    found, fault = or_refuse(
         lambda: _tuple(read.logits(local, *given_BP, tp_group=group, vocab=vocab, temperature=read.temperature)),
         read.shape(given_BP[0]),
         local,
     )
+    return tuple(x.clone() for x in found), fault  # no views, as in `read_hidden`
 
 
 def read_hidden(
@@ -195,6 +196,7 @@ class HeadCall:
         columns, dtype: the other facts of the logits.
         in_slices: hidden states are a slice, so that tokens cannot be chosen among them; then it is `whole`.
         whole: the cross entropy of some tokens is read as one of all: ranks send alike, whatever a loss leaves out.
+        trains: whether hidden states or the head take a gradient.
         made: the head's logits, once somebody asked for them; `read_by` names the function that did.
         redeemed: the arguments of the last cross entropy that was read from hidden states.
         promises: all that were given, as far as they live.
@@ -213,6 +215,7 @@ class HeadCall:
             self.in_slices = ranks > 1 and labels.shape[-1] != length
             self.tokens = (hidden.shape[0], labels.shape[-1]) if self.in_slices else self.tokens
         self.whole = ranks > 1
+        self.trains = hidden.requires_grad or any(x.requires_grad for x in head.parameters())
         self.divisor = given.get("num_items_in_batch") if isinstance(head, FSDPModule) else None
         self.dtype = weight.dtype
         if torch.is_autocast_enabled(hidden.device.type) and not is_copy:

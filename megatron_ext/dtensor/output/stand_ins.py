@@ -13,7 +13,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
+from types import MethodType, NoneType
 from typing import Any
 
 from torch import Tensor, nn
@@ -74,7 +74,8 @@ def standing_in(model: nn.Module, path: str, head: nn.Module) -> Iterator[Any]:
         yield stub
     finally:
         for own, copy, old in before:
-            own._modules |= {name: x for name, x in copy._modules.items() if name not in own._modules}
+            for name, module in copy._modules.items():
+                own._modules.setdefault(name, module)
             for name, x in vars(copy).items():
                 if old.get(name, own) is not x:
                     vars(own)[name] = x
@@ -118,10 +119,12 @@ def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[
     changed: set[str] = set()  # also once the stub is gone, where a checkpoint runs its forward again
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        now = getattr(own(), "__dict__", {})
-        told = {name: x for name, x in now.items() if name != "forward" and before.get(name, before) is not x}
+        told = {}
+        for name, x in getattr(own(), "__dict__", {}).items():
+            if name != "forward" and before.get(name, before) is not x:
+                told[name] = x
         changed.update(told)
-        if changed or any(x is not None for x in (*args, *kwargs.values())):
+        if changed or {*map(type, (*args, *kwargs.values()))} - {NoneType}:
             vars(head).update(told)
             return (head if is_sharded(head) else head.forward)(hidden, *args, **kwargs)
         call = call_of(hidden)

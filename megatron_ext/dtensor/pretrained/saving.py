@@ -34,11 +34,9 @@ class Ranks(NamedTuple):
     device: str
 
     @classmethod
-    def of(cls, meshes: Sequence[DeviceMesh | None]) -> "Ranks":
-        """The ranks of these meshes together."""
-        found = [mesh for mesh in meshes if mesh is not None]
-        groups = [group for mesh in found for group in mesh.get_all_groups()]
-        return cls(groups, found[0].device_type if found else "cpu")
+    def of(cls, meshes: Sequence[DeviceMesh]) -> "Ranks":
+        """Groups of these meshes together."""
+        return cls([group for mesh in meshes for group in mesh.get_all_groups()], meshes[0].device_type)
 
     @property
     def first(self) -> bool:
@@ -127,14 +125,13 @@ class _Files:
             renamed, filename_pattern=_FILE.replace(".", "{suffix}."), max_shard_size=max_shard_size
         )
         self.waiting = {file: dict.fromkeys(names) for file, names in self.split.filename_to_tensors.items()}
-        self.file_of = {name: file for file, names in self.split.filename_to_tensors.items() for name in names}
         self.held: dict[str, dict[str, Tensor]] = {}
 
     def add(self, name: str, whole: Tensor) -> None:
         from safetensors.torch import save_file
 
         for new, x in self.rename(name, whole.detach().cpu()):
-            file = self.file_of[new]
+            file = self.split.tensor_to_filename[new]
             self.held.setdefault(file, {})[new] = x.contiguous().clone()  # views of one weight are each a tensor
             del self.waiting[file][new]
             if not self.waiting[file]:
@@ -146,7 +143,7 @@ class _Files:
             os.replace(self._unfinished(file), self.folder / file)
         index = self.folder / _INDEX
         if self.split.is_sharded:
-            content = {"metadata": self.split.metadata, "weight_map": self.file_of}
+            content = {"metadata": self.split.metadata, "weight_map": self.split.tensor_to_filename}
             index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         else:
             index.unlink(missing_ok=True)

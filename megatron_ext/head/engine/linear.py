@@ -423,8 +423,9 @@ def finished_dx(
             alike = product_TD.dtype == w_VD.dtype
             whole_TD = product_TD if alike else product_TD.new_empty(product_TD.shape, dtype=w_VD.dtype)
         for (part_TD, w_VP), (out_TD, _) in zip(w_VD.across(product_TD), w_VD.across(whole_TD), strict=True):
-            done_TD = finished_dx(rows, part_TD, grad, leaf._replace(w_VD=w_VP), plan, passing=False)
-            if whole_TD is not product_TD:
+            place_TD = None if given_TD is None else out_TD
+            done_TD = finished_dx(rows, part_TD, grad, leaf._replace(w_VD=w_VP), plan, False, place_TD)
+            if place_TD is None and whole_TD is not product_TD:
                 out_TD.copy_(done_TD)
         return whole_TD
     if given_TD is not None:

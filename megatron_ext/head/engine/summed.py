@@ -2,8 +2,8 @@
 
 The gradient of `s = sum_t w_t loss_t` is known in forward but for one factor, the upstream gradient of s. So each chunk
 of tokens has its logits made, read and turned into dx and a term of dW while they are there, and backward multiplies
-both by the factor: no logits are made again, and none are kept. dW is summed over the chunks in fp32 (fp64 for fp64),
-since a sum in 16 bits would be rounded with each chunk; it is rounded to the weight's dtype once, in backward.
+both by the factor: no logits are made again, and none are kept. Both are in fp32 until then (fp64 for fp64): dW is
+summed over the chunks, and either is rounded once, in backward, whatever the factor.
 
 Legend: T tokens (after any gather), t of a chunk, D hidden size, V columns of this rank's vocabulary shard.
 """
@@ -56,8 +56,8 @@ class SummedHead(torch.autograd.Function):
     `chunks`: see `chunks_in_forward`. `sizes`: with the sequence layout, where hidden states are this rank's slice, the
     number of each rank's tokens; else None. `weights_T`: `[T]`, without a gradient.
 
-    Keeps for backward dx in the hidden states' dtype and an fp32 dW, no hidden states and no exponentials. A main_grad
-    is written by backward alone.
+    Keeps for backward dx and dW in fp32, no hidden states and no exponentials. A main_grad is written by backward
+    alone.
 
     Communicates, at several ranks: forward an all-gather of statistics for each chunk, of which the first tells of
     faults, options and labels; backward one all-reduce of dx. With the sequence layout forward also gathers the hidden
@@ -85,7 +85,7 @@ class SummedHead(torch.autograd.Function):
             sums = [x_TD.new_empty(like.shape, dtype=wide) if need else None for need, like in parts]
             spans = w_VD.columns if isinstance(w_VD, SideBySide) else [slice(0, w_VD.shape[1])]
             db_V = x_TD.new_zeros(w_VD.shape[0], dtype=wide) if need_db else None
-            dx_TD = x_TD.new_empty(x_TD.shape) if need_dx else None
+            dx_TD = x_TD.new_empty(x_TD.shape, dtype=wide) if need_dx else None
             values = []
             for rows in chunks:
                 leaf, x_tD = whole._replace(target_T=part_of(whole.target_T, rows)), part_of(x_TD, rows)
@@ -110,16 +110,16 @@ class SummedHead(torch.autograd.Function):
         ctx.save_for_backward(total, dx_TD, db_V, *sums)  # the result, by which a second derivative comes back here
         ctx.group, ctx.sizes, ctx.passes = call.group, sizes, plan.passes
         ctx.parameter = weight_VD if call.fuse_main_grad and need_dw else None
-        ctx.dtypes = [None if x is None else x.dtype for x in (weight_VD, bias_V, low_VR)]
+        ctx.dtypes = [x_TD.dtype, *(None if x is None else x.dtype for x in (weight_VD, bias_V, low_VR))]
         return total
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _, dx_TD, db_V, dw_VD, *low = ctx.saved_tensors
-        passes, (dtype, of_bias, of_low), sum_TD = ctx.passes, ctx.dtypes, None
+        passes, (of_hidden, dtype, of_bias, of_low), sum_TD = ctx.passes, ctx.dtypes, None
         if dx_TD is not None:
-            dx_TD = _scaled(dx_TD, grad, dx_TD.dtype, passes)
+            dx_TD = _scaled(dx_TD, grad, of_hidden, passes)
             sum_TD = start_sum_of_ranks(dx_TD, dx_TD, ctx.group, ctx.sizes, fixed=False)
         db_V = None if db_V is None else (db_V * grad).to(of_bias)
         dlow_VR = _scaled(low[0], grad, of_low, passes) if low and low[0] is not None else None

@@ -1,12 +1,22 @@
-"""Sums of rows that have one order: each is made in one program, and nothing is chosen by the shape."""
+"""Sums of rows that have one order: each is made in one program, and nothing is chosen by the shape; and a softmax's
+sums in the order of inference engines' batch-invariant kernels, which Megatron-Core has too.
+
+That order is: the row's maximum; exponentials below it in blocks of 1024 columns, each summed by one program of 4 warps
+and added to those before, in fp32; the logarithm of the sum. It is that of batch_invariant_ops (Thinking Machines Lab),
+from which vLLM's and Megatron's kernels come. It errs more than the head's own, by one rounding for each block.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.kernels import blocks
+from megatron_ext.head.kernels.logits import kernel_options, logits, packed, rowwise, writable
 from megatron_ext.numerics.launches import launch
+
+_BLOCK = tl.constexpr(1024)  # columns of an engine
 
 
 @triton.jit
@@ -39,3 +49,73 @@ def _sums(x: Tensor, starts_T: Tensor | None, rows: int, columns: int) -> Tensor
     sizes = {"DTYPE": dtype, "BLOCK": blocks.FIXED_SUM, "num_warps": 4}
     launch(segment_sums_kernel, (rows,), x, starts_T, found_T, columns, **sizes)
     return found_T
+
+
+@triton.jit
+def _sums_kernel(
+    z_ptr,
+    bias_ptr,
+    peak_ptr,
+    sum_ptr,
+    z_stride,
+    counted,
+    softcap: tl.float64,
+    temperature: tl.float64,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Sums of exponentials of one token's logits. As many neighbouring columns belong to a thread as in those kernels:
+    it decides the order within a block."""
+    token = tl.program_id(0).to(tl.int64)
+    z_ptr += token * z_stride
+    softcap, temperature = tl.full([], softcap, tl.float32), tl.full([], temperature, tl.float32)
+    row = (z_ptr, bias_ptr, counted, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
+    peak = tl.load(peak_ptr + token)
+    peak = tl.where(peak > float("-inf"), peak, 0.0)
+    total = 0.0
+    for start in range(0, counted, _BLOCK):
+        columns = tl.max_contiguous(start + tl.arange(0, _BLOCK), TOGETHER)
+        total += tl.sum(tl.exp(logits(row, columns, True) - peak), 0)
+    tl.store(sum_ptr + token, total)
+
+
+@triton.jit
+def _log_kernel(out_ptr, x_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < count, other=1.0)
+    tl.store(out_ptr + at, tl.log(x), mask=at < count)
+
+
+def write_sums(
+    z_TV: Tensor,
+    stats_KT: Tensor,
+    bias_V: Tensor | None,
+    counted: int,
+    softcap: float | None,
+    temperature: float,
+) -> None:
+    """Write the sums of exponentials below the maxima in `stats_KT`, over those that are there. Arguments as for
+    `row_statistics`, in fp32."""
+    z_TV = rowwise(z_TV)
+    launch(
+        _sums_kernel,
+        (len(z_TV) if counted else 0,),
+        z_TV,
+        packed(bias_V),
+        writable(stats_KT)[MAX],
+        stats_KT[SUM_EXP],
+        z_TV.stride(0),
+        counted=counted,
+        **kernel_options(softcap, temperature),
+        # Of fp32 logits in rows of a multiple of 16 columns Triton has a thread load 16 bytes at a time.
+        TOGETHER=4 if counted % 16 == 0 else 1,
+        num_warps=4,
+    )
+
+
+def log(x_T: Tensor) -> Tensor:
+    """The natural logarithm, in fp32, as Triton has it."""
+    out_T = torch.empty_like(x_T, memory_format=torch.contiguous_format)
+    launch(_log_kernel, (triton.cdiv(x_T.numel(), 256),), out_T, x_T.contiguous(), x_T.numel(), BLOCK=256)
+    return out_T

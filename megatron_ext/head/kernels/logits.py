@@ -3,6 +3,8 @@
 A number without a type would arrive in fp32, so softcap and temperature are told theirs.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -100,6 +102,15 @@ def logits(row, columns, MASKED: tl.constexpr):
 def packed(x: Tensor | None) -> Tensor | None:
     """`x` without gaps in memory, if there is one."""
     return None if x is None else x.contiguous()
+
+
+def kernel_options(softcap: float | None = None, temperature: float = 1.0, **others: Any) -> dict[str, Any]:
+    """The options of a pass as its kernel has them, by their names: tensors without gaps, and beside softcap and
+    temperature whether there are such. `labelled` tells a kernel nothing."""
+    others.pop("labelled", None)
+    bends = {"softcap": 1.0 if softcap is None else softcap, "temperature": temperature}
+    flags = {"HAS_SOFTCAP": softcap is not None, "HAS_TEMPERATURE": temperature != 1.0}
+    return bends | flags | {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in others.items()}
 
 
 def rowwise(x_ND: Tensor) -> Tensor:

@@ -138,10 +138,8 @@ def nucleus_kernel(
     token = tl.program_id(0).to(tl.int64)
     row_ptr, list_ptr, length = z_ptr + token * z_stride, list_ptr + token * room, columns
     top, unknown = _largest(row_ptr, columns, LANES)
-    peak, inverse = (
-        tl.maximum(over(top, temperature), lowest(tl.float32)),
-        over(tl.full([], 1.0, tl.float32), temperature),
-    )
+    peak = tl.maximum(over(top, temperature), lowest(tl.float32))
+    inverse = over(tl.full([], 1.0, tl.float32), temperature)
 
     # Above `low` lies as much as is wanted or more, above `high` less: the cut is in between, or `high` itself.
     least, high = key(tl.full([], float("-inf"), tl.float32)), key(top)

@@ -1,8 +1,7 @@
-"""`row_gradient` in Triton: the same arguments and results as in `megatron_ext.head.row_passes.passes`.
+"""`row_gradient` in Triton: the same arguments and results as in `megatron_ext.head.row_passes.passes`. One program has
+some columns of one token."""
 
-One program has some columns of one token. Offsets are 64-bit: T * V/R may pass 2^31. Nothing is read back to the host
-and nothing is allocated, so it can be captured in a CUDA graph.
-"""
+from typing import Any
 
 import torch
 import triton
@@ -10,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
-from megatron_ext.head.kernels.logits import FAR, bend, exp, packed, raw, rowwise, transformed, writable
+from megatron_ext.head.kernels.logits import FAR, bend, exp, kernel_options, raw, rowwise, transformed, writable
 from megatron_ext.numerics.launches import launch
 
 
@@ -19,38 +18,37 @@ def _row_gradient_kernel(
     source_ptr,
     target_ptr,
     shift_ptr,
-    scale_ptr,
-    slope_ptr,
-    offset_ptr,
-    value_ptr,
     out_ptr,
-    bias_ptr,
     source_stride,
-    target_stride,
     out_stride,
     columns_all,
+    tiny: tl.float64,
     counted,
     softcap: tl.float64,
     temperature: tl.float64,
-    tiny: tl.float64,
-    SOURCE_IS_EXP: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    scale_T=None,
+    slope_T=None,
+    offset_T=None,
+    value_T=None,
+    bias_V=None,
+    source_is_exp: tl.constexpr = False,
 ):
     token = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = shift_ptr.dtype.element_ty
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < counted
-    target = tl.load(target_ptr + token * target_stride).to(tl.int32)
+    target = tl.load(target_ptr + token).to(tl.int32)
     shift = tl.load(shift_ptr + token)
     source_ptr += token * source_stride
     softcap, temperature = tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE)
-    row = (source_ptr, bias_ptr, counted, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
-    if SOURCE_IS_EXP:
+    row = (source_ptr, bias_V, counted, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
+    if source_is_exp:
         e = tl.load(source_ptr + columns, mask=inside, other=0.0).to(DTYPE)
         u = e
-        if slope_ptr is not None or HAS_SOFTCAP:
+        if slope_T is not None or HAS_SOFTCAP:
             u = tl.log(tl.maximum(e, tl.full([], tiny, DTYPE)))
         if HAS_SOFTCAP:
             bent = (u + shift) * (temperature / softcap)
@@ -62,72 +60,44 @@ def _row_gradient_kernel(
         u = transformed(row, z) - shift
         e = exp(u)
     grad = e
-    if slope_ptr is not None:
+    if slope_T is not None:
         near = tl.maximum(u, FAR)
-        grad = e * (tl.load(scale_ptr + token) + tl.load(slope_ptr + token) * near)
-    elif scale_ptr is not None:
-        grad = e * tl.load(scale_ptr + token)
-    if offset_ptr is not None:
-        offset = tl.load(offset_ptr + token)
-        if SOURCE_IS_EXP:
+        grad = e * (tl.load(scale_T + token) + tl.load(slope_T + token) * near)
+    elif scale_T is not None:
+        grad = e * tl.load(scale_T + token)
+    if offset_T is not None:
+        offset = tl.load(offset_T + token)
+        if source_is_exp:
             grad += offset
         else:
             grad += tl.where(u > float("-inf"), offset, 0.0)
     if HAS_SOFTCAP:
         grad = tl.where(u > float("-inf"), grad * slope_here, 0.0)
     value = tl.zeros([], DTYPE)
-    if value_ptr is not None:
-        value = tl.load(value_ptr + token)
+    if value_T is not None:
+        value = tl.load(value_T + token)
     grad = tl.where(columns == target, value, grad)
-    if offset_ptr is not None or HAS_SOFTCAP:
+    if offset_T is not None or HAS_SOFTCAP:
         grad = tl.where(inside, grad, 0.0)
     tl.store(out_ptr + token * out_stride + columns, grad.to(out_ptr.dtype.element_ty), mask=columns < columns_all)
 
 
-def row_gradient(
-    source_TV: Tensor,
-    target_T: Tensor,
-    shift_T: Tensor,
-    out_TV: Tensor,
-    scale_T: Tensor | None = None,
-    slope_T: Tensor | None = None,
-    offset_T: Tensor | None = None,
-    value_T: Tensor | None = None,
-    bias_V: Tensor | None = None,
-    *,
-    counted: int,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    source_is_exp: bool = False,
-    labelled: bool = False,
-) -> None:
+def row_gradient(source_TV: Tensor, target_T: Tensor, shift_T: Tensor, out_TV: Tensor, **options: Any) -> None:
     """The gradient of each logit, in one launch. See `megatron_ext.head.row_passes.passes.row_gradient`."""
     (tokens, columns), source_TV = source_TV.shape, rowwise(source_TV)
     block_v, warps = blocks.sizes(blocks.GRADIENT, columns, shift_T.dtype == torch.float64)
-    writable(out_TV)
     launch(
         _row_gradient_kernel,
         (tokens, triton.cdiv(columns, block_v)),
         source_TV,
-        target_T,
-        packed(shift_T),
-        packed(scale_T),
-        packed(slope_T),
-        packed(offset_T),
-        packed(value_T),
-        out_TV,
-        packed(bias_V),
+        target_T.contiguous(),
+        shift_T.contiguous(),
+        writable(out_TV),
         source_TV.stride(0),
-        target_T.stride(0),
         out_TV.stride(0),
         columns,
-        counted,
-        1.0 if softcap is None else softcap,
-        temperature,
         torch.finfo(shift_T.dtype).tiny,
-        SOURCE_IS_EXP=source_is_exp,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_TEMPERATURE=temperature != 1.0,
         BLOCK_V=block_v,
         num_warps=warps,
+        **kernel_options(**options),
     )

@@ -8,6 +8,8 @@ from megatron_ext.head.kernels.logits import FAR, bend, exp, logits, lowest, raw
 
 NOWHERE = tl.constexpr(2147483647)
 
+# `wants`, as these functions take it: whether the mean, the entropy and the hits are wanted, and there is a softcap.
+
 
 @triton.jit
 def label_logit(row, target):
@@ -21,9 +23,10 @@ def label_logit(row, target):
 
 
 @triton.jit
-def sums(z, reference, axis: tl.constexpr, WITH_MEAN: tl.constexpr, WITH_ENTROPY: tl.constexpr):
+def sums(z, reference, axis: tl.constexpr, wants):
     """Exponentials relative to `reference`, and over `axis` their sum, sum e (z - reference), sum (z - reference) and
     count of the finite."""
+    WITH_MEAN, WITH_ENTROPY, _, _ = wants
     far = z - reference
     e = exp(far)
     total = tl.sum(e, axis)
@@ -38,30 +41,23 @@ def sums(z, reference, axis: tl.constexpr, WITH_MEAN: tl.constexpr, WITH_ENTROPY
 
 
 @triton.jit
-def write_statistics(
-    stats_ptr,
-    stats_stride_k,
-    found,
-    WITH_MEAN: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_HITS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
+def write_statistics(stats_ptr, stats_stride, found, wants):
+    WITH_MEAN, WITH_ENTROPY, WITH_HITS, HAS_SOFTCAP = wants
     peak, total, at_target, mean_sum, finite_count, inner, hit, slope = found
     tl.store(stats_ptr, peak)
-    tl.store(stats_ptr + stats_stride_k, total)
-    tl.store(stats_ptr + 2 * stats_stride_k, tl.minimum(at_target, peak))
-    extra_ptr = stats_ptr + 3 * stats_stride_k
+    tl.store(stats_ptr + stats_stride, total)
+    tl.store(stats_ptr + 2 * stats_stride, tl.minimum(at_target, peak))
+    extra_ptr = stats_ptr + 3 * stats_stride
     if WITH_MEAN:
         tl.store(extra_ptr, mean_sum)
-        tl.store(extra_ptr + stats_stride_k, finite_count)
-        extra_ptr += 2 * stats_stride_k
+        tl.store(extra_ptr + stats_stride, finite_count)
+        extra_ptr += 2 * stats_stride
     if WITH_ENTROPY:
         tl.store(extra_ptr, inner)
-        extra_ptr += stats_stride_k
+        extra_ptr += stats_stride
     if WITH_HITS:
         tl.store(extra_ptr, (hit & (peak > float("-inf"))).to(peak.dtype))
-        extra_ptr += stats_stride_k
+        extra_ptr += stats_stride
     if HAS_SOFTCAP:
         tl.store(extra_ptr, slope)
 
@@ -80,11 +76,8 @@ def whole_row_kernel(
     stats_ptr,
     exp_ptr,
     shift_ptr,
-    bias_ptr,
     z_stride,
-    target_stride,
-    stats_stride_k,
-    stats_stride_t,
+    stats_stride,
     exp_stride,
     kept_columns,
     counted,
@@ -92,13 +85,14 @@ def whole_row_kernel(
     temperature: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
-    WITH_MEAN: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_HITS: tl.constexpr,
     FIRST_WHOLE: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
     FIRST_KEPT: tl.constexpr,
+    bias_V=None,
+    with_mean: tl.constexpr = False,
+    with_entropy: tl.constexpr = False,
+    with_hits: tl.constexpr = False,
 ):
     """A row in registers, as FIRST columns (FIRST_WHOLE: they all count) and REST more, which may be none.
 
@@ -106,12 +100,13 @@ def whole_row_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = stats_ptr.dtype.element_ty
-    target = tl.load(target_ptr + token * target_stride).to(tl.int32)
+    target = tl.load(target_ptr + token).to(tl.int32)
     z_ptr += token * z_stride
     if exp_ptr is not None:
         exp_ptr += token * exp_stride
     softcap, temperature = tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE)
-    row = (z_ptr, bias_ptr, counted, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
+    row = (z_ptr, bias_V, counted, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
+    wants = (with_mean, with_entropy, with_hits, HAS_SOFTCAP)
     at_target, slope = label_logit(row, target)
     columns = tl.arange(0, FIRST)
     z = logits(row, columns, not FIRST_WHOLE)
@@ -121,19 +116,18 @@ def whole_row_kernel(
         more_z = logits(row, more_columns, True)
         peak = tl.maximum(peak, tl.max(more_z, 0))
     base = tl.maximum(peak, lowest(DTYPE))
-    e, total, inner, mean_sum, finite_count = sums(z, base, 0, WITH_MEAN, WITH_ENTROPY)
+    e, total, inner, mean_sum, finite_count = sums(z, base, 0, wants)
     first = NOWHERE
-    if WITH_HITS:
+    if with_hits:
         first = tl.min(tl.where(z == peak, columns, NOWHERE), 0)
     if REST:
-        more_e, more_total, more_inner, more_mean_sum, more_count = sums(more_z, base, 0, WITH_MEAN, WITH_ENTROPY)
+        more_e, more_total, more_inner, more_mean_sum, more_count = sums(more_z, base, 0, wants)
         total, inner = total + more_total, inner + more_inner
         mean_sum, finite_count = mean_sum + more_mean_sum, finite_count + more_count
-        if WITH_HITS:
+        if with_hits:
             first = tl.minimum(first, tl.min(tl.where(more_z == peak, more_columns, NOWHERE), 0))
     found = (peak, total, at_target, mean_sum, finite_count, inner, first == target, slope)
-    stats_ptr += token * stats_stride_t
-    write_statistics(stats_ptr, stats_stride_k, found, WITH_MEAN, WITH_ENTROPY, WITH_HITS, HAS_SOFTCAP)
+    write_statistics(stats_ptr + token, stats_stride, found, wants)
     if shift_ptr is not None:
         tl.store(shift_ptr + token, tl.where(peak > float("-inf"), peak, 0.0))
     if exp_ptr is not None:

@@ -25,12 +25,14 @@ from megatron_ext.distributed.groups import Group, VocabShard
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
+from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.checks import INTEGERS
 from megatron_ext.head.readouts.read_out import Flatten, Found, OfLabels, counted
+from megatron_ext.head.readouts.teacher import normaliser
 from megatron_ext.head.row_passes.passes import PYTORCH, passes_of
 from megatron_ext.numerics.tensors import check_plain, check_within, has_values, raise_if
 
-_MAX, _SUM, _OWN = 0, 1, 2  # rows: the largest logit, the sum of exponentials below it, and the read-out's own number
+_OWN = 2  # row of the read-out's own number, behind the largest logit and the sum of exponentials below it
 
 
 class Kept(OfLabels):
@@ -125,21 +127,14 @@ class Kept(OfLabels):
         z_n = logits[0][token_n, self.call.place(column_n)]
         z_n = transformed(z_n, None, None, self.call.temperature, stats_Kt.dtype)
         self._logits.append(z_n)
-        stats_Kt[_MAX] = peak_t = _largest(z_n, lengths_t)
+        stats_Kt[MAX] = peak_t = _largest(z_n, lengths_t)
         below_n = (z_n - peak_t.where(peak_t > -torch.inf, 0.0)[token_n]).double()
-        stats_Kt[_SUM] = self._added(below_n.exp(), lengths_t)
+        stats_Kt[SUM_EXP] = self._added(below_n.exp(), lengths_t)
         stats_Kt[_OWN] = self.own(z_n, below_n, is_label_n, lengths_t)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        peaks_RT, sums_RT, own_RT = stats_RKT.double().unbind(1)
-        largest_T = peaks_RT.amax(0)
-        largest_T = largest_T.where(largest_T > -torch.inf, 0.0)
-        below_RT = (peaks_RT - largest_T).where(peaks_RT > -torch.inf, 0.0)
-        weight_RT = below_RT.exp() * sums_RT
-        total_T = self.added(weight_RT)
-        total_T = total_T.masked_fill(total_T == 0, 1.0)  # nothing kept, at a token that does not count
-        log_sum_T, parts = total_T.log(), (own_RT, sums_RT, below_RT, weight_RT / total_T)
-        value_T = counted(self.value(largest_T, log_sum_T, *parts), self.counts_T)
+        largest_T, log_sum_T = normaliser(stats_RKT, 0, self.call)  # log 1 where nothing is kept: it does not count
+        value_T = counted(self.value(largest_T, log_sum_T, stats_RKT.double()), self.counts_T)
         z_N = torch.cat(self._logits) if self._logits else own_KT.new_empty(0)
         return [value_T.to(own_KT.dtype)], [value_T, largest_T, log_sum_T, z_N]
 
@@ -160,10 +155,10 @@ class Kept(OfLabels):
         """The third number of each token: here the label's logit."""
         return _largest(z_n.where(is_label_n, -torch.inf), lengths_t)
 
-    def value(self, largest_T: Tensor, log_sum_T: Tensor, own_RT: Tensor, *others: Tensor) -> Tensor:
-        """The result, fp64: of the largest of all kept logits and the log of the sum of exponentials below it, and of
-        each shard's third number, its sum, how far its largest is below, and its probability."""
-        return (own_RT.amax(0) - largest_T) - log_sum_T
+    def value(self, largest_T: Tensor, log_sum_T: Tensor, stats_RKT: Tensor) -> Tensor:
+        """The result, fp64: of the largest of all kept logits, the log of the sum of exponentials below it, and every
+        shard's numbers."""
+        return (stats_RKT[:, _OWN].amax(0) - largest_T) - log_sum_T
 
     def pulled(self, log_p_n: Tensor, value_n: Tensor, is_label_n: Tensor) -> Tensor:
         """The gradient of the result by each kept logit, of its log-probability and its token's result."""
@@ -180,9 +175,10 @@ class KeptEntropy(Kept):
         weighed_n = (below_n.exp() * below_n).where(below_n > -torch.inf, 0.0)
         return self._added(weighed_n, lengths_t)
 
-    def value(self, largest_T: Tensor, log_sum_T: Tensor, own_RT: Tensor, *others: Tensor) -> Tensor:
-        sums_RT, below_RT, share_RT = others
-        return log_sum_T - self.added(share_RT * (own_RT / sums_RT.clamp(min=1) + below_RT))
+    def value(self, largest_T: Tensor, log_sum_T: Tensor, stats_RKT: Tensor) -> Tensor:
+        peaks_RT, sums_RT, own_RT = stats_RKT.unbind(1)
+        below_RT = (peaks_RT - largest_T).where(peaks_RT > -torch.inf, 0.0)
+        return log_sum_T - self.added((below_RT - log_sum_T).exp() * (own_RT + sums_RT * below_RT))
 
     def pulled(self, log_p_n: Tensor, value_n: Tensor, is_label_n: Tensor) -> Tensor:
         finite_n = log_p_n.clamp(min=-1e4)  # p is 0 further away

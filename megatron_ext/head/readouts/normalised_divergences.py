@@ -35,10 +35,7 @@ _SIDES = 2 * SIDE  # statistics of both sides; behind them the sums of p h and o
 
 class NormalisedSides(ReadOut):
     """A sum over the vocabulary for each token, of terms of both probabilities; h is their derivative by the student's
-    p, and the gradient `p (h - sum p h)`.
-
-    Communicates, at several ranks: forward 1 small collective a chunk and 1 more beside the common one.
-    """
+    p, and the gradient `p (h - sum p h)`."""
 
     softmax = False
     needs_logits = True

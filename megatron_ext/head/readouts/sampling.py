@@ -16,14 +16,7 @@ def Sampled(
     ignore_index: int = -100,
     kept: tuple[Tensor, Tensor] | None = None,
 ) -> ReadOut:
-    """The read-out of `sampled_log_probs`, which says what is kept: `[...]`, fp32 (fp64 for fp64).
-
-    Args:
-        labels: `[...]`, integers: global token ids; `ignore_index` gives 0 and no gradient, a label that is not kept
-            -inf and no gradient.
-        top_k: at least 1; more than the vocabulary keeps all of it; None or -1: off.
-        top_p: in (0, 1]; 1: off. Without top-k shards must be of equal width, the last one maybe narrower.
-        kept: `(offsets, ids)`, what the generator kept at each token, as `Kept` takes them, in place of filters.
+    """The read-out of `sampled_log_probs`, of its arguments: `[...]`, fp32 (fp64 for fp64).
 
     Communicates, at several ranks, beside the common exchange: with a `top_k` above 4096 a number of each rank; with
     top-p alone one all-gather of the shards, then one exchange of logits a chunk.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.distributed.groups import Group, VocabShard, tensor_parallel_group
+from megatron_ext.distributed.groups import Group, VocabShard, group_size, tensor_parallel_group
 from megatron_ext.head import checks
 from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
@@ -91,21 +91,12 @@ def teacher_fault(teacher: Any, hidden: Tensor, student: ResolvedHead) -> ValueE
 
 def _check_teachers_options(teacher: Any, student: ResolvedHead) -> None:
     """Raises ValueError for options of a teacher's head that would have no effect beside the student's."""
-    layout = "sequence" if student.in_slices else "replicated"
+    layout, its_layout = "sequence" if student.in_slices else "replicated", teacher.hidden_layout
+    alike = teacher.tp_group is None or _same_ranks(tensor_parallel_group(teacher.tp_group), student.group)
     for name, its, students, fits in (
         ("bits", teacher.bits, student.bits, teacher.bits in (None, student.bits)),
-        (
-            "hidden_layout",
-            teacher.hidden_layout,
-            layout,
-            student.ranks == 1 or teacher.hidden_layout in ("replicated", layout),
-        ),
-        (
-            "tp_group",
-            teacher.tp_group,
-            student.group,
-            teacher.tp_group is None or _same_ranks(tensor_parallel_group(teacher.tp_group), student.group),
-        ),
+        ("hidden_layout", its_layout, layout, student.ranks == 1 or its_layout in ("replicated", layout)),
+        ("tp_group", teacher.tp_group, student.group, alike),
     ):
         if not fits:
             raise ValueError(
@@ -115,11 +106,9 @@ def _check_teachers_options(teacher: Any, student: ResolvedHead) -> None:
 
 
 def _same_ranks(one: Group, other: Group) -> bool:
-    if one is None or other is None or one is other:
-        return (1 if one is None else one.size()) == (1 if other is None else other.size())
     if isinstance(one, ProcessGroup) and isinstance(other, ProcessGroup):
         return dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
-    return one.size() == other.size()
+    return group_size(one) == group_size(other)
 
 
 def teacher_logits_fault(teacher: Any, student: Any, vocab: VocabShard, ranks: int) -> ValueError | None:

@@ -22,6 +22,7 @@ What a logit goes through before anything else, in the accumulation dtype (fp32;
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -374,7 +375,7 @@ def triton_passes() -> RowPasses | None:
     """The passes in Triton; None where it is not installed, or has no device."""
     if importlib.util.find_spec("triton") is None or (torch.version.cuda is None and not _interpreted()):
         return None
-    found: RowPasses = importlib.import_module("megatron_ext.head.kernels.triton_passes").TRITON
+    found: RowPasses = importlib.import_module("megatron_ext.head.kernels").TRITON
     return found
 
 
@@ -392,11 +393,11 @@ def _without_triton() -> RowPasses:
 
 def _operator(plain: Callable[..., None], *written: str) -> Any:
     """An operator of a pass, by its own annotations. Its fake does nothing: a pass returns nothing."""
-    name = plain.__name__
+    name, names = plain.__name__, [*inspect.signature(plain).parameters]
 
     @functools.wraps(plain)
-    def run(x: Tensor, *arguments: Tensor, **options: Any) -> None:
-        getattr(passes_of(x), name)(x, *arguments, **options)
+    def run(x: Tensor, *arguments: Tensor, **options: Any) -> None:  # torch passes by place what it can
+        getattr(passes_of(x), name)(x, **dict(zip(names[1:], arguments, strict=False)), **options)
 
     operator = torch.library.custom_op(f"megatron_ext::{name}", run, mutates_args=written)
     operator.register_fake(lambda *arguments, **options: None)
@@ -440,4 +441,4 @@ def engine_combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: Re
 
 
 def _kernels() -> Any:
-    return importlib.import_module("megatron_ext.head.kernels.engine_softmax")
+    return importlib.import_module("megatron_ext.head.kernels.fixed_order_sums")

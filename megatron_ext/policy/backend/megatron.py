@@ -218,7 +218,14 @@ class MegatronBackend(Backend):
         options = {}
         if cu_seqlens is not None:
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + more] if more else [cu_seqlens]).int()
-            options["packed_seq_params"] = _packing(cu_seqlens)
+            longest = int(cu_seqlens.diff().max())
+            options["packed_seq_params"] = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=cu_seqlens,
+                cu_seqlens_kv=cu_seqlens,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            )
         parts = SequenceParts(parallel_state.get_context_parallel_group(), cu_seqlens)
         return Inputs(rows.tokens, parts, padded, options)
 
@@ -294,14 +301,3 @@ class MegatronBackend(Backend):
     def close(self) -> None:
         """End Megatron's groups and the emulation, if they began with this backend."""
         self._open.close()
-
-
-def _packing(cu_seqlens: Tensor) -> PackedSeqParams:
-    longest = int(cu_seqlens.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )

@@ -116,7 +116,7 @@ class ClippedPGLoss:
     @property
     def needs(self) -> tuple[str, ...]:
         keys = ["input_ids", "token_mask", "sample_mask", "advantages"]
-        keys += ["prev_logprobs"] * self._reads_prev
+        keys += ["prev_logprobs"] * (not self.force_on_policy_ratio)
         keys += ["reference_policy_logprobs"] * bool(self._kl_factor)
         keys += ["generation_logprobs"] * self._reads_generation
         keys += ["rewards"] * bool(self.positive_example_nll_weight)
@@ -139,12 +139,14 @@ class ClippedPGLoss:
         self, log_probs_BS: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
         mask_BS = token_weights(data)
-        self._check_shapes(mask_BS, data)
+        # What would be broadcast to the tokens, or cut, is refused.
+        per_token = [name for name in (*self.needs, "generation_logprobs") if name.endswith(("advantages", "logprobs"))]
+        check_per_token(mask_BS.shape, **{name: data[name] for name in per_token if name in data})
         means = _Means(mask_BS, data["sample_mask"], global_valid_seqs, global_valid_toks)
         reduce = means.of_tokens if self.token_level_loss else means.of_rows
         advantages_BS = counted(data["advantages"], mask_BS)
         log_probs_BS = counted(log_probs_BS, mask_BS)
-        prev_BS = log_probs_BS.detach() if not self._reads_prev else counted(data["prev_logprobs"], mask_BS)
+        prev_BS = log_probs_BS.detach() if self.force_on_policy_ratio else counted(data["prev_logprobs"], mask_BS)
         ratio_BS, clipped_BS = self._ratios(log_probs_BS, prev_BS, mask_BS)
         if self.use_cispo:
             loss_BS = pg.clipped_weight_loss(log_probs_BS, clipped_BS, advantages_BS)
@@ -174,12 +176,6 @@ class ClippedPGLoss:
             "positive_nll_loss": nll.detach(),
             **metrics,
         }
-
-    def _check_shapes(self, mask_BS: Tensor, data: Mapping[str, Any]) -> None:
-        """Raises ValueError for what would be broadcast to the tokens, or cut."""
-        read = ["advantages", "generation_logprobs"] + ["prev_logprobs"] * self._reads_prev
-        read += ["reference_policy_logprobs"] * bool(self._kl_factor)
-        check_per_token(mask_BS.shape, **{name: data[name] for name in read if name in data})
 
     def _ratios(self, log_probs_BS: Tensor, prev_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors of the advantages, and the same clipped."""
@@ -237,10 +233,6 @@ class ClippedPGLoss:
     @property
     def _kl_factor(self) -> float:
         return 0.0 if self.use_kl_in_reward else self.reference_policy_kl_penalty
-
-    @property
-    def _reads_prev(self) -> bool:
-        return not self.force_on_policy_ratio
 
     @property
     def _reads_generation(self) -> bool:

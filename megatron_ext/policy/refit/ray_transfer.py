@@ -79,7 +79,7 @@ class RayRefit(RayActors):
         device = self._nearest(wanted)
         try:
             for bucket in buckets(self.prepare_refit_info(), int(budget)):
-                names = [row.name for row in bucket.rows]
+                names = [row.name for row in bucket]
                 yield self.get_weights_ipc_handles(names, [device])[device]
         finally:
             self.free_weights()

@@ -14,7 +14,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,31 +41,29 @@ class Row:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def end(self) -> int:
+        """Return the offset at which the next weight begins."""
+        return self.offset + -(-self.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
     def view(self, buffer: Tensor) -> Tensor:
         """The weight inside of the buffer, uint8 `[bytes]`."""
         return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
-@dataclass(frozen=True)
-class Bucket:
-    rows: tuple[Row, ...]
-    nbytes: int
+Bucket = list[Row]
 
 
 def buckets(info: WeightInfo, buffer_bytes: float = math.inf) -> list[Bucket]:
     """The weights in their order, as many to a bucket as fit."""
     found: list[Bucket] = []
-    rows: list[Row] = []
-    end = 0
     for name, (shape, dtype) in info.items():
-        row = Row(name, tuple(shape), dtype, end)
-        if rows and end + row.nbytes > buffer_bytes:
-            found.append(Bucket(tuple(rows), end))
-            row = Row(name, row.shape, dtype, 0)
-            rows = []
-        rows.append(row)
-        end = row.offset + -(-row.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return [*found, Bucket(tuple(rows), end)] if rows else found
+        row = Row(name, tuple(shape), dtype, found[-1][-1].end if found else 0)
+        if not found or row.offset + row.nbytes > buffer_bytes:
+            found.append([])
+            row = replace(row, offset=0)
+        found[-1].append(row)
+    return found
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class CudaAddress:
 class WeightsHandle:
     """Handle with which another process reads a bucket."""
 
-    rows: tuple[Row, ...]
+    rows: Bucket
     where: BlockAddress | CudaAddress
 
 
@@ -93,12 +91,12 @@ class HeldWeights:
         if device.type == "cuda":
             from torch.multiprocessing.reductions import reduce_tensor
 
-            self.buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+            self.buffer = torch.empty(bucket[-1].end, dtype=torch.uint8, device=device)
             where: BlockAddress | CudaAddress = CudaAddress(device_id(device), *reduce_tensor(self.buffer))
         else:
-            self._block = SharedBlock(bucket.nbytes)
+            self._block = SharedBlock(bucket[-1].end)
             self.buffer, where = self._block.buffer, self._block.address
-        self.handle = WeightsHandle(bucket.rows, where)
+        self.handle = WeightsHandle(bucket, where)
 
     def finish(self) -> None:
         """Waits for the device: other processes do not."""
@@ -171,8 +169,8 @@ def send_weights(weights: Iterable[tuple[str, Tensor]], info: WeightInfo, group:
     `require_same_buckets`; see `receive_weights`."""
     weights = iter(weights)
     for bucket in buckets(info, buffer_bytes):
-        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=group.device)
-        for row, (name, weight) in zip(bucket.rows, weights, strict=False):
+        buffer = torch.empty(bucket[-1].end, dtype=torch.uint8, device=group.device)
+        for row, (name, weight) in zip(bucket, weights, strict=False):
             assert name == row.name
             row.view(buffer).copy_(weight)
         group.broadcast(buffer)
@@ -206,10 +204,10 @@ def receive_buckets(
     require_same_buckets(info, group, buffer_bytes)
     fault: Exception | None = None
     for bucket in buckets(info, buffer_bytes):
-        buffer = group.broadcast(torch.empty(bucket.nbytes, dtype=torch.uint8, device=group.device))
+        buffer = group.broadcast(torch.empty(bucket[-1].end, dtype=torch.uint8, device=group.device))
         try:
             if fault is None:
-                take([(row.name, row.view(buffer)) for row in bucket.rows])
+                take([(row.name, row.view(buffer)) for row in bucket])
         except Exception as error:
             fault = error
     if fault is not None:

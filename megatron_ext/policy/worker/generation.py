@@ -17,7 +17,7 @@ from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.data.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import checked
 from megatron_ext.policy.worker.refitter import Refitter
-from megatron_ext.policy.worker.sampling import Sampler, SamplingSettings, row_seeds
+from megatron_ext.policy.worker.sampling import Sampler, Stopping, row_seeds, stopping
 
 _NEEDS = ("input_ids", "input_lengths")
 
@@ -93,7 +93,7 @@ class Generation:
         Raises:
             ValueError: prompts or settings that cannot be used; of prompts on this rank alone.
         """
-        settings = SamplingSettings.of(self.config, self.tokenizer, self.settings)
+        ends = stopping(self.config, self.tokenizer)
         prepared = self.generator is not None
         if not prepared:
             self.prepare_for_generation()
@@ -103,47 +103,48 @@ class Generation:
             self._generations += 1
             seed = self.settings.seed * 1_000_003 + self._generations if seed is None else seed
             numbers = range(batch.size) if rows is None else rows
-            sampler = Sampler(settings, None if greedy else row_seeds(seed, numbers), self.backend.device)
+            sampler = Sampler(self.settings, None if greedy else row_seeds(seed, numbers), self.backend.device)
             assert self.generator is not None
             with self.backend.mode():
-                return _generated(self.generator, batch.to(self.backend.device), settings, sampler)
+                return _generated(self.generator, batch.to(self.backend.device), ends, sampler)
         finally:
             if not prepared:
                 self.finish_generation()
 
 
-def _generated(model: Any, batch: BatchedDataDict, settings: SamplingSettings, sampler: Sampler) -> BatchedDataDict:
+def _generated(model: Any, batch: BatchedDataDict, ends: Stopping, sampler: Sampler) -> BatchedDataDict:
     lengths_B, width = batch["input_lengths"], batch["input_ids"].shape[1]
     column_S = torch.arange(width, device=lengths_B.device)
     # transformers goes on at the right end: prompts stand there while it runs.
     shift_B1 = (width - lengths_B)[:, None]
     is_token_BS = column_S >= shift_B1
     place_BS = (column_S - shift_B1).clamp(min=0)
-    prompts_BS = batch["input_ids"].gather(1, place_BS).where(is_token_BS, settings.pad_token_id)
+    prompts_BS = batch["input_ids"].gather(1, place_BS).where(is_token_BS, ends.pad_token_id)
     out_BT: Tensor = model.generate(
         input_ids=prompts_BS,
         attention_mask=is_token_BS.long(),
         logits_processor=[sampler],
         do_sample=False,
         num_beams=1,
-        max_new_tokens=settings.max_new_tokens,
-        pad_token_id=settings.pad_token_id,
-        **({"eos_token_id": list(settings.stop_token_ids)} if settings.stop_token_ids else {}),
+        max_new_tokens=ends.max_new_tokens,
+        pad_token_id=ends.pad_token_id,
+        **({"eos_token_id": ends.stop_token_ids} if ends.stop_token_ids else {}),
         temperature=None,
         top_p=None,
         top_k=None,
     )
     answers_BN = out_BT[:, width:]
-    stops = settings.stop_token_ids or _stops(model)
-    stopped_BN = torch.isin(answers_BN, torch.tensor(stops, device=answers_BN.device, dtype=answers_BN.dtype))
+    own = model.generation_config.eos_token_id  # None, one, or a list
+    stops = answers_BN.new_tensor(ends.stop_token_ids or ([] if own is None else own))
+    stopped_BN = torch.isin(answers_BN, stops)
     # A token counts where none of those before it ended the row.
     counts_BN = (stopped_BN.long().cumsum(1) - stopped_BN.long()) == 0
     new_B = counts_BN.sum(1)
     total_B = lengths_B + new_B
     shape = (len(lengths_B), width + answers_BN.shape[1])
-    output_BT = torch.full(shape, settings.pad_token_id, device=answers_BN.device, dtype=answers_BN.dtype)
+    output_BT = torch.full(shape, ends.pad_token_id, device=answers_BN.device, dtype=answers_BN.dtype)
     log_probs_BT = torch.zeros(shape, device=answers_BN.device)
-    output_BT[:, :width] = batch["input_ids"].where(column_S < lengths_B[:, None], settings.pad_token_id)
+    output_BT[:, :width] = batch["input_ids"].where(column_S < lengths_B[:, None], ends.pad_token_id)
     row, step = counts_BN.nonzero(as_tuple=True)
     output_BT[row, lengths_B[row] + step] = answers_BN[row, step]
     log_probs_BT[row, lengths_B[row] + step] = sampler.log_probs()[row, step]
@@ -163,9 +164,3 @@ def _keep_stops(model: Any) -> None:
     own = model.generation_config
     kept = {"eos_token_id": own.eos_token_id, "cache_implementation": getattr(own, "cache_implementation", None)}
     model.generation_config = type(own)(**kept)
-
-
-def _stops(model: Any) -> list[int]:
-    """Return the tokens that the model itself stops at."""
-    found = model.generation_config.eos_token_id
-    return [] if found is None else found if isinstance(found, list) else [found]

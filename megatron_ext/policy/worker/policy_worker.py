@@ -10,6 +10,8 @@ Legend: B rows of this data-parallel rank, S positions. Global ranks go through 
 """
 
 import inspect
+import os
+import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
@@ -220,12 +222,26 @@ class PolicyWorker:
         return True
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """This rank's device by name, and its memory in MiB."""
-        return {"rank": self.rank, "world_size": dist.get_world_size(), **device_memory.device_info(self.device)}
+        """This rank's device by name, and its memory in MiB; on the CPU without."""
+        info = {"rank": self.rank, "world_size": dist.get_world_size(), "device": str(self.device)}
+        info |= {"device_id": device_memory.device_id(self.device), "node": platform.node()}
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            amounts = {
+                "free": free,
+                "total": total,
+                "allocated": torch.cuda.memory_allocated(self.device),
+                "reserved": torch.cuda.memory_reserved(self.device),
+                "peak_allocated": torch.cuda.max_memory_allocated(self.device),
+            }
+            info |= {f"{name}_mib": amount / 2**20 for name, amount in amounts.items()}
+        return info
 
     def get_free_memory_bytes(self) -> int:
         """Return the bytes that all processes leave free on this rank's GPU; of the host, without a GPU."""
-        return device_memory.free_bytes(self.device)
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def report_device_id(self) -> str:
         """ "GPU-..." as NVML has it, or "CPU-" and the name of the host."""

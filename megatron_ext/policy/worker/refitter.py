@@ -118,7 +118,7 @@ class Refitter:
 
         agree(lay_open)  # memory may be short on one rank
         exports = self.backend.exports()
-        for row in chosen[0].rows if chosen else ():
+        for row in chosen[0] if chosen else ():
             weight = exports[row.name].make()
             if self.held is not None:
                 row.view(self.held.buffer).copy_(weight)

@@ -9,49 +9,40 @@ Legend: B rows, V vocabulary.
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_ext.head.checks import is_int
 from megatron_ext.policy.config import Settings
 from megatron_ext.reference import kept
 
 
-@dataclass(frozen=True)
-class SamplingSettings:
-    """NeMo-RL's `generation` part of a configuration, as far as it says how tokens are drawn.
+class Stopping(NamedTuple):
+    """NeMo-RL's `generation` part of a configuration, as far as it says where a row ends.
 
     Attributes:
-        top_k, top_p: None and 1.0 keep all.
         stop_token_ids: end a row, and count as its last token; empty: those of the model's own generation config.
         pad_token_id: stands behind the end of a row.
     """
 
     max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()
-    pad_token_id: int = 0
+    stop_token_ids: list[int]
+    pad_token_id: int
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any], tokenizer: Any, settings: Settings) -> "SamplingSettings":
-        """Make the settings from a worker's configuration, and from what `read_config` made of it."""
-        generation = config.get("generation") or {}
-        if generation.get("stop_strings"):
-            raise ValueError("generation.stop_strings are set: generate() stops at token ids; set stop_token_ids")
-        if generation.get("bad_words"):
-            raise ValueError(
-                f"generation.bad_words is {generation['bad_words']!r}: generate() bans no words; leave it out"
-            )
-        most = generation.get("max_new_tokens")
-        if type(most) is not int or most < 1:
-            raise ValueError(f"generation.max_new_tokens is {most!r}: generate() needs a positive integer; set it")
-        stops = tuple(generation.get("stop_token_ids") or ())
-        pad = pad_token_of(config, tokenizer)
-        return cls(most, settings.temperature, settings.top_k, settings.top_p, stops, pad)
+
+def stopping(config: Mapping[str, Any], tokenizer: Any) -> Stopping:
+    """Read it from a worker's configuration."""
+    generation = config.get("generation") or {}
+    if generation.get("stop_strings"):
+        raise ValueError("generation.stop_strings are set: generate() stops at token ids; set stop_token_ids")
+    if generation.get("bad_words"):
+        raise ValueError(f"generation.bad_words is {generation['bad_words']!r}: generate() bans no words; leave it out")
+    most: Any = generation.get("max_new_tokens")
+    if not is_int(most, 1):
+        raise ValueError(f"generation.max_new_tokens is {most!r}: generate() needs a positive integer; set it")
+    return Stopping(most, list(generation.get("stop_token_ids") or ()), pad_token_of(config, tokenizer))
 
 
 def pad_token_of(config: Mapping[str, Any], tokenizer: Any) -> int:
@@ -70,7 +61,7 @@ class Sampler:
         seeds: of each row's random sequence; None: no sampling, the likeliest token.
     """
 
-    def __init__(self, settings: SamplingSettings, seeds: Sequence[int] | None, device: torch.device):
+    def __init__(self, settings: Settings, seeds: Sequence[int] | None, device: torch.device):
         self._settings = settings
         self._random = None if seeds is None else [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self._log_probs: list[Tensor] = []

@@ -26,11 +26,6 @@ EXCHANGE = """
         work.wait()
     assert y.tolist() == [1 - rank] * 4
 """
-OBJECTS = """
-    import torch.distributed as dist
-    dist.init_process_group("nccl")
-    dist.all_gather_object([None, None], "rank")
-"""
 
 
 def start(tmp_path, source, *options, arguments=()):
@@ -50,13 +45,6 @@ def test_a_script_that_would_hang(tmp_path):
     eager = start(tmp_path, EXCHANGE, "--nccl-rules", arguments=["eager"])
     assert "these ranks wait for each other in a circle" in eager.stderr
     assert " 0:1 (ranks" not in eager.stderr
-
-
-def test_objects_need_a_device(tmp_path):
-    assert start(tmp_path, OBJECTS).returncode == 0
-    refused = start(tmp_path, OBJECTS, "--nccl-rules")
-    assert refused.returncode != 0
-    assert "call torch.cuda.set_device(local_rank) first" in refused.stderr
 
 
 def test_a_pretraining_script(tmp_path):

@@ -139,39 +139,28 @@ def test_buffers_hold_what_fits():
         send_first(5)
 
 
-def broadcast_then_leave(n):
+def leave_after(collective, first, result, n):
     """The root of a broadcast, and who sends to a reduction, go on and wait for others by a message."""
     x = torch.full((n,), float(1 + dist.get_rank()))
-    if dist.get_rank() == 0:
-        dist.broadcast(x, 0)
-        dist.send(torch.ones(1), 1)
+    if dist.get_rank() == first:
+        collective(x, 0)
+        dist.send(torch.ones(1), 1 - first)
     else:
-        dist.recv(torch.ones(1), 0)
-        dist.broadcast(x, 0)
-        assert x.tolist() == [1] * n
-
-
-def reduce_after_a_message(n):
-    x = torch.full((n,), float(1 + dist.get_rank()))
-    if dist.get_rank() == 1:
-        dist.reduce(x, 0)
-        dist.send(torch.ones(1), 0)
-    else:
-        dist.recv(torch.ones(1), 1)
-        dist.reduce(x, 0)
-        assert x.tolist() == [3] * n
+        dist.recv(torch.ones(1), first)
+        collective(x, 0)
+        assert x.tolist() == [result] * n
 
 
 @pytest.mark.parametrize(
-    "program,runs",
-    [(broadcast_then_leave, "broadcast from rank 0"), (reduce_after_a_message, r"reduce to rank 0 \(sum\)")],
+    "name,first,result,runs",
+    [("broadcast", 0, 1, "broadcast from rank 0"), ("reduce", 1, 3, r"reduce to rank 0 \(sum\)")],
 )
 @ranks(2, rules=NcclRules(buffer_bytes=16))
-def test_buffers_of_collectives(program, runs):
+def test_buffers_of_collectives(name, first, result, runs):
     everyone_has_met()
-    program(4)
+    leave_after(getattr(dist, name), first, result, 4)
     with pytest.raises(CommunicationHang, match=f"runs  {runs}"):
-        program(5)
+        leave_after(getattr(dist, name), first, result, 5)
 
 
 @ranks(2, rules=LAZY)

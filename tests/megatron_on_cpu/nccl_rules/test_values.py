@@ -153,27 +153,6 @@ def test_callbacks_of_futures_run_where_they_are_added():
 
 
 @ranks(2, rules=RULES)
-def test_power_sgd_hook_of_data_parallel():
-    """Its callbacks launch collectives."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
-
-    torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
-    model = nn.parallel.DistributedDataParallel(inner, bucket_cap_mb=1e-4)
-    state = hooks.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2, min_compression_rate=0.1)
-    model.register_comm_hook(state, hooks.powerSGD_hook)
-    x = torch.randn(4, 8) + dist.get_rank()
-    for _ in range(3):
-        model.zero_grad()
-        model(x).square().mean().backward()
-    copies = [torch.empty_like(p.grad) for p in model.parameters()]
-    for p, copied in zip(model.parameters(), copies, strict=True):
-        copied.copy_(p.grad)
-        dist.broadcast(copied, 0)
-        torch.testing.assert_close(copied, p.grad)
-
-
-@ranks(2, rules=RULES)
 def test_minimum_and_maximum_skip_nan():
     nan, rank = float("nan"), dist.get_rank()
     for dtype in (torch.float32, torch.bfloat16):

@@ -4,12 +4,14 @@ The shift of each row is known in backward, so a tile of logits turns into gradi
 once to the dtype in which it is written.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.kernels.epilogues import tiles
-from megatron_ext.head.kernels.logits import FAR, packed, writable
+from megatron_ext.head.kernels.logits import FAR, writable
 from megatron_ext.numerics.fixed_order_kernels import place
 
 
@@ -20,8 +22,6 @@ def product_gradient_kernel(
     out,
     target_ptr,
     shift_ptr,
-    scale_ptr,
-    slope_ptr,
     bias_ptr,
     sample_ptr,
     tokens,
@@ -33,6 +33,8 @@ def product_gradient_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    scale_T=None,
+    slope_T=None,
 ):
     """Writes `exp(u) * (scale + slope * u)`, `u = z - shift`: 0 at the label and in columns that do not count.
 
@@ -56,50 +58,34 @@ def product_gradient_kernel(
             z = tl.where(column[None, :] == target[:, None], float("-inf"), z)
         shift = tl.load(shift_ptr + at, mask=inside, other=0.0)
         g = tiles.exp(z, shift)
-        if slope_ptr is not None:
-            slope = tl.load(slope_ptr + at, mask=inside, other=0.0)[:, None]
+        if slope_T is not None:
+            slope = tl.load(slope_T + at, mask=inside, other=0.0)[:, None]
             inner = slope * tl.maximum(z - shift[:, None], FAR)
-            if scale_ptr is not None:
-                inner += tl.load(scale_ptr + at, mask=inside, other=0.0)[:, None]
+            if scale_T is not None:
+                inner += tl.load(scale_T + at, mask=inside, other=0.0)[:, None]
             g *= inner
-        elif scale_ptr is not None:
-            g *= tl.load(scale_ptr + at, mask=inside, other=0.0)[:, None]
+        elif scale_T is not None:
+            g *= tl.load(scale_T + at, mask=inside, other=0.0)[:, None]
         out.store([m * M, n * N], g.to(out.dtype))
 
 
 def product_gradient(
-    x_TD: Tensor,
-    w_VD: Tensor,
-    target_T: Tensor,
-    shift_T: Tensor,
-    out_TV: Tensor,
-    scale_T: Tensor | None = None,
-    slope_T: Tensor | None = None,
-    bias_V: Tensor | None = None,
-    *,
-    counted: int,
-    temperature: float = 1.0,
-    sm_margin: int = 0,
+    x_TD: Tensor, w_VD: Tensor, target_T: Tensor, shift_T: Tensor, out_TV: Tensor, **options: Any
 ) -> None:
     """A block of the gradient matrix in one launch. See `row_passes/passes.py`."""
     if x_TD.shape[0] == 0:
         return
-    shift_T, room_TV = shift_T.contiguous(), tiles.room(writable(out_TV))
+    room_TV = tiles.room(writable(out_TV))
     tiles.launch(
         product_gradient_kernel,
         x_TD,
         w_VD,
-        temperature,
-        bias_V,
         by_rows=False,
-        sm_margin=sm_margin,
         out=tiles.descriptor(room_TV, tiles.TILE_M, tiles.TILE_N),
-        target_ptr=target_T.contiguous(),
+        target_ptr=target_T,
         shift_ptr=shift_T,
-        scale_ptr=packed(scale_T),
         sample_ptr=None,
-        slope_ptr=packed(slope_T),
-        counted=counted,
+        **options,
     )
     if room_TV is not out_TV:
         out_TV.copy_(room_TV)

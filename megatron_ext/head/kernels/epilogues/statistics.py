@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_ext.head.call.statistics import statistics_rows
 from megatron_ext.head.kernels.epilogues import tiles
 from megatron_ext.head.kernels.epilogues.gradient import product_gradient_kernel
 from megatron_ext.head.kernels.logits import FAR, exp, writable
@@ -42,15 +41,15 @@ def product_statistics_kernel(
     counted,
     factor,
     together,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_HITS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    with_entropy: tl.constexpr = False,
+    with_hits: tl.constexpr = False,
 ):
     """Writes rows of `parts`, `[V / N, rows, T]`, of each tile: those of `row_statistics`, the label's logit only in
     the tile that has its column; and `exp(z - sample)`, 0 at the label, as far as `kept` reaches."""
-    ROWS: tl.constexpr = 3 + WITH_ENTROPY + WITH_HITS
+    ROWS: tl.constexpr = 3 + with_entropy + with_hits
     down, across = tl.cdiv(tokens, M), tl.cdiv(columns, N)
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0)):
         m, n = place(tile, down, across, together)
@@ -67,13 +66,13 @@ def product_statistics_kernel(
         if labelled:
             label = tl.max(tl.where(column[None, :] == target[:, None], z, float("-inf")), 1)
             tl.store(out_ptr + 2 * tokens, label, mask=inside & mine)
-        if WITH_HITS:
+        if with_hits:
             first = tl.min(tl.where(z == peak[:, None], column[None, :], _NONE), 1)
             tl.store(out_ptr + (ROWS - 1) * tokens, (first == target).to(tl.float32), mask=inside)
         reference = tl.where(peak > float("-inf"), peak, 0.0)
         e = tiles.exp(z, reference)
         tl.store(out_ptr + tokens, tl.sum(e, 1), mask=inside)
-        if WITH_ENTROPY:
+        if with_entropy:
             inner = tl.sum(e * tl.maximum(z - reference[:, None], FAR), 1)
             tl.store(out_ptr + 3 * tokens, inner, mask=inside)
         if kept is not None:  # noqa: SIM102, None has no shape
@@ -96,14 +95,14 @@ def joined_parts_kernel(
     tokens,
     count,
     stats_stride,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_HITS: tl.constexpr,
     N: tl.constexpr,
     PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
+    with_entropy: tl.constexpr = False,
+    with_hits: tl.constexpr = False,
 ):
     """The statistics of `count` neighbouring parts of a row as those of the row, of some tokens."""
-    ROWS: tl.constexpr = 3 + WITH_ENTROPY + WITH_HITS
+    ROWS: tl.constexpr = 3 + with_entropy + with_hits
     at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = at < tokens
     largest = tl.full([TOKENS], float("-inf"), tl.float32)
@@ -122,12 +121,12 @@ def joined_parts_kernel(
         part_ptr = parts_ptr + part.to(tl.int64)[:, None] * ROWS * tokens + at[None, :]
         peak = tl.load(part_ptr, mask=there, other=float("-inf"))
         more = tl.load(part_ptr + tokens, mask=there, other=0.0)
-        if WITH_HITS:
+        if with_hits:
             first = tl.minimum(first, tl.min(tl.where(peak == largest[None, :], part[:, None], _NONE), 0))
         below = tl.where(peak > float("-inf"), peak - reference[None, :], 0.0)  # of no finite column all is 0
         weight = tl.exp(below)
         total += tl.sum(more * weight, 0)
-        if WITH_ENTROPY:
+        if with_entropy:
             expected += tl.sum(weight * (tl.load(part_ptr + 3 * tokens, mask=there, other=0.0) + more * below), 0)
     target = tl.load(target_ptr + at, mask=inside, other=-1).to(tl.int32)
     owned = inside & (target >= 0)
@@ -144,10 +143,10 @@ def joined_parts_kernel(
         reference = tl.where(tl.abs(reference - sample) <= _REACH, sample, reference)
     tl.store(shift_ptr + at, reference, mask=inside)
     stats_ptr += 3 * stats_stride
-    if WITH_ENTROPY:
+    if with_entropy:
         tl.store(stats_ptr, expected, mask=inside)
         stats_ptr += stats_stride
-    if WITH_HITS:
+    if with_hits:
         hit = tl.load(label_ptr + (ROWS - 1) * tokens, mask=owned, other=0.0)
         tl.store(stats_ptr, tl.where(first == target // N, hit, 0.0), mask=inside)
 
@@ -163,37 +162,31 @@ def product_statistics(
     *,
     counted: int,
     temperature: float = 1.0,
-    with_entropy: bool = False,
-    with_hits: bool = False,
     sm_margin: int = 0,
+    **sums: bool,
 ) -> None:
     """Each row's statistics in two launches, with exponentials in four. See `row_passes/passes.py`."""
-    (tokens, _), columns = x_TD.shape, w_VD.shape[0]
+    tokens, columns, target_T = x_TD.shape[0], w_VD.shape[0], target_T.contiguous()
     if tokens == 0:
         return
-    target_T = target_T.contiguous()
-    sums = {"WITH_ENTROPY": with_entropy, "WITH_HITS": with_hits}
-    rows = statistics_rows(False, with_entropy, with_hits, False)
 
-    def scan(columns: int, sample_T: Tensor | None, sums: dict[str, bool], rows: int) -> Tensor:
-        parts = stats_KT.new_empty(triton.cdiv(columns, tiles.TILE_N), rows, tokens)
-        bends: tuple[float, Any] = temperature, None if bias_V is None else bias_V[:columns]
-        given: dict[str, Any] = {
-            "kept": None if sample_T is None else written,
-            "target_ptr": target_T,
-            "sample_ptr": sample_T,
-            "parts_ptr": parts,
-        }
-        given |= {"counted": min(counted, columns), "sm_margin": sm_margin, **sums}
-        tiles.launch(product_statistics_kernel, x_TD, w_VD[:columns], *bends, by_rows=False, **given)
+    def run(kernel: Any, columns: int, **given: Any) -> None:
+        bends: dict[str, Any] = {"bias_V": None if bias_V is None else bias_V[:columns], "temperature": temperature}
+        given |= {"target_ptr": target_T, "counted": min(counted, columns), "sm_margin": sm_margin}
+        tiles.launch(kernel, x_TD, w_VD[:columns], **bends, **given)
+
+    def scan(columns: int, sample_T: Tensor | None, **sums: bool) -> Tensor:
+        parts = stats_KT.new_empty(triton.cdiv(columns, tiles.TILE_N), 3 + sum(sums.values()), tokens)
+        given = {"kept": None if sample_T is None else written, "sample_ptr": sample_T, "parts_ptr": parts, **sums}
+        run(product_statistics_kernel, columns, by_rows=False, **given)
         return parts
 
     sample_T = kept_TV = written = None
     if exp_TV is not None:
         kept_TV = tiles.room(writable(exp_TV))
         written = tiles.descriptor(kept_TV, tiles.TILE_M, tiles.TILE_N)
-        sample_T = scan(min(columns, tiles.TILE_N), None, dict.fromkeys(sums, False), 3)[0, 0]
-    parts = scan(columns, sample_T, sums, rows)
+        sample_T = scan(min(columns, tiles.TILE_N), None)[0, 0]
+    parts = scan(columns, sample_T, **sums)
     launch(
         joined_parts_kernel,
         (triton.cdiv(tokens, _TOKENS),),
@@ -212,10 +205,7 @@ def product_statistics(
         **sums,
     )
     if exp_TV is not None and kept_TV is not None:
-        width = exp_TV.shape[1]
-        given: dict[str, Any] = {"out": written, "target_ptr": target_T, "shift_ptr": shift_T, "sample_ptr": sample_T}
-        given |= {"scale_ptr": None, "slope_ptr": None, "counted": min(counted, width), "sm_margin": sm_margin}
-        bends: tuple[float, Any] = temperature, None if bias_V is None else bias_V[:width]
-        tiles.launch(product_gradient_kernel, x_TD, w_VD[:width], *bends, by_rows=True, **given)
+        given = {"out": written, "shift_ptr": shift_T, "sample_ptr": sample_T}
+        run(product_gradient_kernel, exp_TV.shape[1], by_rows=True, **given)
         if kept_TV is not exp_TV:
             exp_TV.copy_(kept_TV)

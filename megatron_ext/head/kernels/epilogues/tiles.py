@@ -58,10 +58,10 @@ def launch(
     kernel: Any,
     x_TD: Tensor,
     w_VD: Tensor,
-    temperature: float,
-    bias_V: Tensor | None,
     by_rows: bool,
-    sm_margin: int,
+    bias_V: Tensor | None = None,
+    temperature: float = 1.0,
+    sm_margin: int = 0,
     **arguments: Any,
 ) -> None:
     """Start as many programs as the device has multiprocessors, but for `sm_margin`, for the tiles of `x @ W.T`.
@@ -75,8 +75,8 @@ def launch(
     programs = down * min(across, 16) if by_rows else min(down * across, most)
     with torch.cuda.device_of(x_TD):  # Triton launches on the current device, wherever the tensors are
         kernel[(programs,)](
-            x=descriptor(_lined(x_TD), TILE_M, _STEP),
-            w=descriptor(_lined(w_VD), TILE_N, _STEP),
+            x=descriptor(room(x_TD, copied=True), TILE_M, _STEP),
+            w=descriptor(room(w_VD, copied=True), TILE_N, _STEP),
             bias_ptr=packed(bias_V),
             tokens=tokens,
             columns=columns,
@@ -88,7 +88,7 @@ def launch(
             K=_STEP,
             num_warps=8,
             num_stages=3,
-            **arguments,
+            **{name: x.contiguous() if isinstance(x, Tensor) else x for name, x in arguments.items()},
         )
 
 
@@ -97,15 +97,10 @@ def descriptor(x_MN: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x_MN, [*x_MN.shape], [*x_MN.stride()], [rows, columns])
 
 
-def room(x_MN: Tensor) -> Tensor:
-    """`x_MN`, or new memory for it where its rows do not begin where TMA takes them."""
+def room(x_MN: Tensor, copied: bool = False) -> Tensor:
+    """`x_MN`, or new memory for it where its rows do not begin where TMA takes them; `copied`: with its numbers."""
     if x_MN.stride(1) == 1 and x_MN.stride(0) % MULTIPLE == 0 and x_MN.data_ptr() % 16 == 0:
         return x_MN
     rows, columns = x_MN.shape
-    return x_MN.new_empty(rows, triton.cdiv(columns, MULTIPLE) * MULTIPLE)[:, :columns]
-
-
-def _lined(x_MN: Tensor) -> Tensor:
-    """`x_MN`, copied if TMA does not take it."""
-    found_MN = room(x_MN)
-    return x_MN if found_MN is x_MN else found_MN.copy_(x_MN)
+    found_MN = x_MN.new_empty(rows, triton.cdiv(columns, MULTIPLE) * MULTIPLE)[:, :columns]
+    return found_MN.copy_(x_MN) if copied else found_MN
