@@ -12,7 +12,7 @@ from megatron_ext.dtensor import (
     get_logprobs_from_vocab_parallel_logits,
     use_attention,
 )
-from megatron_ext.dtensor.causal_lm import causal_lm_sampled_log_probs
+from megatron_ext.dtensor.causal_lm import causal_lm_from_logits, causal_lm_sampled_log_probs
 from megatron_ext.dtensor.output.decisions import is_hooked
 from megatron_ext.dtensor.output.reads import say_once
 from megatron_ext.reference import log_probs, sampled_log_probs
@@ -324,6 +324,17 @@ def test_token_ids_out_of_range_on_one_rank_are_refused_on_both(tp, cp, sequence
             with pytest.raises(ValueError, match=said):
                 call(model, wrong if last else tokens, **more)
     assert error(causal_lm_loss(model, tokens), causal_lm_loss(make("llama"), tokens)) < 3e-6
+
+
+def test_logits_that_a_caller_takes_whole_are_not_copied():
+    taken = []
+
+    def read(logits, _, **shard):
+        taken.append(logits * 2)
+        return taken[0]
+
+    found = causal_lm_from_logits(make("llama"), batch()["input_ids"], read, columns=VOCAB)
+    assert found.data_ptr() == taken[0].data_ptr()
 
 
 def test_models_without_our_attention():

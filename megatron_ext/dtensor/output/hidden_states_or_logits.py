@@ -84,6 +84,11 @@ def _say_why(model: nn.Module, proof: Proof, read: Read) -> None:
     say_that_logits_are_made(f"{type(model).__name__.removeprefix('FSDP')} makes its own logits ({proof.reason})", read)
 
 
+def _copied(found: _Found) -> _Found:
+    """Results that are no views, of which FSDP2 warns."""
+    return tuple(x.clone() for x in found[0]), found[1]
+
+
 def _logits_of_changed(
     model: nn.Module, read: Read, logits: Tensor, given_BP: Sequence[Tensor], anew: Callable[[], Proof]
 ) -> _Found:
@@ -155,9 +160,9 @@ def _through_head(
     with standing_in(model, path, promising(head, call_of, calls.append)) as stub:
         logits = forward_of(model)(stub, *args, **inputs).logits
     if not isinstance(logits, DeferredLogits):
-        return _of_logits(model, read, logits, given_BP, changed=anew is not None and not calls)
+        return _copied(_of_logits(model, read, logits, given_BP, changed=anew is not None and not calls))
     state = logits.state
     if logits.made is not None or calls[0].made is not None or (state.chosen and calls[0].in_slices):
-        return read_logits(read, logits.logits("a read-out"), given_BP)
+        return _copied(read_logits(read, logits.logits("a read-out"), given_BP))
     columns = None if calls[0].in_slices else state.columns
     return read_hidden(head, state.transform.facts(read.temperature), read, state.hidden, given_BP, columns)

@@ -106,12 +106,11 @@ def say_once(reason: str) -> None:
 def read_logits(read: Read, logits: Tensor, given_BP: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ValueError | None]:
     """Return what `read` makes of the logits that a model made."""
     local, group, vocab = local_shard(logits, -1)
-    found, fault = or_refuse(
+    return or_refuse(
         lambda: _tuple(read.logits(local, *given_BP, tp_group=group, vocab=vocab, temperature=read.temperature)),
         read.shape(given_BP[0]),
         local,
     )
-    return tuple(x.clone() for x in found), fault  # no views, as in `read_hidden`
 
 
 def read_hidden(
