@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.dtensor.decoder import embedding
 from megatron_ext.dtensor.output.reads import PLAIN, HeadCall
 from megatron_ext.dtensor.output.stand_ins import HeadLike, is_registered, is_sharded, promising, stub_of, with_head
-from megatron_ext.dtensor.sequence_arguments import SequenceLayout, rows_of
+from megatron_ext.dtensor.sequence_arguments import SequenceLayout
 from megatron_ext.proof import SAMPLE_TOKENS, Proof, compare, error_words
 from megatron_ext.proof.comparison import rng_put_back, state_put_back
 from megatron_ext.proof.values import HOOKS
@@ -147,9 +147,9 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
             sample[name] = x[:1]
     if isinstance(ids, Tensor):
         several = ids.flatten().repeat(-(-count // ids.numel()))[: max(count, 1)].view(1, -1)
-        known = rows_of(embedding(model))
+        table = getattr(embedding(model), "weight", None)
         first = several if short or ids.dim() == 1 else ids[:1, :count]
-        sample["input_ids"] = first.clamp(0, None if known is None else known - 1)
+        sample["input_ids"] = first.clamp(0, None if table is None else table.shape[0] - 1)
         targets = sample["input_ids"].clamp(max=columns - 1).clone()
     else:
         targets = labels.flatten()[:count].view(1, -1).clamp(0, columns - 1).clone()

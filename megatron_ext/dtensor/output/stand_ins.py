@@ -74,7 +74,8 @@ def standing_in(model: nn.Module, path: str, head: nn.Module) -> Iterator[Any]:
         yield stub
     finally:
         for own, copy, old in before:
-            own._modules |= {name: x for name, x in copy._modules.items() if name not in own._modules}
+            if copy._modules.keys() - own._modules.keys():
+                own._modules |= copy._modules | own._modules
             for name, x in vars(copy).items():
                 if old.get(name, own) is not x:
                     vars(own)[name] = x
@@ -117,9 +118,11 @@ def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[
     before, own = dict(vars(stub)), weakref.ref(stub)  # which a cycle would keep alive, with a graph
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        told = {name: x for name, x in vars(own()).items() if name != "forward" and before.get(name, before) is not x}
-        if told or any(x is not None for x in (*args, *kwargs.values())):
-            vars(head).update(told)
+        told = bool(args or kwargs)
+        for name, x in vars(own()).items():
+            if name != "forward" and before.get(name, before) is not x:
+                told, vars(head)[name] = True, x
+        if told:
             return (head if is_sharded(head) else head.forward)(hidden, *args, **kwargs)
         call = call_of(hidden)
         keep(call)
