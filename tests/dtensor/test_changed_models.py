@@ -347,6 +347,36 @@ def test_gradients_of_a_head_in_a_reentrant_checkpoint():
     assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
 
 
+class ModelWithCheckpointedForward(LlamaForCausalLM):
+    """A checkpoint holds the forward of its head, and not the head."""
+
+    power = None
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        if self.power is not None:
+            self.lm_head.power = self.power
+        head, loss = self.lm_head.forward, self.loss_function
+
+        def loss_of(hidden):
+            return loss(logits=head(hidden), labels=labels, vocab_size=VOCAB)
+
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        return CausalLMOutputWithPast(loss=checkpoint(loss_of, hidden, use_reentrant=False))
+
+
+def test_a_checkpoint_around_the_forward_of_a_head():
+    model = ModelWithCheckpointedForward(make("llama").config)
+    model.lm_head = PowerHead(model.lm_head.in_features, VOCAB, bias=False)
+    model = use_fused_loss(model)
+    for power in (None, 2.0, 3.0):
+        model.power = power
+        expected, gradients = loss_and_gradients(restore_own_loss(copy.deepcopy(model)), **batch())
+        found, of_ours = loss_and_gradients(model, **batch())
+        assert error(found, expected) < 3e-6
+        assert all(error(of_ours[name], gradients[name]) < 3e-6 for name in gradients)
+        assert power is not None or fused_loss_report(model).proofs[0].fused
+
+
 @pytest.mark.parametrize("proved", [False, True])
 def test_transforms_of_torch_func_see_the_models_own_loss(proved):
     """Gradients of each row, as data attribution takes them: nothing can be compared inside, nor our head be run."""

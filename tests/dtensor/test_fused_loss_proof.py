@@ -458,3 +458,17 @@ def test_a_hook_of_a_sharded_head_is_not_left_out():
             continue
         with pytest.raises(ValueError, match=r"has hooks, which may read its logits\); call .*causal_lm_loss"):
             model(**given)
+
+
+def test_proofs_are_read_while_a_thread_makes_another(monkeypatch):
+    """As a report does while training goes on: a call of another kind adds an owner."""
+    model = use_fused_loss(make("llama"), in_eval=True)
+    model(**batch())
+    made = fused_loss._PROOFS.made
+
+    def meanwhile(owner):
+        vars(model)[fused_loss.FUSED].owner({}, False)
+        return made(owner)
+
+    monkeypatch.setattr(fused_loss._PROOFS, "made", meanwhile)
+    assert [proof.verdict for proof in fused_loss.proofs_of(model)] == ["proved"]

@@ -126,7 +126,7 @@ def test_damaged_fact_is_told_on_every_rank_and_changes_nothing(trained, most):
     facts = json.loads((folder / "optimizer" / "facts.json").read_text())["facts"]
     cases = [damaged for path in of_one_weight(facts) for damaged in damages(facts, path)]
     cases = random.Random(3).sample(cases, min(most, len(cases)))
-    cases += [{key: x for key, x in facts.items() if key != "loss_scale"}, [], facts | {"more": 1}]
+    cases += [{key: x for key, x in facts.items() if key != "loss_scale"}, [], facts | {"more": 1}, sorted(facts)]
     before = held(worker)
     for damaged in cases:
         dist.barrier()

@@ -140,7 +140,8 @@ class HostsAtOnce:
         def make(processes):
             monitor = HostMonitor(processes)
             report = SimpleNamespace(remote=lambda: object.__new__(type("Answer", (), {"node": node, "of": monitor})))
-            return SimpleNamespace(report=report, note=monitor.note)
+            resume = SimpleNamespace(remote=lambda: monitor.resume() or report.remote())
+            return SimpleNamespace(report=report, note=monitor.note, resume=resume)
 
         node = scheduling_strategy.node_id
         return lambda _: SimpleNamespace(remote=make)
@@ -150,6 +151,9 @@ class HostsAtOnce:
         late = [answer for answer in asked if self.silent and answer.node == NODES[1]]
         self.clock += timeout if late else 0.0
         return [answer for answer in asked if answer not in late], late
+
+    def kill(self, monitor):
+        self.ended = True
 
     def get(self, asked, timeout=None):
         if self.ended:
@@ -239,6 +243,26 @@ def test_a_driver_that_was_stopped_itself_takes_no_host_for_lost(monkeypatch, ho
     hosts.silent = True
     assert watch.fault([0]) is None  # who waits for rank 0 alone does not need that host
     assert "host b with ranks [1] of 2 has not answered for 6 s" in watch.fault([0, 1])
+
+
+def test_a_silent_host_does_not_outlast_the_time_of_a_call(hosts):
+    """As that of `is_alive`: who waits less than the timeout does not learn that the host is lost."""
+    watch = Liveness(hosts, PLACES, 60, 5)
+    hosts.silent = True
+    assert watch.fault([0, 1], 2.0) is None
+    assert hosts.clock == 2 + LOOK_S
+
+
+def test_a_stopped_rank_runs_when_the_watch_ends(hosts):
+    """So that it hears Ray, which asks it to end; before Ray 2.52 nobody kills one that does not hear."""
+    sleeper = subprocess.Popen(["sleep", "600"])
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+    Liveness(hosts, [PLACES[0]._replace(process=sleeper.pid)], 6, 5).end()
+    assert hosts.ended
+    os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED)
+    sleeper.kill()
+    sleeper.wait()
 
 
 def test_a_monitor_that_ends_leaves_its_host_known(hosts):

@@ -175,7 +175,7 @@ def test_temperature_and_precision():
         (
             "llama",
             {"expert_parallel_size": 2},
-            "expert_parallel_size is 2: experts are cut by expert_model_parallel_size; set it to 1",
+            "expert_parallel_size is 2: experts have ranks of their own; set expert_model_parallel_size",
         ),
         (
             "llama",

@@ -164,7 +164,8 @@ def model_inside(model: Any) -> Any:
 def proofs_of(model: nn.Module) -> tuple[Proof, ...]:
     """The proofs of `model`'s loss, of each kind of call that was proved, in order."""
     fused: FusedLoss | None = vars(model_inside(model)).get(FUSED)
-    found = [] if fused is None else [_PROOFS.made(owner) for owner in fused.owners.values()]
+    owners = [] if fused is None else [*fused.owners.values()]  # to which a thread may add
+    found = [_PROOFS.made(owner) for owner in owners]
     return tuple(proof for proof in found if proof is not None)
 
 

@@ -116,13 +116,15 @@ def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[
 
     stub: Any = HeadLike(head) if is_sharded(head) else stub_of(head)
     before, own = dict(vars(stub)), weakref.ref(stub)  # which a cycle would keep alive, with a graph
+    changed: set[str] = set()  # also once the stub is gone, where a checkpoint runs its forward again
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         told = {}
-        for name, x in vars(own()).items():
+        for name, x in getattr(own(), "__dict__", {}).items():
             if name != "forward" and before.get(name, before) is not x:
                 told[name] = x
-        if told or {*map(type, (*args, *kwargs.values()))} - {NoneType}:
+        changed.update(told)
+        if changed or {*map(type, (*args, *kwargs.values()))} - {NoneType}:
             vars(head).update(told)
             return (head if is_sharded(head) else head.forward)(hidden, *args, **kwargs)
         call = call_of(hidden)

@@ -18,7 +18,7 @@ def refuse_fact(path: str | Path, name: str, value: Any, rule: str) -> None:
 def check_kinds(path: str | Path, facts: Any) -> None:
     """Raises ValueError unless the facts of an optimizer are there alone, with the state of a `LossScale`, which
     is empty of one that is always 1."""
-    names = sorted(map(str, facts)) if isinstance(facts, Mapping) else facts
+    names = sorted(map(str, facts)) if isinstance(facts, Mapping) else f"a {type(facts).__name__}"
     if names not in (["groups", "loss_scale", "scheduler"], ["loss_scale", "numbers", "scheduler"]):
         refuse_fact(path, "facts", names, "loss_scale, scheduler, and groups or numbers")
     if (state := facts["loss_scale"]) != {}:

@@ -177,7 +177,7 @@ class RayActors:
                 self._late([begun.index(ref) for ref in pending], errors, timeout_s)
             if pending and self._liveness is not None and time.monotonic() > looked + LOOK_S:
                 looked = time.monotonic()
-                if fault := self._liveness.fault([begun.index(ref) for ref in pending]):
+                if fault := self._liveness.fault([begun.index(ref) for ref in pending], max(deadline - looked, 0.0)):
                     self._fail(fault + _told(errors))
         if errors:
             # A rank on which nothing failed may have answered first.
@@ -205,8 +205,10 @@ class RayActors:
     def _kill(self, why: str) -> None:
         """Ends the actors, and has every later call say why: the first reason since they were started."""
         self._failure = self._failure or why
-        for actor in [*self._actors, *([] if self._liveness is None else self._liveness.monitors)]:
+        for actor in self._actors:
             self._ray.kill(actor)
+        if self._liveness is not None:
+            self._liveness.end()
         self._actors, self._liveness = [], None
         if self._placement is not None:
             from ray.util.placement_group import remove_placement_group

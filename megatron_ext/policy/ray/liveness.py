@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
 import sysconfig
 import threading
@@ -132,6 +133,12 @@ class HostMonitor:
             found[rank] = beat, now - self._ran[rank][0]
         return found
 
+    def resume(self) -> None:
+        """Let stopped ranks run: only then do they hear Ray's request to end, after which Ray < 2.52 does nothing."""
+        for process in self._processes.values():
+            with suppress(OSError):  # it has ended
+                os.kill(process, signal.SIGCONT)
+
 
 def _switches(process: int) -> int:
     """Count how often all threads of a process have given up a processor, as of /proc; 0: unknown."""
@@ -163,17 +170,27 @@ class Liveness:
         ray.get([monitor.report.remote() for monitor in self._of_node.values()], timeout=start_timeout_s)
         self._reports: dict[int, tuple[Beat, float]] = {}
 
-    def fault(self, pending: Collection[int]) -> str | None:
-        """Return what is wrong with the ranks that have not answered yet; None: nothing. Waits for monitors alone."""
+    def end(self) -> None:
+        """End the monitors, once they have let stopped ranks hear that Ray ends them."""
+        asked = [monitor.resume.remote() for monitor in self.monitors]
+        self._ray.wait(asked, num_returns=len(asked), timeout=PERIOD_S)
+        for monitor in self.monitors:
+            self._ray.kill(monitor)
+
+    def fault(self, pending: Collection[int], at_most_s: float = math.inf) -> str | None:
+        """Return what is wrong with the ranks that have not answered yet; None: nothing, as far as `at_most_s` shows.
+
+        Waits for monitors alone.
+        """
         ray, asked = self._ray, {monitor.report.remote(): node for node, monitor in self._of_node.items()}
-        for timeout_s in (self._timeout_s, LOOK_S):  # again: this process may have been stopped itself
+        for timeout_s in (min(self._timeout_s, at_most_s), LOOK_S):  # again: this process may have been stopped itself
             done, silent = ray.wait([*asked], num_returns=len(asked), timeout=timeout_s)
         for answer in done:
             try:
                 self._reports |= ray.get(answer)
             except ray.exceptions.RayError as error:  # Ray starts the monitor again; it tells of a dead host
                 _LOG.warning("the monitor of a host does not answer (%s): its ranks are not watched", error)
-        for answer in silent:
+        for answer in silent if at_most_s >= self._timeout_s else ():
             if lost := [rank for rank in pending if self._places[rank].node == asked[answer]]:
                 return (
                     f"host {self._places[lost[0]].host} with ranks {lost} of {len(self._places)} has not answered for "
