@@ -36,20 +36,15 @@ class Refusal:
     fault: ValueError | None = None
 
 
-def rows_of(embedding: nn.Module) -> int | None:
-    """Return how many token ids an embedding has a row for; None of one that is more than a table."""
-    weight = getattr(embedding, "weight", None)
-    return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
-
-
 def token_id_fault(embedding: nn.Module, tokens: Tensor) -> ValueError | None:
-    """Return the fault of token ids that have no row of an embedding; on CUDA the device stops then.
+    """Return the fault of token ids that have no row of an embedding; on CUDA the device stops then. None where the
+    embedding is more than a table.
 
     torch's own sentence names neither the id nor the rule, and a sharded embedding makes zeros of such ids.
     """
     fix = ", a row of the model's embedding; use the tokenizer that belongs to the model, and a real token for padding"
-    rows = rows_of(embedding)
-    return None if rows is None else fault_within("input_ids", tokens, rows, fix)
+    table = getattr(embedding, "weight", None)
+    return None if table is None or table.dim() != 2 else fault_within("input_ids", tokens, table.shape[0], fix)
 
 
 def tells_of_token_ids(embedding: nn.Module) -> bool:

@@ -216,7 +216,7 @@ def test_steps_in_a_row_fit_into_their_seconds(tmp_path):
 def test_a_row_tells_what_holds_the_clock(monkeypatch):
     """Each reason with the share of the readings that it was in; the power limit even if it never was."""
     reasons = iter([["heat, by software"], [], ["heat, by software", "power limit"], ["heat, by software"]])
-    card = nvml.StandIn()
+    card = nvml.STAND_IN
     monkeypatch.setattr(card, "held_by", lambda: next(reasons))
     machine, ticks = gpu_run.Machine("cpu", *6 * [lambda: None]), iter(range(100))
     monkeypatch.setattr(gpu_in_a_row.time, "perf_counter", lambda: next(ticks))

@@ -50,20 +50,20 @@ def _grpo(draw: Draw, rows: Rows) -> Made:
     kind = draw.one_of("loss_type", "dapo", "bnpo", "grpo", "dr_grpo", "cispo", "sapo")
     o: dict[str, Any] = {"loss_type": kind} | draw.options(
         epsilon=(0.2, 0.05, 0.5),
-        epsilon_high=(None, 0.28, 1.5),
         beta=(0.0, 0.3),
         kl_estimator=("k3", "k1", "k2"),
         kl_input_clamp=(None, 0.4),
         kl_output_clamp=(None, 0.05),
         use_bias_correction_kl=(False, True),
-        delta=(None, 1.6),
     )
+    if kind != "sapo":
+        o |= draw.options(epsilon_high=(None, 0.28, 1.5))
     if kind == "cispo" and o.get("epsilon_high") is None:
         o["epsilon_high"] = 0.28
     if kind == "dr_grpo":
         o["max_completion_length"] = 9
     if kind not in ("cispo", "sapo"):
-        o |= draw.options(importance_sampling_level=("token", "sequence"))
+        o |= draw.options(importance_sampling_level=("token", "sequence"), delta=(None, 1.6))
     if kind == "sapo":
         o |= draw.options(sapo_temperature_pos=(1.0, 0.6), sapo_temperature_neg=(1.05, 1.4))
     names, of_samples = ["old_log_probs", *(["reference_log_probs"] if o.get("beta") else [])], 1.0

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ext.distributed.collectives import start_all_gather
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.numerics.cpu_products import sixteen_bit_products
 from megatron_ext.tensor_parallel._layers import linear_autograd as module
 from megatron_ext.tensor_parallel._layers.linear_autograd import LinearPlan, parallel_linear
 from megatron_ext.tensor_parallel.layers import (
@@ -168,15 +170,28 @@ def test_two_backwards_and_no_double_backward():
 
 
 @ranks(1, 2)
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
-def test_output_may_be_changed_in_place(layouts):
+def test_output_may_be_changed_in_place(layouts, native):
     """Megatron's own cross entropy does so with the logits."""
-    x, w = torch.randn(4, 3, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
-    grads = []
-    for change in (lambda y: y * 2, lambda y: y.mul_(2)):
-        y = change(parallel_linear(x, w, None, LinearPlan(world(), *layouts)))
-        grads.append(torch.autograd.grad(y.sin().sum(), (x, w)))
-    torch.testing.assert_close(*grads)
+    x, w, b = (torch.randn(s).bfloat16().requires_grad_() for s in ((4, 3, 6), (4, 6), (4,)))
+    for bias in (None, b):
+        grads = []
+        for change in (lambda y: y * 2, lambda y: y.mul_(2)):
+            with sixteen_bit_products(native):
+                y = change(parallel_linear(x, w, bias, LinearPlan(world(), *layouts)))
+            grads.append(torch.autograd.grad(y.sin().sum(), (x, w)))
+        torch.testing.assert_close(*grads)
+
+
+def test_tokens_of_one_transposed_sequence_are_one_product():
+    """Its rows are contiguous, by other strides: `torch.nn.functional.linear` would make a product of each."""
+    x, w = numbers(1, 64, D, seed=0).transpose(0, 1), numbers(N, D, seed=1)
+    assert x.is_contiguous()
+    with FlopCounterMode(display=False) as counter:
+        y = parallel_linear(x, w, None, LinearPlan())
+    assert list(counter.get_flop_counts()["Global"]) == [torch.ops.aten.mm]
+    assert torch.equal(y, parallel_linear(x.flatten(0, 1), w, None, LinearPlan()).view(64, 1, N))
 
 
 @ranks(1, 2, 4)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.dtensor.decoder import embedding
 from megatron_ext.dtensor.output.reads import PLAIN, HeadCall
 from megatron_ext.dtensor.output.stand_ins import HeadLike, is_registered, is_sharded, promising, stub_of, with_head
-from megatron_ext.dtensor.sequence_arguments import SequenceLayout, rows_of
+from megatron_ext.dtensor.sequence_arguments import SequenceLayout
 from megatron_ext.proof import SAMPLE_TOKENS, Proof, compare, error_words
 from megatron_ext.proof.comparison import rng_put_back, state_put_back
 from megatron_ext.proof.values import HOOKS
@@ -148,8 +148,8 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
     if isinstance(ids, Tensor):
         tokens = ids.reshape(-1, *ids.shape[2:])
         several = torch.cat([tokens] * -(-count // len(tokens)))[: max(count, 1)].unsqueeze(0)
-        known = rows_of(embedding(model))
-        sample["input_ids"] = several.clamp(0, None if known is None else known - 1)
+        table = getattr(embedding(model), "weight", None)
+        sample["input_ids"] = several.clamp(0, None if table is None else table.shape[0] - 1)
         targets = sample["input_ids"].clamp(max=columns - 1).clone()
     else:
         targets = labels.flatten()[:count].view(1, -1).clamp(0, columns - 1).clone()

@@ -189,15 +189,15 @@ class ParallelLinear(torch.autograd.Function):
             shard = ctx.parameter.materialize_group_for_forward() if plan.in_pieces else weight
             if _keeps_leading_dims(kept, plan):
                 added = None if early_bias is None else _cast(early_bias, dtype)
-                y = plan.reduce_output(cpu_products.linear(kept, _cast(shard, dtype), added))
-                return y if bias is None or early_bias is not None else y.add_(bias)
-            x_tD, w_DN = kept.reshape(-1, x.shape[-1]), _cast(shard, dtype).t()
-            if plan.input == "sequence":
-                y_tN, _ = _gather_and_multiply(x_tD, w_DN, plan, early_bias)
-            elif plan.symmetric and plan.output == "sequence":
-                y_tN = matmul_reduce_scatter(x_tD, w_DN, plan.group)
+                y_tN = plan.reduce_output(cpu_products.linear(kept, _cast(shard, dtype), added))
             else:
-                y_tN = plan.reduce_output(_multiply(x_tD, w_DN, plan, early_bias))
+                x_tD, w_DN = kept.reshape(-1, x.shape[-1]), _cast(shard, dtype).t()
+                if plan.input == "sequence":
+                    y_tN, _ = _gather_and_multiply(x_tD, w_DN, plan, early_bias)
+                elif plan.symmetric and plan.output == "sequence":
+                    y_tN = matmul_reduce_scatter(x_tD, w_DN, plan.group)
+                else:
+                    y_tN = plan.reduce_output(_multiply(x_tD, w_DN, plan, early_bias))
             if bias is not None and early_bias is None:
                 y_tN.add_(bias)
         # As matmul does it: not a view for autograd, so that callers may change the output in place.
@@ -260,9 +260,14 @@ class ParallelLinear(torch.autograd.Function):
 
 
 def _keeps_leading_dims(x: Tensor, plan: LinearPlan) -> bool:
-    """Return whether torch's linear layer makes the product as it is, by the same kernel as that of `[T, D]`."""
+    """Return whether torch's linear layer makes the product as it is, by the same kernel as that of `[T, D]`.
+
+    Of `[S, 1, D]` that is a transposed `[1, S, D]`, and contiguous too, it makes S products of a row.
+    """
     other = plan.invariant or plan.output_dtype is not None or "sequence" in (plan.input, plan.output)
-    return not other and 1 < x.dim() < 4 and x.is_contiguous()
+    if other or not 1 < x.dim() < 4 or not x.is_contiguous():
+        return False
+    return x.dim() == 2 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
 def _multiply(x_TD: Tensor, w_DN: Tensor, plan: LinearPlan, bias: Tensor | None = None) -> Tensor:
