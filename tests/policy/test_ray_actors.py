@@ -103,12 +103,12 @@ def test_ranks_that_do_not_answer_are_named(ray):  # noqa: F811
         group._all("on", "all", ValueError("enough"), "never")
     assert len(ray.killed) == 2
     group = started(ray, call_s=0.05)
-    group._liveness = SimpleNamespace(doing=lambda ranks: f"; {ranks} sleep", monitors=["monitor"])
+    group._liveness = SimpleNamespace(doing=lambda ranks: f"; {ranks} sleep", end=lambda: ray.killed.append("watch"))
     with pytest.raises(
         RuntimeError, match=r"ranks \[0\] of 2 did not .* within call_timeout_s, 0.05 s; \[0\] sleep\. The"
     ):
         group._all("on", 0, "never")
-    assert ray.killed[-1] == "monitor"
+    assert ray.killed[-1] == "watch"
 
 
 def test_no_room_for_the_actors_is_said(ray):  # noqa: F811
