@@ -127,7 +127,7 @@ def test_deferred_weight_gradients_take_a_graph_break():
         torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
 
 
-def test_number_of_tokens_that_the_compiler_does_not_know():
+def test_tokens_whose_number_a_compiler_does_not_know():
     """As after a selection by a mask: it cannot ask whether the tokens are contiguous."""
     torch._dynamo.reset()
     layer, x = layer_of("column", sequence_parallel=False), torch.randn(3, 4, D).transpose(0, 1)

@@ -296,7 +296,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("module", [layers, random], ids=["layers", "random"])
-def test_type_checkers_find_what_a_module_imports_for_its_callers(module):
+def test_type_checkers_find_what_a_module_imports(module):
     """The package has type hints (`py.typed`): to mypy --strict and pyright an import alone exports nothing."""
     part = f"{module.__name__.rpartition('.')[2]}."
     recorded = {name.removeprefix(part) for names in RECORDED.values() for name in names if name.startswith(part)}
