@@ -4,7 +4,6 @@ Behind it, in `_random/`: one generator's state, trackers of named streams, this
 what; in `_recompute/`: activations that are computed again in backward.
 """
 
-# ruff: noqa: F401  # callers import the names from here, as from Megatron's module
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -47,6 +46,40 @@ from megatron_ext.tensor_parallel._recompute.replay_forward import Depth, is_che
 from megatron_ext.tensor_parallel._recompute.replay_forward import set_checkpointing as _set_checkpointing
 from megatron_ext.tensor_parallel._recompute.replay_forward import unset_checkpointing as _unset_checkpointing
 from megatron_ext.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+
+__all__ = [
+    "_DATA_PARALLEL_RNG_TRACKER_NAME",
+    "_EXPERT_GTP_REMAT_RNG_TRACKER_NAME",
+    "_EXPERT_PARALLEL_RNG_TRACKER_NAME",
+    "_GTP_REMAT_RNG_TRACKER_NAME",
+    "_MODEL_PARALLEL_RNG_TRACKER_NAME",
+    "CheckpointFunction",
+    "CheckpointWithoutOutput",
+    "CheckpointWithoutOutputFunction",
+    "CheckpointWithoutOutputManager",
+    "CudaRNGStatesTracker",
+    "InferenceCudaRNGStatesTracker",
+    "_fork_rng",
+    "_get_all_rng_states",
+    "_get_cuda_rng_state",
+    "_set_all_rng_states",
+    "_set_checkpointing",
+    "_set_cuda_rng_state",
+    "_unset_checkpointing",
+    "checkpoint",
+    "convert_cuda_rng_state",
+    "gather_split_1d_tensor",
+    "get_all_rng_states",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_rng_tracker_name",
+    "get_expert_parallel_rng_tracker_name",
+    "get_gtp_remat_rng_tracker_name",
+    "initialize_rng_tracker",
+    "is_checkpointing",
+    "is_graph_safe_cuda_rng_tracker",
+    "model_parallel_cuda_manual_seed",
+    "split_tensor_into_1d_equal_chunks",
+]
 
 
 def _living_in(owner: Any, name: str, kind: Callable[[Any], Any]) -> property:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.init import zeros_
 
 from megatron_ext.tensor_parallel._layers.vocab_parallel_embedding import padded_vocab_size
@@ -11,6 +12,7 @@ from megatron_ext.tensor_parallel.layers import (
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
 )
+from tests.ranks import ranks
 from tests.tensor_parallel.sharded import CLASSES, build
 
 
@@ -72,3 +74,12 @@ def test_weights_and_padding():
         with pytest.raises(ValueError, match=said):
             padded_vocab_size(*arguments)
     assert padded_vocab_size(5, 2, 4) == 8
+
+
+@ranks(1)
+def test_own_weight_that_is_a_dtensor_of_all_rows():
+    layer = make("column", 6, 4)
+    full = distribute_tensor(torch.ones(8, 6), init_device_mesh("cpu", (1,)), [Shard(0)])
+    layer.weight = torch.nn.Parameter(full)
+    with pytest.raises(ValueError, match=r"weight is a DTensor: .* pass its local tensor, weight.to_local\(\)"):
+        layer(torch.ones(3, 6))

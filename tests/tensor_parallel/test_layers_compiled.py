@@ -125,3 +125,12 @@ def test_deferred_weight_gradients_take_a_graph_break():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Mutating a variable|side effect"):
         torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+
+
+def test_tokens_whose_number_a_compiler_does_not_know():
+    """As after a selection by a mask: it cannot ask whether the tokens are contiguous."""
+    torch._dynamo.reset()
+    layer, x = layer_of("column", sequence_parallel=False), torch.randn(3, 4, D).transpose(0, 1)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    y, _ = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(y, layer(x)[0])

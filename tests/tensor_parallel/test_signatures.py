@@ -16,6 +16,7 @@ import torch
 
 from megatron_ext import tensor_parallel
 from megatron_ext.megatron.versions import TESTED, megatron_version
+from megatron_ext.tensor_parallel import layers, random
 from megatron_ext.tensor_parallel.layers import (
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
@@ -292,3 +293,12 @@ def test_the_page_in_the_docs_is_this_one():
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+
+
+@pytest.mark.parametrize("module", [layers, random], ids=["layers", "random"])
+def test_type_checkers_find_what_a_module_imports(module):
+    """The package has type hints (`py.typed`): to mypy --strict and pyright an import alone exports nothing."""
+    part = f"{module.__name__.rpartition('.')[2]}."
+    recorded = {name.removeprefix(part) for names in RECORDED.values() for name in names if name.startswith(part)}
+    imported = {name for name in recorded if getattr(vars(module).get(name), "__module__", module) != module.__name__}
+    assert imported & {*vars(module)} <= {*module.__all__}

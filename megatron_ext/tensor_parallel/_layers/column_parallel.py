@@ -158,6 +158,7 @@ class ColumnParallelLinear(ParallelLayer):
                     f"(share_embeddings_and_output_weights=False)"
                 )
         if (shape := own.shape if self.gtp_remat_size == 1 else shape_of_shard(own)) != expected:
+            check_tensor("weight", own)
             raise ValueError(
                 f"weight is {tuple(shape)}: it must be {expected}, this rank's shard of "
                 f"[{self.output_size}, {self.input_size}]; pass the shard, not the full weight"

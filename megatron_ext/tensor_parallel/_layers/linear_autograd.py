@@ -262,10 +262,11 @@ class ParallelLinear(torch.autograd.Function):
 def _keeps_leading_dims(x: Tensor, plan: LinearPlan) -> bool:
     """Return whether torch's linear layer makes the product as it is, by the same kernel as that of `[T, D]`.
 
-    Of `[S, 1, D]` that is a transposed `[1, S, D]`, and contiguous too, it makes S products of a row.
+    Of `[S, 1, D]` that is a transposed `[1, S, D]`, and contiguous too, it makes S products of a row. A compiler, which
+    spares the reshapes anyway, may not know strides.
     """
     other = plan.invariant or plan.output_dtype is not None or "sequence" in (plan.input, plan.output)
-    if other or not 1 < x.dim() < 4 or not x.is_contiguous():
+    if other or torch.compiler.is_compiling() or not 1 < x.dim() < 4 or not x.is_contiguous():
         return False
     return x.dim() == 2 or x.stride(0) == x.shape[1] * x.stride(1)
 
