@@ -149,6 +149,7 @@ def is_megatrons_own(value: Any) -> bool:
     if type(value) is not FunctionType:
         return not callable(value) or type(value).__module__ == "builtins"
     file, home = value.__code__.co_filename, str(value.__globals__.get("__name__"))
-    folder = str(Path(str(sys.modules["megatron.core"].__file__)).parent)
+    megatron = sys.modules.get("megatron.core")  # ours can be replaced where there is none
+    folder = _TORCH if megatron is None else str(Path(str(megatron.__file__)).parent)
     # Methods of dataclasses have no file, and what a user types has none either.
     return file.startswith((folder, _TORCH)) or (file.startswith("<") and home.startswith("megatron.core"))

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -368,3 +369,10 @@ def test_subclass_of_megatrons_autograd_function_stays():
         assert Doubling.__bases__ == (autograd,)
         assert torch.equal(Doubling.apply(*given), before)
         torch.testing.assert_close(before, 2 * x @ weight.T)
+
+
+def test_a_users_function_is_called_without_megatron(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("megatron.core")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(ours, "linear_with_grad_accumulation_and_async_allreduce", lambda *_, **__: "theirs")
+    assert column(config=Config())(torch.ones(2, D))[0] == "theirs"
