@@ -359,8 +359,8 @@ def substitute_tensor_parallel() -> Substitution:
 def restore_tensor_parallel() -> Substitution | None:
     """Take `substitute_tensor_parallel` back: each replaced reference is the original object again.
 
-    So are those in modules that were imported meanwhile. What other code has put in our place since then stays there. Models that were built meanwhile keep our layers. Random
-    streams go on where they are.
+    So are those in modules that were imported meanwhile; what other code has put in our place since then stays there.
+    Models that were built meanwhile keep our layers. Random streams go on where they are.
 
     Returns:
         What had been replaced; None if nothing was.
