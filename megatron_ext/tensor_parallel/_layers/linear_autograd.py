@@ -187,17 +187,13 @@ class ParallelLinear(torch.autograd.Function):
         early_bias = bias if plan.output == "sharded" else None
         with without_autocast(x) if autocast else NOTHING:
             shard = ctx.parameter.materialize_group_for_forward() if plan.in_pieces else weight
-            if _keeps_leading_dims(kept, plan):
-                added = None if early_bias is None else _cast(early_bias, dtype)
-                y_tN = plan.reduce_output(cpu_products.linear(kept, _cast(shard, dtype), added))
+            x_tD, w_DN = kept.reshape(-1, x.shape[-1]), _cast(shard, dtype).t()
+            if plan.input == "sequence":
+                y_tN, _ = _gather_and_multiply(x_tD, w_DN, plan, early_bias)
+            elif plan.symmetric and plan.output == "sequence":
+                y_tN = matmul_reduce_scatter(x_tD, w_DN, plan.group)
             else:
-                x_tD, w_DN = kept.reshape(-1, x.shape[-1]), _cast(shard, dtype).t()
-                if plan.input == "sequence":
-                    y_tN, _ = _gather_and_multiply(x_tD, w_DN, plan, early_bias)
-                elif plan.symmetric and plan.output == "sequence":
-                    y_tN = matmul_reduce_scatter(x_tD, w_DN, plan.group)
-                else:
-                    y_tN = plan.reduce_output(_multiply(x_tD, w_DN, plan, early_bias))
+                y_tN = plan.reduce_output(_multiply(x_tD, w_DN, plan, early_bias))
             if bias is not None and early_bias is None:
                 y_tN.add_(bias)
         # As matmul does it: not a view for autograd, so that callers may change the output in place.
@@ -257,18 +253,6 @@ class ParallelLinear(torch.autograd.Function):
             if reducing is not None:
                 dx = _cast(reducing.wait().view(ctx.x_shape), ctx.x_dtype)
         return dx, dw, db, None
-
-
-def _keeps_leading_dims(x: Tensor, plan: LinearPlan) -> bool:
-    """Return whether torch's linear layer makes the product as it is, by the same kernel as that of `[T, D]`.
-
-    Of `[S, 1, D]` that is a transposed `[1, S, D]`, and contiguous too, it makes S products of a row. A compiler, which
-    spares the reshapes anyway, may not know strides.
-    """
-    other = plan.invariant or plan.output_dtype is not None or "sequence" in (plan.input, plan.output)
-    if other or torch.compiler.is_compiling() or not 1 < x.dim() < 4 or not x.is_contiguous():
-        return False
-    return x.dim() == 2 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
 def _multiply(x_TD: Tensor, w_DN: Tensor, plan: LinearPlan, bias: Tensor | None = None) -> Tensor:
