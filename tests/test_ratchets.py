@@ -31,7 +31,7 @@ LINES = {
     "megatron_ext/memory": 670,
     "megatron_ext/model_utils": 1480,
     "megatron_ext/numerics": 1085,
-    "megatron_ext/policy": 6994,
+    "megatron_ext/policy": 6997,
     "megatron_ext/proof": 751,
     "megatron_ext/sequence": 1495,
     "megatron_ext/tensor_parallel": 4633,

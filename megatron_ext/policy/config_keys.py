@@ -168,7 +168,10 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "dtensor_cfg.expert_model_parallel_size": _NO_SUCH_RANKS,
     "dtensor_cfg.expert_tensor_parallel_size": _NO_SUCH_RANKS,
     "megatron_cfg.expert_tensor_parallel_size": _NO_SUCH_RANKS,
-    "megatron_cfg.expert_parallel_size": ((None, 1), "experts have ranks of their own; set expert_model_parallel_size"),
+    "megatron_cfg.expert_parallel_size": (
+        (None, 1),
+        "expert_model_parallel_size is the key that shares experts out; leave this one out, or set it to 1",
+    ),
     "dtensor_cfg.dp_replicate_size": ((None, 1), "weights are sharded over all data-parallel ranks; set it to 1"),
     "megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32": (
         (None, True),

@@ -175,7 +175,7 @@ def test_temperature_and_precision():
         (
             "llama",
             {"expert_parallel_size": 2},
-            "expert_parallel_size is 2: experts have ranks of their own; set expert_model_parallel_size",
+            "expert_parallel_size is 2: expert_model_parallel_size is the key that shares experts out",
         ),
         (
             "llama",
