@@ -101,9 +101,8 @@ def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tenso
 
 
 def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
-    as_they_are = torch.autograd.graph.saved_tensors_hooks(
-        _kept, lambda x: x
-    )  # a checkpoint around the call counts others
+    # A checkpoint around the call counts what is saved, and must not count these.
+    as_they_are = torch.autograd.graph.saved_tensors_hooks(_kept, lambda x: x)
     with torch.inference_mode(False), torch.enable_grad(), as_they_are, main_grads_aside(parameters) as main_grads:
         losses = way(hidden)
         # Each token has a weight of its own, or else gradients of one could stand for those of another.

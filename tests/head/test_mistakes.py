@@ -90,6 +90,9 @@ def test_a_shard_before_ranks_are_connected_says_so(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"2 ranks run: .* call torch.distributed.init_process_group first, and pass"):
         linear_cross_entropy(hidden, weight[:5], torch.full_like(labels, 7))
+    for vocab in (None, VocabShard(0, 5, 5)):
+        with pytest.raises(ValueError, match=r"k is 7: .* vocabulary's size 5\. tp_group is None, and 2 ranks run: "):
+            head.LmHead(weight[:5], vocab=vocab).read(hidden, head.TopK(7))
 
 
 def test_an_argument_of_another_kind_is_told_its_place():

@@ -119,7 +119,7 @@ class TopK(_Picks):
         if is_int(self.k, 1) and self.k <= size:
             return None
         alone = vocab is None and is_int(self.k, 1)
-        hint = forgotten_group(group, vocab) if alone else ""
+        hint = forgotten_group(group, vocab) if is_int(self.k, 1) else ""
         fault = ValueError(f"k is {self.k!r}: it must be an int from 1 to the vocabulary's size {size}{hint}")
         if not alone:
             raise fault
