@@ -108,8 +108,9 @@ def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: boo
 
     `fixed`: with the same bits beside any other tokens, up to dropout's random numbers.
 
-    Communicates: with slices, in backward, one all-reduce of A's gradients, one of each where an adapter has dropout;
-    none of those that a framework adds up by itself, as Megatron does where a parameter has `sequence_parallel` set.
+    Communicates: with slices, in backward, one all-reduce of A's gradients, one of each where an adapter has dropout,
+    or only some A are summed here; none of those that a framework adds up by itself, as Megatron does where a parameter
+    has `sequence_parallel` set.
     """
     scaled = [each.A if each.scaling == 1.0 else each.A * each.scaling for each in adapters]
     by_itself = [not in_slices or getattr(each.A, "sequence_parallel", False) for each in adapters]
