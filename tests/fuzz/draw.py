@@ -103,14 +103,17 @@ class Vocabulary:
     def __init__(self, draw: Draw, equal_width: bool, least: int):
         ranks = draw.ranks
         self.said = True  # whether shards are passed; else every rank guesses them
-        kind = draw.one_of("shards", "guessed", "equal", *([] if equal_width else ["uneven", "any order"]))
+        kind = draw.one_of(
+            "shards", "guessed", "equal", *([] if equal_width else ["uneven", "any order", "some empty"])
+        )
         if kind in ("guessed", "equal"):
             width = draw.integer(max(1, -(-least // ranks)), 24)
             self.columns, self.said = width * ranks, kind == "equal"
             bounds = [width * rank for rank in range(ranks + 1)]
         else:
             self.columns = draw.integer(max(least, 2), 70)
-            cuts = sorted(draw.random.choices(range(self.columns + 1), k=ranks - 1))
+            ends = (0, self.columns) if kind == "some empty" else range(self.columns + 1)
+            cuts = sorted(draw.random.choices(ends, k=ranks - 1))
             bounds = [0, *cuts, self.columns]
         self.bounds = list(itertools.pairwise(bounds))
         if kind == "any order":

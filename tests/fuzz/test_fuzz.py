@@ -16,6 +16,10 @@ SEED = int(os.environ.get("FUZZ_SEED", time.time()))
     "only, cases",
     [
         ("", 100),
+        ("cross_entropy.", 100),
+        ("heads.", 100),
+        ("read_outs.", 100),
+        ("same_bits.", 40),
         ("mappings.", 100),
         ("model_utils.", 100),
         ("sharded_vocabulary.", 100),
