@@ -12,9 +12,9 @@ from megatron_ext import (
     linear_cross_entropy,
     linear_log_probs,
     token_log_probs,
-    vocab_parallel_cross_entropy,
 )
 from megatron_ext.distributed.counting import count_collectives
+from tests.head.functions import OF_HIDDEN, OF_MADE_LOGITS, of_labels
 from tests.ranks import ranks
 
 T, D, V = 6, 4, 10
@@ -34,20 +34,9 @@ def cut(x):
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-OF_LABELS = {
-    "cross entropy": lambda x, w, labels, **of: linear_cross_entropy(x, w, labels, **of),
-    "log-probs": lambda x, w, labels, **of: linear_log_probs(x, w, labels, **of),
-    "skipped": lambda x, w, labels, **of: linear_cross_entropy(x, w, labels, skip_ignored=True, **of),
-    "gathered": lambda x, w, labels, **of: head.linear_gather_log_probs(x, w, labels.unsqueeze(1), **of),
-    "top-k": lambda x, w, labels, **of: head.linear_sampled_log_probs(x, w, labels, 3, **of),
-    "top-p": lambda x, w, labels, **of: head.linear_sampled_log_probs(x, w, labels, None, 0.9, **of),
-    "of logits": lambda x, w, labels, **of: vocab_parallel_cross_entropy(x @ w.t(), labels, **of),
-    "gathered logits": lambda x, w, labels, **of: head.gather_logits(x @ w.t(), labels.unsqueeze(1), **of),
-    "top-k of logits": lambda x, w, labels, **of: head.sampled_log_probs(x @ w.t(), labels, 3, **of),
-    "top-p of logits": lambda x, w, labels, **of: head.sampled_log_probs(x @ w.t(), labels, None, 0.9, **of),
-    "top-p by chunks": lambda x, w, labels, **of: head.sampled_log_probs(
-        x @ w.t(), labels, None, 0.9, chunk_tokens=1, **of
-    ),
+OF_LABELS = {name: call for name, (call, _) in of_labels(OF_HIDDEN, OF_MADE_LOGITS).items()} | {
+    "skipped": partial(linear_cross_entropy, skip_ignored=True),
+    "top-p by chunks": partial(OF_MADE_LOGITS["top-p of logits"], chunk_tokens=1),
 }
 
 

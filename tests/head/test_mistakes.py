@@ -22,6 +22,7 @@ from megatron_ext import (
 )
 from megatron_ext.tensor_parallel import ColumnParallelLinear
 from megatron_ext.tensor_parallel._layers.linear_autograd import LinearPlan, parallel_linear
+from tests.head.functions import OF_HIDDEN, OF_MADE_LOGITS, of_labels
 from tests.ranks import ranks
 
 T, D, V = 6, 4, 10
@@ -37,17 +38,10 @@ def test_a_group_that_was_forgotten():
     """A shard in the place of the whole: its labels are too large for it, and the message says why that may be."""
     hidden, weight, labels = problem()
     labels[-1] = V - 1
-    own, ids = weight.chunk(2)[dist.get_rank()], labels.unsqueeze(1)
-    calls = [
-        lambda **of: linear_cross_entropy(hidden, own, labels, **of),
-        lambda **of: vocab_parallel_cross_entropy(hidden @ own.t(), labels, **of),
-        lambda **of: head.linear_gather_log_probs(hidden, own, ids, **of),
-        lambda **of: head.gather_logits(hidden @ own.t(), ids, **of),
-        lambda **of: head.linear_sampled_log_probs(hidden, own, labels, 2, **of),
-        lambda **of: head.sampled_log_probs(hidden @ own.t(), labels, 2, **of),
-        lambda **of: head.linear_topk_log_probs(hidden, own, V, **of)[0],
-        lambda **of: head.vocab_topk(hidden @ own.t(), V, **of)[0],
-    ]
+    own = weight.chunk(2)[dist.get_rank()]
+    calls = [partial(call, hidden, own, labels) for call, _ in of_labels(OF_HIDDEN, OF_MADE_LOGITS).values()]
+    calls.append(lambda **of: head.linear_topk_log_probs(hidden, own, V, **of)[0])
+    calls.append(lambda **of: head.vocab_topk(hidden @ own.t(), V, **of)[0])
     for call in calls:
         with pytest.raises(ValueError, match="tp_group is None, and 2 ranks run: if .* shard of the vocabulary, pass"):
             call()
