@@ -318,24 +318,3 @@ def test_costs(name, layout):
         logits, whole = tokens * vocabulary // count, tokens * width
         most = 6 * weight.numel() * (not frozen) + 2.6 * logits / chunks + 14 * whole
         assert found.peak_bytes <= most
-
-
-@pytest.mark.slow
-@ranks(1, 2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled(dtype):
-    torch._dynamo.reset()
-    group = dist.group.WORLD
-    for layout in ("replicated", "sequence")[: group_size(group)]:
-        problem = Problem((8, 5), dtype=dtype, options=OPTIONS["all"])
-        leaves = problem.mine(group, layout)
-        options = {"vocab": problem.shard(group), "chunk_tokens": 10, "reduction": "mean"}
-
-        def call(hidden, weight, bias, layout=layout, problem=problem, options=options):
-            given = options | problem.arguments | {"bias": bias}
-            return linear_cross_entropy(hidden, weight, problem.labels, group, layout, **given)
-
-        plain, compiled = call(*leaves), torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
-        close = {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-7}
-        torch.testing.assert_close(compiled, plain, **close)
-        torch.testing.assert_close(torch.autograd.grad(compiled, leaves), torch.autograd.grad(plain, leaves), **close)
