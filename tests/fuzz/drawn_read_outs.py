@@ -8,26 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext import reference
-from megatron_ext.head import (
-    KL,
-    AcceptanceRate,
-    CrossEntropy,
-    Entropy,
-    Gather,
-    IsArgmax,
-    JensenShannon,
-    Kept,
-    KeptEntropy,
-    LogProbs,
-    LogSumExp,
-    MeanLogit,
-    Sampled,
-    SumOfSquares,
-    TopK,
-    TotalVariation,
-    ZLoss,
-)
+from megatron_ext import head, reference
 from tests.fuzz.cross_entropy import labels_and_mask
 from tests.fuzz.distillation import Divergence
 from tests.fuzz.draw import Draw, Vocabulary
@@ -88,18 +69,20 @@ def _loss(t: Tokens) -> Made:
         return [loss - apart, apart]
 
     shapes = [t.lead, None] if o.get("z_apart") else [t.lead]
-    return Made(lambda teacher, of: CrossEntropy(of(t.labels), **o), true, shapes)
+    return Made(lambda teacher, of: head.CrossEntropy(of(t.labels), **o), true, shapes)
 
 
 def _log_prob(t: Tokens) -> Made:
     return Made(
-        lambda teacher, of: LogProbs(of(t.labels)), lambda z, p: [reference.log_probs(z, t.labels, t.size)], [t.lead]
+        lambda teacher, of: head.LogProbs(of(t.labels)),
+        lambda z, p: [reference.log_probs(z, t.labels, t.size)],
+        [t.lead],
     )
 
 
 def _hits(t: Tokens) -> Made:
     return Made(
-        lambda teacher, of: IsArgmax(of(t.labels)),
+        lambda teacher, of: head.IsArgmax(of(t.labels)),
         lambda z, p: [(z[..., : t.size].detach().argmax(-1) == t.labels) & t.counts],
         [None],
     )
@@ -128,7 +111,7 @@ def gather(t: Tokens, normalised: bool | None = None) -> Made:
         z = reference.counted(z, t.size)
         return [(z.log_softmax(-1) if normalised else z * t.temperature).gather(-1, ids.long())]
 
-    return Made(lambda teacher, of: Gather(of(ids), normalised), true, [tuple(ids.shape)], {"indices": ids})
+    return Made(lambda teacher, of: head.Gather(of(ids), normalised), true, [tuple(ids.shape)], {"indices": ids})
 
 
 def top_k(t: Tokens, normalised: bool | None = None) -> Made:
@@ -139,7 +122,7 @@ def top_k(t: Tokens, normalised: bool | None = None) -> Made:
         order = z.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
         return [(z.log_softmax(-1) if normalised else z * t.temperature).gather(-1, order), order]
 
-    return Made(lambda teacher, of: TopK(k, normalised), true, [(*t.lead, k), None], {"k": k})
+    return Made(lambda teacher, of: head.TopK(k, normalised), true, [(*t.lead, k), None], {"k": k})
 
 
 def _kept(read_out: type) -> Callable[[Tokens], Made]:
@@ -153,7 +136,7 @@ def _kept(read_out: type) -> Callable[[Tokens], Made]:
 
         def true(z: Tensor, p: Tensor) -> list[Tensor]:
             z = z[..., : t.size].masked_fill(~there, -torch.inf)
-            return [reference.log_probs(z, t.labels) if read_out is Kept else t.counted(reference.entropy(z))]
+            return [reference.log_probs(z, t.labels) if read_out is head.Kept else t.counted(reference.entropy(z))]
 
         def made(teacher: Any, of: Arranged) -> Any:
             rows = of(kept).reshape(-1, t.size)
@@ -172,7 +155,7 @@ def _sampled(t: Tokens) -> Made:
         return [found.where(found > -torch.inf, found.detach())]
 
     named = {"labels": t.labels, "top_k": top_k, "top_p": top_p}
-    return Made(lambda teacher, of: Sampled(of(t.labels), top_k, top_p), true, [t.lead], named)
+    return Made(lambda teacher, of: head.Sampled(of(t.labels), top_k, top_p), true, [t.lead], named)
 
 
 def _divergence(
@@ -191,7 +174,7 @@ def _divergence(
 
 def _jensen_shannon(t: Tokens) -> Made:
     named = t.draw.options(beta=(0.5, 0.1, 0.9))
-    return _divergence(JensenShannon, Divergence("jsd", **named).of, **named)(t)
+    return _divergence(head.JensenShannon, Divergence("jsd", **named).of, **named)(t)
 
 
 # By name. Those of the softmax alone need no logits in backward.
@@ -199,26 +182,26 @@ OF_SOFTMAX: dict[str, Callable[[Tokens], Made]] = {
     "loss": _loss,
     "log-probability": _log_prob,
     "hits": _hits,
-    "entropy": _of_rows(Entropy, reference.entropy),
-    "mean logit": _of_rows(MeanLogit, lambda z: z.mean(-1)),
-    "log-sum-exp": _of_rows(LogSumExp, lambda z: z.logsumexp(-1)),
-    "z-loss": _of_rows(ZLoss, lambda z: z.logsumexp(-1).square()),
+    "entropy": _of_rows(head.Entropy, reference.entropy),
+    "mean logit": _of_rows(head.MeanLogit, lambda z: z.mean(-1)),
+    "log-sum-exp": _of_rows(head.LogSumExp, lambda z: z.logsumexp(-1)),
+    "z-loss": _of_rows(head.ZLoss, lambda z: z.logsumexp(-1).square()),
 }
 OTHERS: dict[str, Callable[[Tokens], Made]] = {
-    "sum of squares": _of_rows(SumOfSquares, lambda z: z.softmax(-1).square().sum(-1)),
+    "sum of squares": _of_rows(head.SumOfSquares, lambda z: z.softmax(-1).square().sum(-1)),
     "gather": gather,
     "top-k": top_k,
-    "kept": _kept(Kept),
-    "kept entropy": _kept(KeptEntropy),
+    "kept": _kept(head.Kept),
+    "kept entropy": _kept(head.KeptEntropy),
     "sampled": _sampled,
-    "KL": _divergence(KL, Divergence("forward").of),
-    "reverse KL": _divergence(KL, Divergence("reverse").of, direction="reverse"),
+    "KL": _divergence(head.KL, Divergence("forward").of),
+    "reverse KL": _divergence(head.KL, Divergence("reverse").of, direction="reverse"),
     "soft cross entropy": _divergence(
-        lambda teacher: KL(teacher, "cross entropy"), lambda q, p: -(p.exp() * q).sum(-1)
+        lambda teacher: head.KL(teacher, "cross entropy"), lambda q, p: -(p.exp() * q).sum(-1)
     ),
     "JS": _jensen_shannon,
-    "total variation": _divergence(TotalVariation, lambda q, p: (q.exp() - p.exp()).abs().sum(-1) / 2),
-    "acceptance": _divergence(AcceptanceRate, lambda q, p: torch.minimum(q, p).exp().sum(-1)),
+    "total variation": _divergence(head.TotalVariation, lambda q, p: (q.exp() - p.exp()).abs().sum(-1) / 2),
+    "acceptance": _divergence(head.AcceptanceRate, lambda q, p: torch.minimum(q, p).exp().sum(-1)),
 }
 BY_NAME = OF_SOFTMAX | OTHERS
 # Whose results a rounding may change altogether, where logits are equal or nearly so.

@@ -12,7 +12,19 @@ import torch
 from torch import Tensor
 
 from megatron_ext import reference
-from megatron_ext.head import KL, CrossEntropy, DraftVocabulary, LmHead, Logits, LoRA, Teacher, batch_invariant_mode
+from megatron_ext.head import (
+    KL,
+    CrossEntropy,
+    DraftVocabulary,
+    Entropy,
+    IsArgmax,
+    LmHead,
+    Logits,
+    LoRA,
+    Teacher,
+    TopK,
+    batch_invariant_mode,
+)
 from tests.fuzz import drawn_read_outs
 from tests.fuzz.case import START, Case, Cut, eps, whole
 from tests.fuzz.cross_entropy import bent, group, labels_and_mask, most_of_a_slice, results_dtype, slices
@@ -239,6 +251,7 @@ def draft(draw: Draw) -> Case:
     """A draft head over a part of the target's vocabulary: labels, shards and its teacher's rows are those of the part.
 
     Of labels that the part does not have there is no loss, and the teacher's distribution is that of the part alone.
+    Where the target's choice is in the part is known from the target's own head.
     """
     layout = draw.one_of("layout", "replicated", "sequence")
     lead, vocabulary = draw.leading(layout == "sequence"), draw.vocabulary(least=2)
@@ -266,8 +279,10 @@ def draft(draw: Draw) -> Case:
     def truth(x: Tensor, w: Tensor) -> list[Tensor]:
         z = reference.logits(x, w) / temperature
         p = reference.logits(theirs[0], theirs[1][ids], their_bias[ids]) / temperature
-        found = reference.cross_entropy(z, draft_of[labels.where(labels >= 0, vocabulary.size)])
-        return [found, reference.kl_divergence(p, z)]
+        places = draft_of[labels.where(labels >= 0, vocabulary.size)]
+        inside, choices = places >= 0, reference.logits(*theirs, their_bias)[..., : vocabulary.size].argmax(-1)
+        found = [reference.cross_entropy(z, places), reference.kl_divergence(p, z)]
+        return [*found, reference.entropy(z).where(inside, 0.0), (z.argmax(-1) == places) & inside, t2d[choices]]
 
     def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
         part, target = vocabulary_of(), vocabulary.shard(rank)
@@ -277,15 +292,23 @@ def draft(draw: Draw) -> Case:
         weight, bias = (part.rows(vocabulary.rows(x, rank), target) for x in (theirs[1], their_bias))
         teacher = LmHead(weight, group(draw), layout, bias=bias, **shared)
         head = LmHead(mine[1], group(draw), layout, temperature=temperature, **shared)
-        read_outs = CrossEntropy(found.labels), KL(Teacher(teacher, slices(draw, layout)(theirs[0], rank)))
-        return list(head.read(mine[0], *read_outs))
+        their_hidden, inside = slices(draw, layout)(theirs[0], rank), found.labels != -100
+        read_outs = (
+            CrossEntropy(found.labels),
+            KL(Teacher(teacher, their_hidden)),
+            Entropy(inside),
+            IsArgmax(found.labels),
+        )
+        weight, bias = (vocabulary.rows(x, rank) for x in (theirs[1], their_bias))
+        _, choices = LmHead(weight, group(draw), layout, bias=bias, vocab=target).read(their_hidden, TopK(1))
+        return [*head.read(mine[0], *read_outs), ~part.labels(choices.squeeze(-1)).outside]
 
     return Case(
         f"a draft head of {len(ids)} ids",
         [(hidden, slices(draw, layout)), (weight, rows)],
         truth,
         ours,
-        [draw.upstream(*lead) for _ in range(2)],
+        [*(draw.upstream(*lead) for _ in range(3)), None, None],
         logit_size=64.0 / temperature,
         grad_size=_gradient_size(lead, {"temperature": temperature}),
         roundings=ROUNDINGS,
