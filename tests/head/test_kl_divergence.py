@@ -28,9 +28,8 @@ def truth(kind, student, teacher, size=None):
     if kind == "cross entropy":
         return reference.soft_cross_entropy(student, teacher, size)
     if kind == "Jensen-Shannon":
-        student, teacher = (z[..., :size] for z in (student, teacher))
-        mixture = (student.softmax(-1) + teacher.softmax(-1)).log()
-        return sum(reference.kl_divergence(z, mixture) for z in (student, teacher)) / 2
+        p, q = (z[..., :size].softmax(-1) for z in (student, teacher))
+        return sum((x * (2 * (x + 1e-300) / (p + q + 1e-300)).log()).sum(-1) for x in (p, q)) / 2  # 0 where p is 0
     return reference.kl_divergence(*((teacher, student) if kind == "forward" else (student, teacher)), size)
 
 
