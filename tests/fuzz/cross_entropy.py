@@ -24,7 +24,6 @@ def group(draw: Draw) -> Any:
 
 
 def slices(draw: Draw, layout: str) -> Cut:
-    """How a rank's hidden states are cut out."""
     if layout == "replicated":
         return whole
     return lambda x, rank: x.chunk(draw.ranks)[rank] if x.shape[0] else x
@@ -68,7 +67,8 @@ def labels_and_mask(draw: Draw, lead: tuple[int, ...], vocabulary: Vocabulary, i
     ignored = torch.rand(lead, generator=draw.generator) < draw.one_of("ignored", 0.0, 0.3, 1.0, 0.1)
     labels = labels.masked_fill(ignored, ignore_index)
     masked = draw.one_of("mask", False, False, True)
-    mask = torch.randint(0, 2, lead, generator=draw.generator).double() if masked else None
+    weights = torch.tensor([0.0, 0.0, 1.0, 2.5], dtype=torch.float64)
+    mask = weights[torch.randint(4, lead, generator=draw.generator)] if masked else None
     return draw.strided(labels), mask
 
 

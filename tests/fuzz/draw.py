@@ -129,11 +129,9 @@ class Vocabulary:
         return self.shard(rank) if self.said else None
 
     def rows(self, x: Tensor, rank: int) -> Tensor:
-        """This rank's rows of `[V, ...]`."""
         start, stop = self.bounds[rank]
         return x[start:stop]
 
     def last(self, x: Tensor, rank: int) -> Tensor:
-        """This rank's columns of `[..., V]`."""
         start, stop = self.bounds[rank]
         return x[..., start:stop]

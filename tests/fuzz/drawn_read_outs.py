@@ -1,7 +1,7 @@
 """Read-outs as one call of a head or of logits takes several of: each with its truth in fp64."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,13 +29,11 @@ class Made:
             are read, of the same tensor the same object.
         true: its results from fp64 logits that are bent, and a teacher's.
         shapes: of each result; None of one that has no gradient.
-        named: the arguments of the function that reads this alone, where there is one.
     """
 
     read_out: Callable[[Any, Arranged], Any]
     true: Callable[[Tensor, Tensor], list[Tensor]]
     shapes: list[tuple[int, ...] | None]
-    named: dict[str, Any] = field(default_factory=dict)
 
 
 class Tokens:
@@ -99,30 +97,25 @@ def _of_rows(read_out: type, true: Callable[[Tensor], Tensor]) -> Callable[[Toke
     return make
 
 
-def _either(t: Tokens, normalised: bool | None) -> bool:
-    return t.draw.chance(0.5) if normalised is None else normalised
-
-
-def gather(t: Tokens, normalised: bool | None = None) -> Made:
-    ids = t.draw.ids((*t.lead, t.draw.integer(1, 5)), t.size)
-    normalised = _either(t, normalised)
+def _gather(t: Tokens) -> Made:
+    ids, normalised = t.draw.ids((*t.lead, t.draw.integer(1, 5)), t.size), t.draw.chance(0.5)
 
     def true(z: Tensor, p: Tensor) -> list[Tensor]:
         z = reference.counted(z, t.size)
         return [(z.log_softmax(-1) if normalised else z * t.temperature).gather(-1, ids.long())]
 
-    return Made(lambda teacher, of: head.Gather(of(ids), normalised), true, [tuple(ids.shape)], {"indices": ids})
+    return Made(lambda teacher, of: head.Gather(of(ids), normalised), true, [tuple(ids.shape)])
 
 
-def top_k(t: Tokens, normalised: bool | None = None) -> Made:
-    k, normalised = t.draw.random.choice([1, min(3, t.size), t.size]), _either(t, normalised)
+def _top_k(t: Tokens) -> Made:
+    k, normalised = t.draw.random.choice([1, min(3, t.size), t.size]), t.draw.chance(0.5)
 
     def true(z: Tensor, p: Tensor) -> list[Tensor]:
         z = z[..., : t.size]
         order = z.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
         return [(z.log_softmax(-1) if normalised else z * t.temperature).gather(-1, order), order]
 
-    return Made(lambda teacher, of: head.TopK(k, normalised), true, [(*t.lead, k), None], {"k": k})
+    return Made(lambda teacher, of: head.TopK(k, normalised), true, [(*t.lead, k), None])
 
 
 def _kept(read_out: type) -> Callable[[Tokens], Made]:
@@ -154,8 +147,7 @@ def _sampled(t: Tokens) -> Made:
         found = reference.sampled_log_probs(z, t.labels, top_k, top_p if top_p < 1 else torch.inf, t.size)
         return [found.where(found > -torch.inf, found.detach())]
 
-    named = {"labels": t.labels, "top_k": top_k, "top_p": top_p}
-    return Made(lambda teacher, of: head.Sampled(of(t.labels), top_k, top_p), true, [t.lead], named)
+    return Made(lambda teacher, of: head.Sampled(of(t.labels), top_k, top_p), true, [t.lead])
 
 
 def _divergence(
@@ -166,7 +158,6 @@ def _divergence(
             lambda teacher, of: make(teacher, **named),
             lambda z, p: [formula(*(x[..., : t.size].log_softmax(-1) for x in (z, p)))],
             [t.lead],
-            named,
         )
 
     return made
@@ -189,8 +180,8 @@ OF_SOFTMAX: dict[str, Callable[[Tokens], Made]] = {
 }
 OTHERS: dict[str, Callable[[Tokens], Made]] = {
     "sum of squares": _of_rows(head.SumOfSquares, lambda z: z.softmax(-1).square().sum(-1)),
-    "gather": gather,
-    "top-k": top_k,
+    "gather": _gather,
+    "top-k": _top_k,
     "kept": _kept(head.Kept),
     "kept entropy": _kept(head.KeptEntropy),
     "sampled": _sampled,
@@ -219,6 +210,5 @@ def names(draw: Draw) -> list[str]:
 
 
 def flat(found: Any, several: bool) -> list[Tensor]:
-    """The results of a call, one after the other."""
     each = found if several else (found,)
     return [x for one in each for x in (one if isinstance(one, tuple) else (one,))]

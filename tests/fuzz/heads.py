@@ -28,7 +28,7 @@ from megatron_ext.head import (
 from tests.fuzz import drawn_read_outs
 from tests.fuzz.case import START, Case, Cut, eps, whole
 from tests.fuzz.cross_entropy import bent, group, labels_and_mask, most_of_a_slice, results_dtype, slices
-from tests.fuzz.draw import DTYPES, Draw, Vocabulary
+from tests.fuzz.draw import Draw, Vocabulary
 from tests.fuzz.drawn_read_outs import Tokens, as_they_are
 from tests.head.test_quantised import Packed
 
@@ -205,7 +205,7 @@ def read(draw: Draw) -> Case:
 
 def read_logits(draw: Draw) -> Case:
     """The same of logits that exist."""
-    lead, dtype = draw.leading(), draw.dtype(*(DTYPES if draw.exact else (torch.float64,)))
+    lead, dtype = draw.leading(), draw.dtype()
     names = drawn_read_outs.names(draw)
     vocabulary = draw.vocabulary(equal_width="sampled" in names)
     caps = dtype == torch.float64 and not (draw.exact and drawn_read_outs.OF_ORDER & set(names))

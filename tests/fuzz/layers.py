@@ -92,7 +92,6 @@ class _Drawn:
         return cls(inputs, outputs, **shared, **self.named)
 
     def make(self, weight: Tensor, bias: Tensor | None, rank: int) -> Any:
-        """The layer, with this rank's part of weight and bias in it."""
         layer = self.new(rank)
         if layer.weight is not None:
             if self.config.perform_initialization:

@@ -14,7 +14,6 @@ from tests.fuzz.draw import Draw
 
 
 def over_vocabulary(draw: Draw) -> Case:
-    """The functions of a sharded vocabulary alone."""
     kind = draw.one_of("of", *_OVER_VOCABULARY)
     columns = draw.integer(1, 8)
     vocabulary, dtype = columns * draw.ranks, draw.dtype()

@@ -17,8 +17,7 @@ SEED = int(os.environ.get("FUZZ_SEED", time.time()))
     [
         ("", 100),
         ("cross_entropy.", 100),
-        ("heads.", 100),
-        ("read_outs.", 100),
+        ("heads.", 150),
         ("same_bits.", 40),
         ("mappings.", 100),
         ("model_utils.", 100),

@@ -132,7 +132,7 @@ def test_a_fault_of_one_rank_is_raised_on_all(layout):
         own = {**good, **changed} if rank == 1 else good
         if rank != 1:
             message = "another rank of tp_group refused its arguments"
-        for call in (linear_cross_entropy, linear_log_probs):
+        for call in (linear_cross_entropy, linear_log_probs, partial(linear_cross_entropy, skip_ignored=True)):
             with count_collectives() as counts, pytest.raises(ValueError, match=message):
                 call(**own)
             assert counts.total() == (1 if layout == "replicated" else 2), "no exchange of its own"
@@ -248,7 +248,6 @@ def test_logits(changed, message):
 
 
 def test_a_label_in_the_padding():
-    """The vocabulary ends before the columns do."""
     vocab, labels = VocabShard(0, V, V - 2), torch.tensor([0, V - 2, 1, -100])
     for call in (
         lambda: linear_cross_entropy(**arguments(vocab=vocab, labels=labels)),

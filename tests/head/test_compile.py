@@ -51,7 +51,6 @@ def call(name, problem, group, layout, *leaves):
 
 
 def run(function, leaves):
-    """Results and gradients."""
     results = function(*leaves)
     results = results if isinstance(results, tuple) else (results,)
     differentiable = [x for x in results if x.requires_grad]

@@ -162,7 +162,6 @@ def test_what_cannot_be_had_is_refused():
 
 
 def differs(a, b, **options):
-    """A product whose last row has other bits."""
     found = MULTIPLY(a, b, **options)
     found[-1] *= 1 + 1e-6
     return found
@@ -252,7 +251,6 @@ def test_ranks_that_pass_different_bits_are_all_told(others):
 @ranks(2, 4)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_one_rank_that_refuses_is_told_of_on_every_rank(softcap):
-    """A weight of another width, and a last shard that ends before its leaves do."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     hidden, labels = torch.randn(5, 6), torch.arange(5)
     per_rank = 24 // size

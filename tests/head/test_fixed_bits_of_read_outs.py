@@ -52,8 +52,6 @@ MANY = ("top-k beside a loss", "kept ids", "all at once")  # what these do is in
 
 
 class Problem:
-    """Hidden states and weights of a student and a teacher, and labels and ids to read."""
-
     def __init__(self, dtype, tokens=TOKENS, device="cpu"):
         hidden, weight, bias, labels = problem(dtype)
         self.hidden, self.weight, self.bias = hidden[:tokens], weight, bias

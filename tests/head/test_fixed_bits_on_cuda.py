@@ -106,7 +106,6 @@ def test_the_gradient_is_added_to_main_grad(bits):
 
 
 def test_a_vocabulary_that_ends_inside_a_leaf():
-    """Whose padding has neither a part in the results nor a gradient."""
     hidden, weight, labels, slopes, _ = problem(torch.bfloat16, "tensor_parallel")
     labels = labels.clamp(max=540)
     padded = computed("tensor_parallel", hidden, weight, labels, slopes, vocab=VocabShard(0, 544, 541))

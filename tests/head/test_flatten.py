@@ -118,7 +118,6 @@ def test_rows_stay_where_they_are(monkeypatch):
 
 
 def laid_out(z, order):
-    """The same values with the dims in this order in memory."""
     return z.permute(order).contiguous().permute(sorted(range(z.dim()), key=order.__getitem__)) * 1
 
 

@@ -104,7 +104,6 @@ def launches(columns: int, dtype=torch.bfloat16, of_logits=False, **options):
 
 
 def by_name(found):
-    """The first launch of each kernel."""
     return {launch.name.removeprefix("_").removesuffix("_kernel"): launch for launch in reversed(found)}
 
 
@@ -146,7 +145,6 @@ def test_instructions_on_hopper(shard):
 @pytest.mark.parametrize("shard", ["V128256", "V152064/8", "V50257"])
 @pytest.mark.parametrize("of_logits", [False, True])
 def test_no_spills_on_hopper(shard, of_logits):
-    """With every option at once, from hidden states and from 16-bit logits."""
     found = launches(SHARDS[shard], of_logits=of_logits, cache=0.5, **EVERYTHING)
     assert found
     for launch in found:

@@ -16,7 +16,6 @@ SIZES = pytest.mark.parametrize("scale, shift", [*slow((0.1, 0), (1, 0), (2, 0),
 
 
 def mean_and_max(found, truth, group):
-    """Of the errors of all ranks' pieces."""
     away = (found.double() - truth).abs()
     mean = collectives.all_reduce(away.mean(), group) / group_size(group)
     return mean.item(), collectives.all_reduce(away.amax(), group, "max").item()

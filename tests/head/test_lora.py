@@ -26,7 +26,6 @@ def drawn(dtype=torch.float64):
 
 
 def losses(hidden, weight, a, b, labels, scaling=0.5):
-    """Cross entropy of the merged weight, in the tensors' dtype."""
     return torch.nn.functional.cross_entropy(hidden @ (weight + scaling * (b @ a)).t(), labels, reduction="none")
 
 

@@ -101,12 +101,3 @@ def test_logits_and_an_empty_shard(name, dtype):
     g = torch.Generator().manual_seed(0)
     leaf, labels = torch.randn(T, V, generator=g).to(dtype).requires_grad_(), torch.randint(V, (T,), generator=g)
     check_an_empty_shard(partial(LOGITS[name], labels=labels), [leaf], (1,))
-
-
-@ranks(4)
-def test_top_p_with_all_columns_on_one_of_four_ranks():
-    """The ranks cannot tell from such shards how wide the first is: refused on all, where it once was a crash."""
-    start = 0 if dist.get_rank() == 0 else V
-    vocab, labels = VocabShard(start, V, V), torch.zeros(T, dtype=torch.int64)
-    with pytest.raises(ValueError, match="top_p without top_k needs shards of equal width"):
-        head.sampled_log_probs(torch.randn(T, V - start), labels, None, 0.5, tp_group=dist.group.WORLD, vocab=vocab)

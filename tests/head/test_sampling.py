@@ -215,7 +215,8 @@ def test_bad_input(changed, message):
 def test_top_p_of_four_shards_that_are_not_equal():
     group, rank, labels = dist.group.WORLD, dist.get_rank(), torch.zeros(4).long()
     middle = VocabShard(10 * rank + (rank > 1), 10 * rank + 10 + (rank > 0), 41)
-    for uneven in (VocabShard.split(41, group), middle):  # 11, 10, 10, 10 columns; 10, 11, 10, 10
+    first = VocabShard(0 if rank == 0 else 41, 41, 41)
+    for uneven in (VocabShard.split(41, group), middle, first):  # 11, 10, 10, 10 columns; 10, 11, 10, 10; 41, 0, 0, 0
         with pytest.raises(ValueError, match="needs shards of equal width"):
             head.sampled_log_probs(torch.zeros(4, uneven.columns), labels, None, 0.5, 1.0, group, uneven)
     found = head.sampled_log_probs(torch.zeros(4, 10), labels, 2, 1.0, 1.0, group)

@@ -41,7 +41,6 @@ def loss(record, layout="replicated", **options):
 
 
 def read_outs(record, layout="replicated", of_logits=False):
-    """All of one head, in one pass."""
     (hidden, weight), others = hidden_and_weight(part=layout == "sequence"), hidden_and_weight(3, layout == "sequence")
     labels, ids, group = torch.arange(T) * 2, torch.arange(2 * T).view(T, 2), dist.group.WORLD
     z, teachers = piece(numbers(T, V, seed=7), 1).requires_grad_(), piece(numbers(T, V, seed=8), 1)
@@ -111,7 +110,6 @@ def through_symmetric_memory(record):
 
 
 def refit(record):
-    """Weights to a generator, in several buckets."""
 
     class OverTheWorld:
         def broadcast(self, tensors, options):
