@@ -162,7 +162,7 @@ def from_hidden(draw: Draw) -> Case:
         truth,
         ours,
         upstream,
-        logit_size=sized(largest, options, dtype),
+        logit_size=sized(largest, options),
         value_dtype=dtype if not draw.exact else results_dtype(dtype),
         grad_size=product_size(inputs, upstream, lead, options),
     )
@@ -199,7 +199,7 @@ def from_logits(draw: Draw) -> Case:
         truth,
         ours,
         upstream,
-        logit_size=sized(largest, options, results_dtype(dtype)),
+        logit_size=sized(largest, options),
         value_dtype=results_dtype(dtype),
         grad_size=1.0 / options.get("temperature", 1.0),
     )
@@ -215,7 +215,7 @@ def results_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def sized(largest: float, options: dict[str, Any], dtype: torch.dtype) -> float:
+def sized(largest: float, options: dict[str, Any]) -> float:
     """The size of a logit, with what the z-loss makes of it."""
     largest = largest / options.get("temperature", 1.0)
     return largest * (1 + 2 * options.get("z_loss", 0.0) * (largest + 5))

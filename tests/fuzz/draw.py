@@ -51,14 +51,14 @@ class Draw:
     def dtype(self, *among: torch.dtype) -> torch.dtype:
         return self.one_of("dtype", *(among or DTYPES))
 
-    def leading(self, in_slices: bool = False, least_dims: int = 0, rows: int = 0) -> tuple[int, ...]:
-        """Leading dims of tokens; dim 0 divides by the ranks if they have slices of it, or by `rows`."""
-        dims = self.integer(max(least_dims, in_slices or rows > 0), 3)
+    def leading(self, in_slices: bool = False, least_dims: int = 0) -> tuple[int, ...]:
+        """Leading dims of tokens; dim 0 divides by the ranks if they have slices of it."""
+        dims = self.integer(max(least_dims, in_slices), 3)
         shape = [self.integer(1, 5) for _ in range(dims)]
         if dims and self.chance(0.06):
             shape[self.integer(0, dims - 1)] = 0
-        if dims and (in_slices or rows):
-            shape[0] *= max(rows, 1) * (self.ranks if in_slices else 1)
+        if in_slices:
+            shape[0] *= self.ranks
         self.record["tokens"] = tuple(shape)
         return tuple(shape)
 

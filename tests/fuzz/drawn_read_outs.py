@@ -209,6 +209,14 @@ def names(draw: Draw) -> list[str]:
     return found
 
 
+def read(tokens: Tokens, names: list[str]) -> tuple[list[Made], bool, list[Tensor | None]]:
+    """Read-outs by name, whether any has a teacher, and a gradient for each result that has one."""
+    made = [BY_NAME[name](tokens) for name in names]
+    shapes = [shape for one in made for shape in one.shapes]
+    slopes = [None if shape is None else tokens.draw.upstream(*shape) for shape in shapes]
+    return made, bool(OF_A_TEACHER & set(names)), slopes
+
+
 def flat(found: Any, several: bool) -> list[Tensor]:
     each = found if several else (found,)
     return [x for one in each for x in (one if isinstance(one, tuple) else (one,))]

@@ -147,8 +147,7 @@ def read(draw: Draw) -> Case:
     fused = draw.chance(0.2) and not frozen
     draw.record |= {"frozen": frozen, "fused": fused, "mode": mode}
     tokens = Tokens(draw, lead, vocabulary, student.facts.get("temperature", 1.0))
-    made = [drawn_read_outs.BY_NAME[name](tokens) for name in names]
-    taught = bool(drawn_read_outs.OF_A_TEACHER & set(names))
+    made, taught, upstream = drawn_read_outs.read(tokens, names)
     drafts = taught and len(lead) > 1 + (layout == "sequence") and draw.chance(0.2)  # several of one target
     theirs = _side(draw, lead[:-1] if drafts else lead, vocabulary, dtype, dtype, caps) if taught else None
     skip = draw.one_of("counts", None, None, "all that count", "a bound", "too small a bound")
@@ -192,7 +191,7 @@ def read(draw: Draw) -> Case:
         inputs,
         truth,
         ours,
-        [None if shape is None else draw.upstream(*shape) for one in made for shape in one.shapes],
+        upstream,
         logit_size=largest,
         value_dtype=results_dtype(dtype),
         wanted=[draw.chance(0.9), not frozen] + [True] * (len(inputs) - 2),
@@ -216,8 +215,7 @@ def read_logits(draw: Draw) -> Case:
     facts |= draw.options(temperature=(1.0, 0.5, 2.0))
     settings = draw.options(chunk_tokens=(None, 1, 3), gradient_into_logits=(False, True))
     tokens = Tokens(draw, lead, vocabulary, facts.get("temperature", 1.0))
-    made = [drawn_read_outs.BY_NAME[name](tokens) for name in names]
-    taught = bool(drawn_read_outs.OF_A_TEACHER & set(names))
+    made, taught, upstream = drawn_read_outs.read(tokens, names)
 
     def truth(z: Tensor) -> list[Tensor]:
         p = bent(theirs.double(), their_facts) / tokens.temperature
@@ -238,7 +236,7 @@ def read_logits(draw: Draw) -> Case:
         [(z, vocabulary.last)],
         truth,
         ours,
-        [None if shape is None else draw.upstream(*shape) for one in made for shape in one.shapes],
+        upstream,
         logit_size=largest,
         value_dtype=results_dtype(dtype),
         grad_size=4.0 / min(1.0, tokens.temperature),
