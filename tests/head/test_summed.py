@@ -22,12 +22,10 @@ FACTOR = 3.0
 
 def truth_of(problem, reduction):
     """The loss, and its gradients for hidden states, weight and bias, by plain PyTorch in fp64."""
-    leaves = [x.double().requires_grad_() for x in (problem.hidden, problem.weight, problem.bias) if x is not None]
-    held, problem.bias = problem.bias, leaves[2] if len(leaves) > 2 else None
-    losses = problem.from_logits(leaves[0] @ leaves[1].t())[0]
-    problem.bias = held
-    loss = losses.sum() / ((problem.labels != problem.ignore_index).sum() if reduction == "mean" else 1.0)
-    return loss.detach(), torch.autograd.grad(loss * FACTOR, leaves)
+    counts = (problem.labels != problem.ignore_index).double()
+    problem.grad = FACTOR * counts / (counts.sum() if reduction == "mean" else 1.0)
+    (losses,), grads = problem.truth("loss")
+    return (losses * problem.grad).sum() / FACTOR, tuple(grads)
 
 
 def summed(problem, group, layout="replicated", leaves=None, **more):
