@@ -13,6 +13,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+from megatron_ext.experimental.pipeline_vocabulary.vocabulary_sharing import output_layer_fault
+from megatron_ext.head import LmHead
 from megatron_ext.head.training_loss import TrainingLoss
 from megatron_ext.megatron.fused_loss import megatron_log
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
@@ -395,3 +397,31 @@ def test_a_model_that_had_no_patch_is_not_called_unpatched(model):
     assert str(fusion_report()) == said
     unpatch(model=other)
     assert str(fusion_report()) == said
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@grouped(1)
+@pytest.mark.parametrize(
+    "layers, patchs, rounds",
+    [(None, None, False), (FP32, None, False), (BF16, None, True), (None, BF16, True), (BF16, FP32, False)],
+)
+def test_the_patchs_dtype_goes_before_the_output_layers(layers, patchs, rounds):
+    calls, resolved = [], LmHead.resolved
+    model, labels = one_gpt().bfloat16(), batch()[1]
+    model.config.params_dtype = BF16
+    model.output_layer.output_dtype = layers
+    with (
+        patched(logit_dtype=patchs),
+        mock.patch.object(LmHead, "resolved", lambda head: calls.append(resolved(head)) or calls[-1]),
+    ):
+        run(model, labels)
+        fault = output_layer_fault(model)
+    assert {each.rounds for each in calls} == {rounds}
+    assert ("logits are rounded to torch.bfloat16" in str(fault)) is rounds
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(ValueError, match="logit_dtype is 'bf16': it must be None or torch.float32"):
+        HeadSettings(logit_dtype="bf16")
