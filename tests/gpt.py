@@ -182,16 +182,20 @@ def ours_everywhere() -> Iterator[None]:
 
 
 class LoRALinear(torch.nn.Module):
-    """A layer of Megatron's with an adapter beside it, as Megatron-Bridge wraps it."""
+    """A layer of Megatron's with an adapter beside it, as Megatron-Bridge wraps it: it answers in the layer's name."""
 
     def __init__(self, to_wrap):
         super().__init__()
         self.to_wrap = to_wrap
-        self.adapter = torch.nn.Linear(to_wrap.input_size, to_wrap.output_size, bias=False)
+        self.adapter = torch.nn.Linear(to_wrap.input_size, to_wrap.output_size_per_partition, bias=False)
         torch.nn.init.constant_(self.adapter.weight, 0.01)
 
-    def forward(self, x):
-        found, bias = self.to_wrap(x)
+    def __getattr__(self, name):
+        inside = self.__dict__["_modules"]
+        return inside[name] if name in inside else getattr(inside["to_wrap"], name)
+
+    def forward(self, x, *args, **kwargs):
+        found, bias = self.to_wrap(x, *args, **kwargs)
         return found + self.adapter(x), bias
 
 
