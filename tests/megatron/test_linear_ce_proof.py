@@ -16,7 +16,6 @@ from torch import distributed as dist
 from megatron_ext.distributed.collectives import all_gather_object
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron.fused_loss import fusion_proof
-from megatron_ext.megatron.fused_loss.fusion_proof import compare as compare_both
 from megatron_ext.megatron.fusion_report import fusion_report
 from tests.gpt import VOCAB, grouped
 from tests.marks import slow
@@ -152,17 +151,14 @@ def test_the_proof_leaves_nothing_behind(sequence_parallel, tied):
 
 @on_gpt()
 def test_modes_of_the_proof(model, labels):
-    with mock.patch("megatron_ext.megatron.fused_loss.fusion_proof.compare") as compare:
+    with mock.patch.object(fusion_proof, "compare") as compare:
         with patched(proof="off"):
             run(model, labels)
             with decorated_loss(model):
                 doubled = run(model, labels)
         assert compare.call_count == 0
     torch.testing.assert_close(doubled, 2 * run(model, labels), rtol=1e-6, atol=1e-6)
-    counted = mock.patch(
-        "megatron_ext.megatron.fused_loss.fusion_proof.compare",
-        side_effect=compare_both,
-    )
+    counted = mock.patch.object(fusion_proof, "compare", wraps=fusion_proof.compare)
     for mode, times in (("always", 2), ("first", 0)):  # all of the model is Megatron's own
         with counted as compare, patched(proof=mode):
             run(model, labels)
