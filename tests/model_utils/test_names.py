@@ -104,29 +104,17 @@ def assert_begins_with(parameters, wanted: str) -> None:
     assert all(p.default is not p.empty for p in parameters[count:]), "a caller of NeMo-RL's does not know of it"
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name):
-    parameters = [*inspect.signature(getattr(model_utils, name)).parameters.values()]
-    assert_begins_with(parameters, FUNCTIONS[name])
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_autograd_functions(name):
-    cls = getattr(model_utils, name)
-    assert issubclass(cls, torch.autograd.Function)
-    assert callable(cls.apply)
-    _ctx, *parameters = inspect.signature(cls.forward).parameters.values()
-    assert_begins_with(parameters, CLASSES[name])
+@pytest.mark.parametrize("name", FUNCTIONS | CLASSES)
+def test_parameters(name):
+    ours, context = getattr(model_utils, name), name in CLASSES
+    assert not context or issubclass(ours, torch.autograd.Function)
+    parameters = [*inspect.signature(ours.forward if context else ours).parameters.values()]
+    assert_begins_with(parameters[context:], (FUNCTIONS | CLASSES)[name])
 
 
 def test_the_patch_has_its_one_option():
     option = inspect.signature(model_utils.patch_gpt_model_forward_for_linear_ce_fusion).parameters["chunk_size"]
     assert option.kind is option.KEYWORD_ONLY
-
-
-def test_sampling_parameters():
-    params = model_utils.TrainingSamplingParams()
-    assert (params.top_k, params.top_p, params.temperature) == (None, 1.0, 1.0)
 
 
 FILES = sorted(Path(model_utils.__file__).parent.glob("*.py"))
