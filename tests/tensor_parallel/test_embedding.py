@@ -129,9 +129,3 @@ def test_what_others_ask_of_it():
     assert vars(clone.weight) == vars(layer.weight)
     assert clone.weight.data_ptr() != layer.weight.data_ptr()
     assert list(layer.state_dict()) == ["weight"]
-
-
-def test_in_a_process_without_process_group():
-    layer = VocabParallelEmbedding(V, D, init_method=torch.nn.init.normal_, config=Config())
-    ids = token_ids(2, 4)
-    torch.testing.assert_close(layer(ids), F.embedding(ids, layer.weight))
