@@ -1,4 +1,4 @@
-"""Our layers in Megatron's GPTModel, its schedules and its data parallelism: the numbers of Megatron's own layers."""
+"""Our layers of experts and of inference in Megatron's GPTModel, beside Megatron's own and our plain ones."""
 
 import copy
 from contextlib import nullcontext
@@ -24,10 +24,6 @@ from tests.gpt import (
 )
 from tests.marks import slow
 from tests.ranks import ranks
-from tests.tensor_parallel.test_gpt_parity import SEQUENCE, check
-
-FUSED = {"gradient_accumulation_fusion": True, "tied": False}
-DEFERRED = FUSED | {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 0}
 
 
 @pytest.mark.slow
@@ -37,7 +33,7 @@ def test_experts_that_are_cut_in_two():
 
     Megatron's own are compared whole: cut, they gather uneven numbers of tokens, which its mappings cannot over gloo.
     """
-    options = EXPERTS | SEQUENCE | {"moe_ffn_hidden_size": 32}
+    options = EXPERTS | {"sequence_parallel": True, "moe_ffn_hidden_size": 32}
     results = []
     for place, pieces, spec in ((nullcontext, 1, stock_spec), (ours_everywhere, 2, gpt_block_spec)):
         with model_parallel(tp=2, ep=2, expert_tensor_parallel_size=pieces), place():
@@ -50,24 +46,6 @@ def test_experts_that_are_cut_in_two():
     for name, grad in grads.items():
         if "experts" not in name:
             torch.testing.assert_close(grad, stock_grads[name], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-@ranks(2)
-@pytest.mark.parametrize(
-    "sizes, options",
-    [
-        ({"pp": 2}, DEFERRED),
-        ({"pp": 2}, DEFERRED | {"wgrad_deferral_limit": 1, "tied": True}),
-        ({"pp": 2, "vp": 2}, DEFERRED | {"num_layers": 4}),
-        ({"tp": 2}, FUSED | SEQUENCE),
-    ],
-    ids=str,
-)
-def test_gradients_fused_into_main_grad(sizes, options):
-    """Without Apex. With pipeline stages the output layer's are deferred too, and Megatron's schedule has ours compute
-    them (its own needs Apex)."""
-    check(sizes, **options)
 
 
 def inference_spec(config, vp_stage=None):
