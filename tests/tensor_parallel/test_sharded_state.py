@@ -106,8 +106,6 @@ def test_the_same_objects_as_megatrons_layers(offsets):
 
 @ranks(2)
 def test_each_copy_of_an_object_has_its_own_number():
-    from megatron.core import dist_checkpointing  # noqa: F401  # of which objects are made
-
     world, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
     alone = torch.distributed.new_group([rank], use_local_synchronization=True)
     for number in (0, 1):
