@@ -20,8 +20,7 @@ from megatron_ext.head.lm_head import LmHead
 from megatron_ext.tensor_parallel import layers
 from megatron_ext.tensor_parallel.inference_layers import InferenceLinear
 from tests.ranks import ranks
-from tests.tensor_parallel.rng import no_tracker
-from tests.tensor_parallel.sharded import CLASSES, Config, alone, build
+from tests.tensor_parallel.sharded import CLASSES, Config, alone, build, no_tracker
 from tests.tensor_parallel.test_newer_surface import WHOLE
 
 MODULE = "megatron.core.tensor_parallel.gtp_api"

@@ -19,14 +19,7 @@ from megatron_ext.tensor_parallel.layers import (
 )
 from tests.operators import Operators
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import (
-    Config,
-    assert_as_good,
-    build,
-    numbers,
-    piece,
-    world,
-)
+from tests.tensor_parallel.sharded import Config, assert_as_good, build, numbers, piece, world
 from tests.tensor_parallel.test_recompute import saved_tensors
 
 S, B, D, N = 8, 3, 20, 12  # sequence, batch, input features, output features, over all ranks

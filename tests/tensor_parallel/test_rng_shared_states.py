@@ -5,7 +5,7 @@ import torch
 
 from megatron_ext.tensor_parallel import random
 from megatron_ext.tensor_parallel._random import generator_state, process_tracker, rng_tracker, seeds
-from tests.tensor_parallel.rng import drawn, no_tracker
+from tests.tensor_parallel.sharded import drawn, no_tracker
 
 
 class Cuda:

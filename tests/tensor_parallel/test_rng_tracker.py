@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import random as stock
 from megatron_ext.tensor_parallel import random
 from megatron_ext.tensor_parallel.random import CudaRNGStatesTracker
 from megatron_on_cpu import megatron_on_cpu
-from tests.tensor_parallel.rng import drawn, no_tracker, seeded
+from tests.tensor_parallel.sharded import drawn, no_tracker, seeded
 
 GRAPH_SAFE = pytest.mark.parametrize("graph_safe", [False, True], ids=["bytes", "generators"])
 
@@ -260,6 +260,7 @@ def test_a_device_that_is_not_there_is_named():
 
 
 def test_the_modules_variables_are_live_and_can_be_set():
+    """By `mock.patch` too, which sets them back."""
     with no_tracker():
         assert random._CUDA_RNG_STATE_TRACKER is None
         assert not random._CUDA_RNG_STATE_TRACKER_INITIALIZED
@@ -269,17 +270,6 @@ def test_the_modules_variables_are_live_and_can_be_set():
         random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
         assert random._CUDA_RNG_STATE_TRACKER is None
         random._CUDA_RNG_STATE_TRACKER = tracker
-        assert random.get_cuda_rng_tracker() is tracker
-    assert not random.IS_CHECKPOINTING
-    random.IS_CHECKPOINTING = True
-    assert random.is_checkpointing()
-    random._unset_checkpointing()
-    assert not random.IS_CHECKPOINTING
-
-
-def test_mock_patch_sets_the_modules_variables_back():
-    with no_tracker():
-        tracker = random.get_cuda_rng_tracker()
         with mock.patch("megatron_ext.tensor_parallel.random._CUDA_RNG_STATE_TRACKER", None):
             assert random.get_cuda_rng_tracker() is not tracker
         assert random.get_cuda_rng_tracker() is tracker
@@ -289,15 +279,15 @@ def test_mock_patch_sets_the_modules_variables_back():
             assert random.is_checkpointing() is not before
         assert random.is_checkpointing() is before
     random._unset_checkpointing()
+    assert not random.IS_CHECKPOINTING
 
 
 def test_transformer_engines_tracker_is_missed_in_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     assert not random.HAVE_TE
     with no_tracker():
-        with pytest.raises(
-            ImportError, match="use_te_rng_tracker=True needs Transformer Engine, which is not installed"
-        ):
+        said = "use_te_rng_tracker=True needs Transformer Engine, which is not installed"
+        with pytest.raises(ImportError, match=said):
             random.model_parallel_cuda_manual_seed(1, te_rng_tracker=True)
         assert random._CUDA_RNG_STATE_TRACKER is None
 
@@ -318,13 +308,9 @@ def test_transformer_engines_tracker_is_used_when_asked_for(beside_megatron, mon
         def get_states(self):
             return dict(self.states_)
 
-    modules = {name: ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch")}
-    distributed = modules["transformer_engine.pytorch.distributed"] = ModuleType(
-        "transformer_engine.pytorch.distributed"
-    )
-    distributed.CudaRNGStatesTracker = Theirs
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[name].CudaRNGStatesTracker = Theirs
     # Megatron's CUDA graphs look for Megatron's own class; without Transformer Engine there is a mock in its place.
     wrapped = type("TECudaRNGStatesTracker", (Theirs,), {}) if beside_megatron else mock.Mock()
     extension = SimpleNamespace(TECudaRNGStatesTracker=wrapped)

@@ -27,7 +27,7 @@ from megatron_ext.tensor_parallel.random import (
     model_parallel_cuda_manual_seed,
 )
 from tests.pages import DOCS
-from tests.tensor_parallel.rng import no_tracker
+from tests.tensor_parallel.sharded import no_tracker
 from tests.tensor_parallel.signatures import MODULES, recorded, signatures
 
 SOURCE = Path(find_spec("megatron.core").submodule_search_locations[0]) / "tensor_parallel"
