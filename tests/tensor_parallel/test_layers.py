@@ -61,8 +61,7 @@ def check(layer, layouts, *, lead=(S, B), dtype=torch.float32, frozen=False, **a
     layer.weight.requires_grad_(not frozen)
     w, full, dy = (numbers(*s, seed=i, dtype=dtype) for s, i in (((N, D), 7), ((*lead, D), 1), ((*lead, N), 2)))
     x = cut(full, source).requires_grad_()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         with count_collectives() as counts:
             y, bias = layer(x, **asked)
         y.backward(cut(dy, target))
@@ -160,8 +159,7 @@ def test_input_gradient_is_summed_after_sequence_parallel():
 @ranks(1)
 def test_sequence_parallel_alone_is_nothing():
     config = Config(sequence_parallel=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         layers = column(config=config), row(config=config)
         outputs = [layer(torch.randn(S, D, requires_grad=True))[0] for layer in layers]
         sum(outputs).sum().backward()
