@@ -23,6 +23,11 @@ def tracker_of(graph_safe=False, **seeds) -> CudaRNGStatesTracker:
     return tracker
 
 
+def draw(tracker, count, name="a"):
+    with tracker.fork(name):
+        return torch.rand(count)
+
+
 @GRAPH_SAFE
 def test_forks_nest_and_a_stream_goes_on_where_it_was(graph_safe):
     tracker = tracker_of(graph_safe, a=1, b=2)
@@ -39,8 +44,7 @@ def test_forks_nest_and_a_stream_goes_on_where_it_was(graph_safe):
             b.append(torch.rand(2))
         a.append(torch.rand(5))
     default.append(torch.rand(6))
-    with tracker.fork("a"):
-        a.append(torch.rand(1))
+    a.append(draw(tracker, 1))
     assert torch.equal(torch.cat(a), torch.cat(drawn(1, 2, 4, 1, 5, 1)))
     assert torch.equal(torch.cat(b), torch.cat(drawn(2, 3, 2)))
     assert torch.equal(torch.cat(default), torch.cat(drawn(3, 2, 6)))
@@ -53,8 +57,7 @@ def test_an_exception_in_a_fork_brings_the_outer_stream_back(graph_safe):
     with pytest.raises(KeyError), tracker.fork("a"):
         {}[torch.rand(2)]
     assert torch.equal(torch.rand(4), drawn(3, 4)[0])
-    with tracker.fork("a"):
-        assert torch.equal(torch.rand(3), drawn(1, 2, 3)[1])
+    assert torch.equal(draw(tracker, 3), drawn(1, 2, 3)[1])
 
 
 def test_a_fork_that_fails_leaves_all_streams_alone():
@@ -65,8 +68,7 @@ def test_a_fork_that_fails_leaves_all_streams_alone():
     with pytest.raises(RuntimeError, match="CPUGeneratorImplState"), tracker.fork("a"):
         pass
     tracker.set_states(good)
-    with tracker.fork("a"):
-        assert torch.equal(torch.rand(3), drawn(1, 3)[0])
+    assert torch.equal(draw(tracker, 3), drawn(1, 3)[0])
     assert torch.equal(torch.rand(4), drawn(3, 4)[0])
 
 
@@ -74,16 +76,13 @@ def test_a_fork_that_fails_leaves_all_streams_alone():
 def test_states_are_copies_both_ways(graph_safe):
     tracker = tracker_of(graph_safe, a=1)
     kept = tracker.get_states()
-    with tracker.fork("a"):
-        first = torch.rand(5)
+    first = draw(tracker, 5)
     tracker.set_states(kept)
     kept["b"] = kept.pop("a")  # the caller's dict stays the caller's
     assert list(tracker.get_states()) == ["a"]
-    with tracker.fork("a"):
-        assert torch.equal(torch.rand(5), first)
+    assert torch.equal(draw(tracker, 5), first)
     tracker.set_states({"a": kept["b"]})  # and its states were not drawn from
-    with tracker.fork("a"):
-        assert torch.equal(torch.rand(5), first)
+    assert torch.equal(draw(tracker, 5), first)
 
 
 @GRAPH_SAFE
@@ -91,8 +90,7 @@ def test_states_are_taken_in_either_form(graph_safe):
     tracker, other = tracker_of(graph_safe, a=1), tracker_of(not graph_safe, a=2)
     tracker.set_states(other.get_states())
     assert isinstance(tracker.states_["a"], torch.Generator) == graph_safe
-    with tracker.fork("a"):
-        assert torch.equal(torch.rand(5), drawn(2, 5)[0])
+    assert torch.equal(draw(tracker, 5), drawn(2, 5)[0])
 
 
 def test_get_states_sees_the_stream_that_is_in_use():
@@ -175,8 +173,7 @@ def test_seeding_by_default_takes_the_tracker_that_there_is(graph_safe):
         for _ in range(2):
             random.model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
             assert random.get_cuda_rng_tracker() is tracker
-            with tracker.fork():
-                assert torch.equal(torch.rand(4), drawn(1 + 2718, 4)[0])
+            assert torch.equal(draw(tracker, 4, "model-parallel-rng"), drawn(1 + 2718, 4)[0])
 
 
 def test_a_tracker_without_streams_does_not_do_for_training():
@@ -239,6 +236,8 @@ def test_one_generators_state():
     for back in (state, generator):
         random._set_cuda_rng_state(back, "cpu", graph_safe=back is generator)
         assert torch.equal(torch.rand(4), first)
+    with pytest.raises(ValueError, match="cuda:99"):
+        random._get_cuda_rng_state(99)
 
 
 def test_states_are_converted_both_ways():
@@ -252,11 +251,6 @@ def test_states_are_converted_both_ways():
     assert torch.equal(made.get_state(), state)
     with pytest.raises(ValueError, match="state is a int"):
         random.convert_cuda_rng_state(5)
-
-
-def test_a_device_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="cuda:99"):
-        random._get_cuda_rng_state(99)
 
 
 def test_the_modules_variables_are_live_and_can_be_set():
@@ -336,7 +330,6 @@ def test_draws_what_megatrons_tracker_draws(monkeypatch):
     """Any nesting of forks and draws, seeded alike."""
 
     def program(module, depth, path, out):
-        """Draws and forks at random, but the same for both modules."""
         generator = torch.Generator().manual_seed(hash(path) % 2**31)
         for i in range(3):
             length = int(torch.randint(1, 4, (), generator=generator))
