@@ -106,12 +106,6 @@ def test_uneven_vocabulary_names_the_padded_size():
     assert embedding(padded_vocab_size(25, 4)).weight.shape == (7, D)
 
 
-def test_padded_vocab_size():
-    assert padded_vocab_size(50257, 1, 128) == 50304
-    assert padded_vocab_size(50257, 8, 128) == 51200
-    assert padded_vocab_size(24, 4) == 24
-
-
 @ranks(1, 2)
 def test_what_others_ask_of_it():
     for perform in (True, False):

@@ -38,8 +38,9 @@ from tests.tensor_parallel.test_recompute import saved_tensors
 @pytest.mark.parametrize("perform", [True, False])
 def test_attributes_are_always_there(perform, on_cpu):
     config = Config(perform_initialization=perform, use_cpu_initialization=on_cpu)
-    for layer, dim in ((column(config=config, stride=2), 0), (row(config=config, stride=2), 1)):
+    for layer, dim in ((column(config=config, stride=2, name="fc"), 0), (row(config=config, stride=2, name="fc"), 1)):
         weight, bias = layer.weight, layer.bias
+        assert layer.name == "fc"
         assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (True, dim, 2)
         assert weight.allreduce is bias.allreduce is True
         assert getattr(bias, "tensor_model_parallel", False) == (dim == 0)

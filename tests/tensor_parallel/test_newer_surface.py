@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_ext import tensor_parallel as tp
 from megatron_ext.tensor_parallel import inference_layers, random
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import Config, alone, build, drawn, no_tracker
+from tests.tensor_parallel.sharded import Config, alone, drawn, no_tracker
 from tests.tensor_parallel.test_recompute import assert_as_without
 
 WHOLE = {
@@ -22,10 +22,6 @@ WHOLE = {
     "skip_weight_param_allocation": False,
     "is_expert": False,
 }
-
-
-def test_a_layer_keeps_its_name():
-    assert build("column", 8, 4, name="fc1").name == "fc1"
 
 
 def test_a_layer_with_all_the_weight_for_decoding():

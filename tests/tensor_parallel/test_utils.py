@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.tensor_parallel import utils
+from megatron_ext.tensor_parallel import data, utils
 from tests.ranks import ranks
 
 
@@ -54,7 +54,8 @@ def test_chunks_of_a_group():
     x = torch.arange(3.0)
     part = utils.split_tensor_into_1d_equal_chunks(x, tp_group=group)
     assert torch.equal(utils.gather_split_1d_tensor(part, tp_group=group), x)
-    for function in (utils.split_tensor_into_1d_equal_chunks, utils.gather_split_1d_tensor):
+    functions = utils.split_tensor_into_1d_equal_chunks, utils.gather_split_1d_tensor
+    for function in (*functions, lambda x: data.broadcast_data(["x"], {"x": x}, torch.float32)):
         with pytest.raises(ValueError, match="tp_group is None"):
             function(x)
 
