@@ -149,7 +149,6 @@ def test_no_second_derivative():
 
 @ranks(4)
 def test_a_group_of_ones_own():
-    """Two groups side by side, the vocabulary sharded over each."""
     rank = dist.get_rank()
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     torch.manual_seed(rank // 2)

@@ -99,12 +99,9 @@ def test_row(source, target, dtype):
     assert layer.bias.sequence_parallel == (target == "sequence")
 
 
-LEADS = [(), (4,), (4, 2, 3), (2, 1, 2, 3), (0,)]
-
-
 @ranks(1, 2)
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("lead", LEADS, ids=str)
+@pytest.mark.parametrize("lead", [(), (4,), (4, 2, 3), (2, 1, 2, 3), (0,)], ids=str)
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
 def test_any_leading_dimensions(layouts, lead, frozen):
     if lead or "sequence" not in layouts:
@@ -177,7 +174,6 @@ def test_in_a_process_without_process_group(kind):
 
 @ranks(4)
 def test_group_of_some_of_the_ranks():
-    """Two groups of two ranks, no parallel_state: each pair is a world of its own, sequence parallelism too."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair, place = divmod(dist.get_rank(), 2)
     layer = column(tp_group=pairs[pair], config=Config(sequence_parallel=True), bias=False)

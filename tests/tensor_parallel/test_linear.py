@@ -76,7 +76,6 @@ def test_saves_a_slice_of_the_input_only_for_a_trained_weight(source):
 
 
 def test_without_torch_distributed():
-    """One process, no process group: TP 1, with sequence parallelism asked for too."""
     x, w = torch.randn(3, 2, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
     for sequence_parallel in (False, True):
         y = linear_with_grad_accumulation_and_async_allreduce(x, w, None, False, False, sequence_parallel)

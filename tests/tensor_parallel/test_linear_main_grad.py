@@ -29,7 +29,6 @@ def with_main_grad(weight, *, listened=True, **marks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
 def test_weight_gradient_goes_into_main_grad(layouts, dtype):
-    """Two micro-batches, without Apex: main_grad grows by both gradients, and Megatron is told."""
     source, target = layouts
     dim = 0 if target == "sharded" else 1
     w = with_main_grad(piece(numbers(N, D, seed=0, dtype=dtype), dim))
@@ -94,7 +93,6 @@ def test_main_grad_with_saved_tensors_on_their_way_elsewhere():
 
 @ranks(1)
 def test_memory_is_given_back():
-    """Neither the input nor the weight is held once output and graph are gone."""
     x, w = torch.randn(4, D, requires_grad=True), with_main_grad(torch.randn(N, D))
     watched = [weakref.ref(x), weakref.ref(w)]
     parallel_linear(x, w, None, LinearPlan(fuse_main_grad=True)).sum().backward()

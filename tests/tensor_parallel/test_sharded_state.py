@@ -21,14 +21,12 @@ AXES = {"column.weight": 0, "column.bias": 0, "row.weight": 1, "table.weight": 0
 
 
 def one_of_each(kind):
-    """A module of one layer of each kind."""
     options = {"package": {"ours": ours, "stock": stock}[kind], "config": tiny_config()}
     kinds = {"column": ("column", D, N), "row": ("row", D, N), "table": ("embedding", N, D)}
     return torch.nn.ModuleDict({name: build(*given, **options) for name, given in kinds.items()})
 
 
 def expected(name):
-    """This rank's shard of the full tensor."""
     full = numbers(*FULL[name], seed=sum(map(ord, name)))
     if name not in AXES:
         return full
