@@ -91,25 +91,16 @@ CLASSES = {
 }
 
 
-def plain(parameters) -> str:
-    """A parameter list without annotations."""
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
-    return str(inspect.Signature(bare))[1:-1]
-
-
-def assert_begins_with(parameters, wanted: str) -> None:
-    """The parameters are those of `wanted`; what comes after them is keyword-only or has a default."""
-    count = len([name for name in wanted.split(", ") if name != "*"])
-    assert plain(parameters[:count]) == wanted
-    assert all(p.default is not p.empty for p in parameters[count:]), "a caller of NeMo-RL's does not know of it"
-
-
 @pytest.mark.parametrize("name", FUNCTIONS | CLASSES)
 def test_parameters(name):
-    ours, context = getattr(model_utils, name), name in CLASSES
+    """Ours begin with NeMo-RL's; what comes after them is keyword-only or has a default."""
+    ours, context, wanted = getattr(model_utils, name), name in CLASSES, (FUNCTIONS | CLASSES)[name]
     assert not context or issubclass(ours, torch.autograd.Function)
-    parameters = [*inspect.signature(ours.forward if context else ours).parameters.values()]
-    assert_begins_with(parameters[context:], (FUNCTIONS | CLASSES)[name])
+    parameters = [*inspect.signature(ours.forward if context else ours).parameters.values()][context:]
+    count = len([word for word in wanted.split(", ") if word != "*"])
+    bare = [p.replace(annotation=p.empty) for p in parameters[:count]]
+    assert str(inspect.Signature(bare))[1:-1] == wanted
+    assert all(p.default is not p.empty for p in parameters[count:]), "a caller of NeMo-RL's does not know of it"
 
 
 def test_the_patch_has_its_one_option():
