@@ -29,7 +29,6 @@ def teacher():
 
 
 def of_grid(grid, logits, values, ids, zero_outside_topk, calculate_entropy, **more):
-    """Of what this rank holds."""
     groups = {"vocab_parallel_group": grid.tp_group, "context_parallel_group": grid.cp_group}
     return get_distillation_topk_logprobs_from_logits(
         logits, values, ids, zero_outside_topk, calculate_entropy, **groups, **more

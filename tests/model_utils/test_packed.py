@@ -31,7 +31,6 @@ def pack(grid: Grid):
 
 
 def call(grid: Grid, mine, tokens, padded, longest=LONGEST, **more):
-    """Of what this rank holds."""
     groups = {"group": grid.tp_group, "cp_group": grid.cp_group}
     return from_parallel_logits_to_logprobs_packed_sequences(
         mine, tokens, cumulative(padded), longest, **grid.vocab(24), **groups, **more
@@ -134,7 +133,6 @@ def test_on_a_gpu_nothing_waits():
 
 
 def test_time_does_not_depend_on_the_number_of_documents():
-    """As many operations for 100 documents as for 2: there is no loop over them."""
     counts = []
     for documents in (2, 100):
         tokens = torch.arange(400)[None]

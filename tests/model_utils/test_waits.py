@@ -53,7 +53,6 @@ def on_gpus(monkeypatch):
 
 @contextmanager
 def device_of(ranks):
-    """The device that stands for a GPU, and the group."""
     if ranks == 1:
         yield "meta", None
         return
@@ -79,7 +78,6 @@ def pack(device, group, places_at=None, ends_at=None):
 
 
 def pack_over_cp(device, group, **more):
-    """Of documents whose parts the ranks share."""
     tokens = ids(device, 1, S * (1 if group is None else 2))
     call = (logits(device, 1), tokens, ids(device, 3), S, 0, COLUMNS, None)
     return from_parallel_logits_to_logprobs_packed_sequences(*call, cp_group=group, **more)
