@@ -38,7 +38,7 @@ def new_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def load(directory: str) -> tuple[nn.Module, Any]:
-    """The model, in fp32, and the tokenizer of a directory that transformers, or `save_pretrained` of ours, has written.
+    """The model, in fp32, and the tokenizer of a directory that transformers or our `save_pretrained` has written.
 
     Raises:
         ValueError: it is none.
