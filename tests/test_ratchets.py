@@ -26,7 +26,7 @@ LINES = {
     "megatron_ext/experimental": 2546,
     "megatron_ext/head": 10842,
     "megatron_ext/integrations": 699,
-    "megatron_ext/losses": 1380,
+    "megatron_ext/losses": 1389,
     "megatron_ext/megatron": 4501,
     "megatron_ext/memory": 670,
     "megatron_ext/model_utils": 1480,
