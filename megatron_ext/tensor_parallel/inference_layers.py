@@ -112,9 +112,9 @@ class InferenceRowParallelLinear(RowParallelLinear):
         self.residual: Tensor | None = None
 
     def _set_next_layer_norm_weights(self, weights: Tensor) -> None:
-        """From now on, evaluating, add the residual that `_set_residual` gives; the next layer norms by itself.
+        """Have the layer, in evaluation, add the residual of `_set_residual`; the next layer norms by itself.
 
-        The output is the residual stream: who calls the layer must not add the residual again.
+        The output is the residual stream: the caller of the layer must not add the residual again.
 
         Raises:
             ValueError: the layer has a bias, which would have to be added before the norm.

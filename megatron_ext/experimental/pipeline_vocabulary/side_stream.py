@@ -20,16 +20,16 @@ class Aside(NamedTuple):
 
 
 class SideWork:
-    """On a CUDA stream of its own; on the CPU, which has none, or if it is not `wanted`, on that of the passes.
+    """Work on a CUDA stream of its own; on a CPU, or if the stream is not `wanted`, on the stream of the passes.
 
-    What the work reads must not be changed before it is done.
+    Tensors that the work reads must not be changed before the work is done.
     """
 
     def __init__(self, device: torch.device, wanted: bool = True):
         self._stream = torch.cuda.Stream(device) if wanted and has_streams(device) else None
 
     def now(self) -> Any:
-        """For `run`: what has been begun on the current stream so far."""
+        """Return an event of all work begun on the current stream so far, for `after` of `run`."""
         return None if self._stream is None else torch.cuda.current_stream().record_event()
 
     def run(self, work: Callable[[], Any], after: Any = None, reads: Iterable[Any] = ()) -> Aside:

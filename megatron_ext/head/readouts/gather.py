@@ -115,7 +115,10 @@ class TopK(_Picks):
         self.rows = 2 * k if isinstance(k, int) else 0
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        """Without a `vocab` the size is a guess, and at unequal shards another rank's guess is larger."""
+        """Return the fault of a `k` that only this rank may see, and raise a fault that every rank sees.
+
+        Without a `vocab` the vocabulary's `size` is a guess, and at unequal shards another rank's guess is larger.
+        """
         if is_int(self.k, 1) and self.k <= size:
             return None
         alone = vocab is None and is_int(self.k, 1)

@@ -57,7 +57,7 @@ class NormalisedSides(ReadOut):
         raise NotImplementedError
 
     def chunks(self, tokens: int, on_gpu: bool) -> list[slice]:
-        """By the width of an equal shard: all ranks must cut the tokens alike."""
+        """Cut the tokens by the width of an equal shard, since all ranks must cut the tokens alike."""
         width = -(-self.call.vocab.size // self.call.ranks)
         return chunk_sizes.chunks(slice(0, tokens), self.call.chunk_tokens, width, on_gpu)
 

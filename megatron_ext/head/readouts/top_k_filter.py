@@ -144,7 +144,8 @@ class TopKFiltered(OfLabels):
         return ids_tK, torch.cat([candidates_tK, at_label_t.unsqueeze(1)], 1)
 
     def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
-        """On CPU, where it costs no wait to see that no token of the chunk has equals beyond its candidates: not."""
+        """Tell whether logits are read: not on a CPU where no token of the chunk has equals beyond its candidates. On a
+        GPU the host would have to wait to see that."""
         tied_t = saved[4][rows]
         return not on_host(tied_t) or bool(tied_t.any())
 

@@ -164,8 +164,8 @@ class TopPFiltered(OfLabels):
         return mine, z_RuV.transpose(0, 1)[: mine.stop - mine.start].flatten(1)
 
     def _padded(self, z_tV: Tensor, rows: int = 0) -> Tensor:
-        """To the width of every rank's part, and so many rows more. What pads lies past the vocabulary, and is never a
-        candidate."""
+        """Pad logits to the width of every rank's part, and by `rows` more rows. The padding lies past the vocabulary,
+        and is never a candidate."""
         columns = self.width - z_tV.shape[1]
         return F.pad(z_tV, (0, columns, 0, rows)) if columns or rows else z_tV
 

@@ -69,12 +69,12 @@ class BothWays:
         self.settings.lm_head(self.terms, self.weight)
 
     def own(self, hidden: Tensor) -> Tensor:
-        """By the layer's own forward, whatever it has become, and the model's own loss."""
+        """Return the losses by the layer's own forward, whatever it has become, and the model's own loss."""
         logits, scale = self.terms.make(self.terms, hidden), self.terms.scale
         return self.own_loss(self.labels_N1.transpose(0, 1), logits if scale == 1.0 else logits * scale)
 
     def fused(self, hidden: Tensor) -> Tensor:
-        """By the head under no settings of its own that change the loss."""
+        """Return the losses by the fused head, without those of its settings that change the loss."""
         hidden, operand = operands(self.terms, hidden)
         head = self.settings.lm_head(self.terms, operand)
         return linear_training_loss(head, hidden, self.labels_N1).loss.transpose(0, 1)

@@ -172,7 +172,8 @@ def is_torchs(hook: Any) -> bool:
 
 
 def _about_parameters(hook: Any) -> bool:
-    """By the file that defines it, which no decorator copies; those of torch's own compiler are looked through."""
+    """Tell whether a hook is about parameters, by the module that defines the hook, which no decorator copies. Wrappers
+    of torch's own compiler are looked through."""
     function = innermost(hook)
     while _home(function).startswith("torch._dynamo") and hasattr(function, "__wrapped__"):
         function = innermost(function.__wrapped__)
