@@ -1,4 +1,4 @@
-"""What ours may cost beside something else, by turns in one process: `benchmarks.run cpu --only by-turns`.
+"""Ratios of our cost to another's, measured by turns in one process: `benchmarks.run cpu --only by-turns`.
 
 The head with 16-bit operands on a processor without 16-bit products, which is set by hand, beside fp32; and a KL
 divergence from hidden states beside logits that are made at once. Forward and backward, CPU time of one thread.

@@ -91,7 +91,7 @@ def _rows(run: Run, ours: Callable[[], Any], theirs: Callable[[], Tensor]) -> li
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """Of the first result, where PyTorch's is finite."""
+    """Return the largest difference of the first result, where PyTorch's is finite."""
     theirs = theirs[: ours.shape[0]] if ours.dim() == 2 else theirs[0]
     both = ours.isfinite() & theirs.isfinite()
     return float((ours - theirs).where(both, 0.0).abs().max())

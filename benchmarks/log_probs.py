@@ -37,7 +37,7 @@ FORMULAS: dict[str, Way] = {
 
 
 class UsualWay(torch.autograd.Function):
-    """What policy training commonly does, in our own words: the order of its casts, passes and collectives."""
+    """The usual way of policy training, in our own words: the order of its casts, passes and collectives."""
 
     CHUNK = 256
 
@@ -141,7 +141,7 @@ def worst_errors(case: Case, rank: int, known: dict[str, Way]) -> dict[str, floa
 
 
 def measure_ways(case: Case, budget_s: float, known: dict[str, Way] | None = None) -> tuple[Rows, list[str]]:
-    """On every rank: rows (impl, metric, unit, values), this rank's, and a line for each way that is wrong."""
+    """Return on every rank its rows (impl, metric, unit, values), and a line for each way that is wrong."""
     torch.set_num_threads(1)  # threads that wait for each other would count as work
     group, rank = (dist.group.WORLD, dist.get_rank()) if case.ranks > 1 else (None, 0)
     known = ways(case, group) if known is None else known

@@ -69,7 +69,7 @@ def inputs(sizes: tuple[int, int, int, int]) -> Inputs:
 
 
 def log_probs_alone(given: Inputs) -> Tensor:
-    """What a loss of log-probabilities cannot do without: these, and a gradient for each."""
+    """Make the least that a loss of log-probabilities needs: these, and a gradient for each."""
     found = linear_log_probs(given.hidden_BSD, given.weight_VD, given.labels_BS, cache=1)
     assert isinstance(found, Tensor)
     return (found * given.mask_BS).sum()

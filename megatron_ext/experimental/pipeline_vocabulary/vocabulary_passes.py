@@ -222,7 +222,7 @@ class VocabularyPasses:
         return grad_SB[start : start + piece]
 
     def put_loss_gradient(self, n: int) -> None:
-        """Hand all stages the losses' gradient once the last stage's backward pass has ended; zeros if it is missing."""
+        """Hand all stages the losses' gradient, or zeros, once the last stage's backward pass has ended."""
         batch, sequence, *_ = self.messages.sizes(n)
         parts = self._grad_parts.pop(n, {})
         nothing = torch.zeros(sequence, batch, device=self.output.weight.device)
