@@ -51,7 +51,7 @@ def divergence_steps() -> dict[str, Step]:
         return (Logits(z_BSV).read(KL(Logits(teacher_BSV))) * given.mask_BS).sum() / given.mask_BS.sum()
 
     ours = next(case.ours for case in loss_cases.CASES if case.name == "Forward KL")
-    ways: dict[str, loss_cases.Way] = {"logits made at once": at_once, "from hidden states": ours}
+    ways: dict[str, loss_cases.LossOfInputs] = {"logits made at once": at_once, "from hidden states": ours}
     return {name: lambda way=way: losses.run_once(way, given) for name, way in ways.items()}  # type: ignore[misc]
 
 

@@ -196,7 +196,8 @@ class InferenceLinear(ParallelLayer):
             if value:
                 raise ValueError(f"{argument} is True: this layer has a weight that all ranks share; pass False")
         self._read_config(config, require_tensor_parallel_group(tp_group), False)
-        self.input_size, self.output_size, self.name, self.skip_bias_add = input_size, output_size, name, skip_bias_add
+        self.input_size, self.output_size = input_size, output_size
+        self.name, self.skip_bias_add = name, skip_bias_add
         self.path = "collectives"
         self.weight = self._new_parameter(output_size, input_size)
         if getattr(config, "perform_initialization", True):

@@ -18,7 +18,7 @@ from megatron_ext.distributed.collectives import Pending
 from megatron_ext.experimental.pipeline_vocabulary import linear_steps
 from megatron_ext.experimental.pipeline_vocabulary.order.passes import Exchange, Pass, Sent, Shape
 from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers import Sharing
-from megatron_ext.experimental.pipeline_vocabulary.side_stream import Aside, SideWork
+from megatron_ext.experimental.pipeline_vocabulary.side_stream import SideStreamResult, SideWork
 from megatron_ext.experimental.pipeline_vocabulary.stage_messages import StageMessages
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.readouts.read_out import CrossEntropy, IsArgmax, ReadOut
@@ -63,9 +63,9 @@ class VocabularyPasses:
         self.parts: dict[int, list[Tensor]] = {}
         self.sums: dict[int, Pending] = {}
         self.products: dict[int, linear_steps.Products] = {}
-        self.statistics: dict[int, Aside] = {}
-        self.results: dict[int, Aside] = {}
-        self.sums_of_dx: dict[int, Aside] = {}
+        self.statistics: dict[int, SideStreamResult] = {}
+        self.results: dict[int, SideStreamResult] = {}
+        self.sums_of_dx: dict[int, SideStreamResult] = {}
         self._part_of_dx: Pending | None = None  # on its way to the last stage
         self._grad_parts: dict[int, dict[int, Tensor]] = {}
         self.grad_embeddings: dict[int, Tensor] = {}
@@ -191,7 +191,7 @@ class VocabularyPasses:
     def sum_dx(self, n: int) -> None:
         """Begin `Sent.SUM`."""
         result, done = self.results[n]
-        self.results[n] = Aside(result._replace(unit_dx_TD=None), done)
+        self.results[n] = SideStreamResult(result._replace(unit_dx_TD=None), done)
 
         def begin() -> Pending:
             if self._part_of_dx is not None:
@@ -209,7 +209,7 @@ class VocabularyPasses:
         if not self.backward:
             return self.side.take(self.results.pop(n)), None
         pending, done = self.sums_of_dx.pop(n)
-        unit = self.side.take(Aside(pending.wait(), done))
+        unit = self.side.take(SideStreamResult(pending.wait(), done))
         unit = unit if self.output.sequence_parallel else collectives.all_reduce(unit, self.groups.tp, in_place=True)
         return self.side.take(self.results[n]), unit
 

@@ -56,7 +56,7 @@ class _Dispatched:
     calls: int = 0
 
 
-Place = tuple[Any, str, Callable[..., Any]]  # an owner, a name, and what stands there in a call
+MethodReplacement = tuple[Any, str, Callable[..., Any]]  # an owner, a name, and what stands there in a call
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _here: ContextVar[Mapping[int, Mapping[str, Any]]] = ContextVar("_here", default=_NOTHING)  # by the owner's id
 _dispatched: "weakref.WeakKeyDictionary[Any, dict[str, _Dispatched]]" = weakref.WeakKeyDictionary()
@@ -64,7 +64,7 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def in_this_call(*places: Place) -> Iterator[None]:
+def in_this_call(*places: MethodReplacement) -> Iterator[None]:
     """A call of `owner.name` is one of `function` for a while, in this thread's context alone.
 
     It stays a method of the owner. When the last thread leaves, the instance has (or lacks) its own one as before.
