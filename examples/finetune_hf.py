@@ -217,14 +217,14 @@ class Run:
             raise ValueError(f"--load has {self.step} steps behind it: --steps is {self.args.steps}, and must be more")
 
     def _weights(self) -> dict[str, Tensor]:
-        """By transformers' names, tied ones once; they share the model's memory."""
+        """Return weights by transformers' names, tied weights once; they share the model's memory."""
         state = get_model_state_dict(self.model)
         if self.config.tie_word_embeddings:
             state.pop("lm_head.weight", None)
         return {name: x for name, x in state.items() if isinstance(x, Tensor)}
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Its tensors and its numbers, by name."""
+        """Return the optimizer's tensors and its numbers, by name."""
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         state: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer, options=options)
         tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
