@@ -18,6 +18,9 @@ SEED = int(os.environ.get("FUZZ_SEED", 1))
     "only, cases",
     [
         ("", 100),
+        ("cross_entropy.", 100),
+        ("heads.", 150),
+        ("same_bits.", 40),
         ("mappings.", 100),
         ("model_utils.", 100),
         ("sharded_vocabulary.", 100),

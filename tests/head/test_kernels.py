@@ -80,7 +80,7 @@ CHOSEN = [
     "test_linear.py values_and_gradients all world2",
     "test_label_rows.py windows",
     *("test_lora.py sixteen_bits bfloat16", "test_lora.py dropout_leaves", "test_sampling.py top_p_beside"),
-    *("test_properties.py test_a_few world1", "test_fused_epilogue.py compiled", "test_fused_epilogue.py margin"),
+    *("test_read.py test_a_hundred world1", "test_fused_epilogue.py compiled", "test_fused_epilogue.py margin"),
     *(f"test_fused_epilogue.py pytorch {name}-world2" for name in ("layouts", "reach", "frozen", "one", "nothing")),
 ]
 
@@ -138,7 +138,6 @@ def launches(columns: int, dtype=torch.bfloat16, of_logits=False, **options):
 
 
 def by_name(found):
-    """The first launch of each kernel."""
     return {launch.name.removeprefix("_").removesuffix("_kernel"): launch for launch in reversed(found)}
 
 
@@ -180,7 +179,6 @@ def test_instructions_on_hopper(shard):
 @pytest.mark.parametrize("shard", ["V128256", "V152064/8", "V50257"])
 @pytest.mark.parametrize("of_logits", [False, True])
 def test_no_spills_on_hopper(shard, of_logits):
-    """With every option at once, from hidden states and from 16-bit logits."""
     found = launches(SHARDS[shard], of_logits=of_logits, cache=0.5, **EVERYTHING)
     assert found
     for launch in found:
