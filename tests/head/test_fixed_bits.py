@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from megatron_ext import VocabShard, head, linear_cross_entropy, linear_log_probs
 from megatron_ext.head import LmHead
+from megatron_ext.head.call import statistics
+from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.numerics import fixed_order
 from tests.marks import slow
 from tests.ranks import ranks
@@ -287,3 +289,12 @@ def test_a_bias_gradient_has_one_order_in_blocks_of_any_width(bits, dtype):
     wanted = computed(bits, hidden, weight, labels, slopes, bias)[1]
     for options in ({"chunk_tokens": 20}, {"cache": 0, "chunk_tokens": 64}):
         same(wanted, computed(bits, hidden, weight, labels, slopes, bias, **options)[1])
+
+
+def test_sums_of_leaves_are_those_of_their_branches():
+    """In fp64, which results in fp32 seldom show: two ranks add four leaves each, and then their sums."""
+    leaves = torch.randn(8, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    call = ResolvedHead(None, VocabShard(0, 8, 8), bits="tensor_parallel")
+    whole = statistics.added(leaves, call)
+    same([whole], [statistics.added(torch.stack([statistics.added(four, call) for four in leaves.chunk(2)]), call)])
+    assert not torch.equal(whole, leaves.sum(0)), "a sum in another order must show here"
