@@ -6,6 +6,7 @@ dispatcher's part is played by mappings. Tolerances are a few roundings of the l
 
 import contextlib
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -276,6 +277,7 @@ def linear(draw: Draw) -> Case:
         value_dtype=max((it.output_dtype, it.autocast or it.output_dtype), key=eps),
         wanted=[it.wants["input"]] * calls + [it.wants["weight"]] + [True] * (bias is not None),
         gradient_of=it.gradient_of,
+        grad_size=max(1.0, math.sqrt(calls * math.prod(lead))),  # of sums over so many tokens, on their way
         refused=refused,
         finish=it.finish,
         grad_rounding=max(map(eps, (it.dtype, it.autocast or it.dtype, it.output_dtype))),

@@ -1,14 +1,16 @@
-"""Random calls of the public functions against fp64. FUZZ_SEED in the environment chooses the seed of the many."""
+"""Random calls of the public functions against fp64. FUZZ_SEED in the environment chooses the seed of the many.
+
+`python -m tests.fuzz` draws new ones each time.
+"""
 
 import os
-import time
 
 import pytest
 
 from tests.fuzz.run import run
 from tests.ranks import ranks
 
-SEED = int(os.environ.get("FUZZ_SEED", time.time()))
+SEED = int(os.environ.get("FUZZ_SEED", 1))
 
 
 @ranks(1, 2, 3, 4)

@@ -272,3 +272,18 @@ def test_column_sums_of_any_number_of_tokens(tokens):
     g, factor, total = torch.randn(tokens, 5), torch.randn(tokens), torch.ones(5)
     fixed_order.add_column_sums(total, g, factor)
     torch.testing.assert_close(total, 1 + (factor[:, None] * g).sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("bits", MODES)
+def test_a_bias_gradient_has_one_order_in_blocks_of_any_width(bits, dtype):
+    """The last column of a leaf of 513 is a block of its own, or one of many: a library adds it in another order."""
+    draws, columns = torch.Generator().manual_seed(0), 513 if bits == "batch" else 8 * 513
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=draws, dtype=torch.float64).to(dtype)
+        for shape in ((130, 5), (columns, 5), (columns,))
+    )
+    labels, slopes = torch.randint(columns, (130,), generator=draws), slopes_of(dtype)[:130]
+    wanted = computed(bits, hidden, weight, labels, slopes, bias)[1]
+    for options in ({"chunk_tokens": 20}, {"cache": 0, "chunk_tokens": 64}):
+        same(wanted, computed(bits, hidden, weight, labels, slopes, bias, **options)[1])

@@ -1,3 +1,4 @@
+import inspect
 import os
 import re
 import subprocess
@@ -27,6 +28,17 @@ def interpret(*command: str) -> str:
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done.stdout
+
+
+def test_both_instances_of_row_passes_take_the_same_arguments():
+    """By name, order, default and type: callers know one of them."""
+    from megatron_ext.head.kernels import TRITON
+    from megatron_ext.head.row_passes.passes import PYTORCH, RowPasses
+
+    passes = [name for name in vars(RowPasses) if not name.startswith("_")]
+    assert vars(TRITON).keys() == set(passes)
+    for name in passes:
+        assert inspect.signature(getattr(TRITON, name)) == inspect.signature(getattr(PYTORCH, name)), name
 
 
 @pytest.mark.slow

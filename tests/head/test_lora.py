@@ -171,12 +171,19 @@ def test_what_is_refused(lora, said):
 @ranks(2)
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
 def test_what_one_rank_sees_is_raised_on_both(layout):
-    """One whose B has a row too few; and dropout of what both hold, which would leave out other entries on each."""
+    """One whose B has a row too few, a column too many, or integers; one whose weight is too wide; and dropout of what
+    both hold, which would leave out other entries on each."""
     rank, group = dist.get_rank(), dist.group.WORLD
     hidden, labels = torch.ones(4 if layout == "replicated" else 2, D), torch.zeros(4).long()
-    lora = LoRA(torch.ones(2, D), torch.ones(V - rank, 2))
-    with pytest.raises(ValueError, match="B must have a row" if rank else "another rank of tp_group refused"):
-        LmHead(torch.ones(V, D), group, layout, lora=lora).read(hidden, LogProbs(labels), Entropy())
+    for b, width, own in (
+        (torch.ones(V - rank, 2), D, "B must have a row"),
+        (torch.ones(V, 2 + rank), D, "they must be .r, D., .V/R, r. and .V/R, D."),
+        (torch.ones(V, 2, dtype=torch.int64 if rank else None), D, "lora B is torch.int64"),
+        (torch.ones(V, 2), D + rank, "their last dims must be equal"),
+    ):
+        head = LmHead(torch.ones(V, width), group, layout, lora=LoRA(torch.ones(2, D), b))
+        with pytest.raises(ValueError, match=own if rank else "another rank of tp_group refused"):
+            head.read(hidden, LogProbs(labels), Entropy())
     lora = LoRA(torch.ones(2, D), torch.ones(V, 2), dropout=0.1)
     if layout == "replicated":
         with pytest.raises(ValueError, match="they must leave out the same entries"):

@@ -137,6 +137,9 @@ def test_refused():
         TopKDistillationLoss(mixed_kl_weight="0.5")
     with pytest.raises(ValueError, match="entropy is None"):
         TopKDistillationLoss(zero_outside_topk=True, divergence="reverse").from_log_probs(x, x)
+    for option in ({"bits": "batch"}, {"logit_dtype": torch.bfloat16}):
+        with pytest.raises(ValueError, match="from_logits is for logits that exist, and gives neither"):
+            DistillationLoss(**option).from_logits(x, x)
 
 
 @pytest.mark.parametrize("ids_of", ["teacher", "student"])
