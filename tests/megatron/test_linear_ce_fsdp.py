@@ -71,7 +71,6 @@ def test_fsdp2(build, tied, reshard):
 @grouped(2, tp=1)
 @pytest.mark.parametrize("reshard", [True, *slow(False)], ids=["resharded", "kept"])
 def test_whoever_asks_for_logits_under_fsdp2_gets_them(reshard):
-    """A hook that keeps the mean of the logits; the warning names this file."""
     model, seen = one_gpt(tied=False), []
     stock, _ = own_step(model)
     shard(model, reshard)
