@@ -28,7 +28,7 @@ def shard(model, reshard: bool) -> None:
 
 
 def own_step(model):
-    """Losses and gradient weights of this rank's own tokens, and the mean over ranks of the weighted losses' sum."""
+    """Losses of this rank's own tokens, and weights of their gradients."""
     rank = dist.get_rank()
     tokens = tiny_batches(batch=4, seq=SEQ)[0][2 * rank : 2 * rank + 2]
     loss = run(model, tokens[:, 1:], tokens[:, :-1])
