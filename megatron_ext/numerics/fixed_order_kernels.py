@@ -78,7 +78,13 @@ def fixed_product_kernel(
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """One tile of `a @ b`. TAIL: K is no multiple of BLOCK_K, and zeros follow."""
+    """One tile of `a @ b`. TAIL: K is no multiple of BLOCK_K, and zeros follow.
+
+    Args:
+        a_ptr: `[M, K]`, M `rows`, K the `length`, any strides. b_ptr: `[K, N]`, N `columns`, any strides.
+        out_ptr: `[M, N]`, written; GOES_ON: from the sum on that is in it; ADDS: rounded once with what is in it.
+        DTYPE: of the sums. TOGETHER: how many tiles of rows follow each other in the order of tiles.
+    """
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     at_m, at_n = place(tl.program_id(0), down, across, TOGETHER)
     first_m, first_n = at_m * BLOCK_M, at_n * BLOCK_N

@@ -7,6 +7,7 @@ backward, and for "tensor_parallel" the number of ranks are others. No truth in 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_ext import VocabShard
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.head import LmHead, Teacher
+from megatron_ext.numerics import fixed_order
 from tests.fuzz import drawn_read_outs
 from tests.fuzz.case import Case
 from tests.fuzz.draw import Draw, Vocabulary
@@ -198,6 +200,10 @@ def read(draw: Draw) -> Case:
     other = arrangement(at, counts)
     draw.record["arrangements"] = [str(way) for way in (*whole, other)]
 
+    # Else no vocabulary here is wide enough for several blocks of columns.
+    block = mock.patch.object(fixed_order, "COLUMNS", draw.one_of("columns of a product", 512, 16))
+
+    @block
     def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
         (found, grads), (again, grads_again) = (problem.read(way) for way in whole)
         labels = [*(f"result {i}" for i in range(len(slopes))), "dx"]

@@ -1,3 +1,4 @@
+import ast
 import inspect
 import os
 import re
@@ -39,6 +40,27 @@ def test_both_instances_of_row_passes_take_the_same_arguments():
     assert vars(TRITON).keys() == set(passes)
     for name in passes:
         assert inspect.signature(getattr(TRITON, name)) == inspect.signature(getattr(PYTORCH, name)), name
+
+
+def test_docstrings_of_kernels_give_shape_and_role_of_each_argument():
+    """Of tensors the shape, of numbers the name; a docstring may point to another kernel's."""
+    package = ROOT / "megatron_ext"
+    files = [*(package / "head" / "kernels").rglob("*.py"), package / "numerics" / "fixed_order_kernels.py"]
+    functions = [
+        node for path in files for node in ast.walk(ast.parse(path.read_text())) if type(node) is ast.FunctionDef
+    ]
+    kernels = {node.name: node for node in functions if node.name.endswith("_kernel")}
+    assert len(kernels) == 25, sorted(kernels)
+    for name, node in kernels.items():
+        said = ast.get_docstring(node) or ""
+        others = [ast.get_docstring(kernels[other]) for other in re.findall(r"as\s+for\s+`(\w+_kernel)`", said)]
+        said = " ".join([said, *others])
+        for argument in node.args.args:
+            if "_stride" in argument.arg or argument.arg.startswith("stride_") or argument.arg.isupper():
+                continue
+            tensor = re.search(r"_ptr$|_[TV]$|^(x|w|out|kept)$", argument.arg)
+            told = f"{argument.arg}:\\s+`\\[" if tensor else f"\\b{argument.arg}\\b"
+            assert re.search(told, said), f"{name} does not say what {argument.arg} is"
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The page on read-outs runs as typed, and the read-out that it writes is right; heads made of layers."""
 
+import dataclasses
 import gc
 import weakref
 
@@ -11,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_ext import reference
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.distributed.groups import VocabShard
+from megatron_ext.distributed.groups import UNSHARDED, VocabShard
 from megatron_ext.head import (
     KL,
     CrossEntropy,
@@ -220,3 +221,17 @@ def test_read_outs_of_the_caller_are_not_written():
         assert vars(readout).keys() == before.keys()
         assert all(vars(readout)[name] is x for name, x in before.items())
         assert all(map(torch.equal, *(x if isinstance(x, tuple) else (x,) for x in (first, again))))
+
+
+def test_heads_hold_what_was_given_and_do_not_change():
+    """Also in a group, which is looked up for each call: a copy with another option is whole still."""
+    layer, hidden, labels = torch.nn.Linear(4, 9), torch.randn(3, 4), torch.tensor([1, 8, -100])
+    head, logits = LmHead.of(layer), Logits(torch.randn(3, 9))
+    for each, given in ((head, (hidden,)), (logits, ())):
+        before = dict(vars(each))
+        each.read(*given, LogProbs(labels))
+        assert all(vars(each)[name] is x for name, x in before.items()), "a call has changed its head"
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            each.temperature = 2.0
+    assert head.vocab is None
+    assert dataclasses.replace(head, temperature=0.5).tp_group is UNSHARDED

@@ -38,7 +38,7 @@ def exchange_checks_kernel(
         labels_ptr: `[labels]`, integers, ids of the vocabulary: of each token, or fewer, or more.
         fine_ptr: `[5]`, written.
         columns: of each rank's shard. largest: above which a maximum tells nothing, if CAPPED: by a softcap.
-        ROWS: RANKS as a power of two.
+        tokens: that are compared. ROWS: RANKS as a power of two.
     """
     rank = tl.arange(0, ROWS).to(tl.int64)  # a rank's statistics may be 2^31 numbers away
     live = rank < RANKS

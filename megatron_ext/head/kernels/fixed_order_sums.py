@@ -21,7 +21,10 @@ _BLOCK = tl.constexpr(1024)  # columns of an engine
 
 @triton.jit
 def segment_sums_kernel(x_ptr, starts_ptr, out_ptr, columns, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of one row of `columns`, or given starts of what lies between two: by lanes, then over them."""
+    """The sum of one row of `columns`, or given starts of what lies between two: by lanes, then over them.
+
+    x_ptr: `[T, columns]`, or `[n]` with starts_ptr: `[T + 1]`, int64; out_ptr: `[T]`, fp64, written; DTYPE: of sums.
+    """
     row = tl.program_id(0).to(tl.int64)
     start, stop = row * columns, (row + 1) * columns
     if starts_ptr is not None:
@@ -66,7 +69,11 @@ def _sums_kernel(
     TOGETHER: tl.constexpr,
 ):
     """Sums of exponentials of one token's logits. As many neighbouring columns belong to a thread as in those kernels:
-    it decides the order within a block."""
+    it decides the order within a block.
+
+    z_ptr: `[T, V]`, of whose columns `counted` count; bias_ptr: `[V]`; peak_ptr: `[T]`, the maxima; sum_ptr: `[T]`,
+    written; softcap, temperature: of all logits; TOGETHER: columns of a thread that are neighbours.
+    """
     token = tl.program_id(0).to(tl.int64)
     z_ptr += token * z_stride
     softcap, temperature = tl.full([], softcap, tl.float32), tl.full([], temperature, tl.float32)
@@ -82,6 +89,7 @@ def _sums_kernel(
 
 @triton.jit
 def _log_kernel(out_ptr, x_ptr, count, BLOCK: tl.constexpr):
+    """out_ptr: `[count]`, written: the logarithms of x_ptr: `[count]`."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < count, other=1.0)
     tl.store(out_ptr + at, tl.log(x), mask=at < count)

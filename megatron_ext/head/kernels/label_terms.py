@@ -49,7 +49,12 @@ def _label_parts_kernel(
     AHEAD: tl.constexpr,
 ):
     """A window's part of a run of equal labels that lies in several: of the one that comes from the window before, in
-    the first of its two rows of `parts`, and of the one that begins here and goes on, in the second."""
+    the first of its two rows of `parts`, and of the one that begins here and goes on, in the second.
+
+    Args:
+        parts_ptr: `[2 N, D]`, written, N windows of WINDOW of the `tokens`. x_ptr: `[T, D]`, D the `width`.
+        sorted_ptr: `[T]`, int32, labels, rising. order_ptr: `[T]`, int64, their tokens. value_ptr: `[T]`, of tokens.
+    """
     at = tl.program_id(0)
     goes_on = at % 2 == 1
     start = at // 2 * WINDOW
@@ -92,6 +97,12 @@ def _label_rows_kernel(
     """One row of `out` and some of its columns: that of a run of equal labels, or with `common` any.
 
     The tokens of a run that lies in one window are added here, else the sums of its parts in each, given `parts`.
+    Arguments that are not here are as for `_label_parts_kernel`.
+
+    Args:
+        out_ptr: `[V, D]`, added to; its columns are `out_column_stride` apart. parts_ptr: `[2 N, D]`.
+        bounds_ptr: `[T]`, the end of each run, or with `common` `[V + 1]`, where each row's tokens begin.
+        common_ptr: `[D]`, added to each row times counted_ptr: `[V]`.
     """
     at = tl.program_id(0)
     if common_ptr is not None:
@@ -138,6 +149,13 @@ def _finish_dx_kernel(
     width,
     BLOCK_D: tl.constexpr,
 ):
+    """Some of `width` columns of one token's `scale * product + value * W[target] + offset * common`.
+
+    Args:
+        out_ptr: `[T, D]`, written; its columns are `out_column_stride` apart. product_ptr: `[T, D]`. w_ptr: `[V, D]`.
+        target_ptr: `[T]`, int64, the label's row of W, below 0: none. common_ptr: `[D]`.
+        scale_ptr: `[T]`, value_ptr: `[T]`, offset_ptr: `[T]`, factors.
+    """
     token = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = scale_ptr.dtype.element_ty
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -156,6 +174,7 @@ def _finish_dx_kernel(
 
 @triton.jit
 def _scale_rows_kernel(out_ptr, x_ptr, scale_ptr, out_stride, x_stride, width, BLOCK_D: tl.constexpr):
+    """Some of `width` columns of one token. out_ptr: `[T, D]`, written; x_ptr: `[T, D]`; scale_ptr: `[T]`."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     scale = tl.load(scale_ptr + token)

@@ -135,6 +135,14 @@ def nucleus_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    """The smallest logit of a row that top-p keeps: first of the whole row, then of a list of those that it may be.
+
+    Args:
+        z_ptr: `[T, V]`, logits, V the `columns`, over the `temperature`. top_p_ptr: `[1]`, fp64.
+        list_ptr: `[T, room]`, overwritten.
+        cut_ptr: `[T]`, peak_ptr: `[T]`, written: the logit, and the scaled maximum. sum_ptr: `[T]`, fp64, written: the
+            exponentials of all that is kept, below that maximum.
+    """
     token = tl.program_id(0).to(tl.int64)
     row_ptr, list_ptr, length = z_ptr + token * z_stride, list_ptr + token * room, columns
     top, unknown = _largest(row_ptr, columns, LANES)

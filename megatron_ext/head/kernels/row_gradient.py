@@ -34,6 +34,15 @@ def _row_gradient_kernel(
     bias_V=None,
     source_is_exp: tl.constexpr = False,
 ):
+    """Some columns of one token; `row_passes/passes.py` has the formula.
+
+    Args:
+        source_ptr: `[T, V]`, logits, or exponentials if `source_is_exp`. bias_V: `[V]`.
+        target_ptr: `[T]`, int64, the label's column. shift_ptr: `[T]`, subtracted from logits.
+        out_ptr: `[T, V]`, written. columns_all: V, of which `counted` count.
+        scale_T: `[T]`, slope_T: `[T]`, offset_T: `[T]`, coefficients; value_T: `[T]`, what stands at the label.
+        tiny: the least number of which a logarithm is taken; softcap, temperature: of all logits.
+    """
     token = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = shift_ptr.dtype.element_ty
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -86,7 +86,15 @@ def long_row_kernel(
     with_entropy: tl.constexpr = False,
     with_hits: tl.constexpr = False,
 ):
-    """A row by blocks of STEPS * LANES columns, the last of which may reach past its end."""
+    """A row by blocks of STEPS * LANES columns, the last of which may reach past its end.
+
+    Args:
+        z_ptr: `[T, V]`, logits. bias_V: `[V]`.
+        target_ptr: `[T]`, int64, the label's column, -1 where another shard has it.
+        stats_ptr: `[K, T]`, written: rows of `row_passes/passes.py`, by `with_mean`, `with_entropy`, `with_hits`.
+        exp_ptr: `[T, kept_columns]`, written: exponentials. shift_ptr: `[T]`, written: what they are relative to.
+        counted: columns that count; softcap, temperature: of all logits.
+    """
     token = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = stats_ptr.dtype.element_ty
     target = tl.load(target_ptr + token).to(tl.int32)

@@ -28,7 +28,7 @@ def _larger(a, b):
 
 @triton.jit
 def group_maxima_kernel(z_ptr, out_ptr, z_stride, groups, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
-    """TOGETHER groups of one row."""
+    """TOGETHER groups of one row. z_ptr: `[T, V]`; out_ptr: `[T, groups]`, written: the largest of WIDTH columns."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
     columns = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -70,7 +70,13 @@ def first_columns_kernel(
     WIDEST: tl.constexpr,
 ):
     """A row's columns to choose from are in registers: the k-th largest key is found there, then, if more than k reach
-    it, the last column that does. The k that are left are written, and each to its place: as many as are before it."""
+    it, the last column that does. The k that are left are written, and each to its place: as many as are before it.
+
+    Args:
+        z_ptr: `[T, V]`, logits, V the `columns`. groups_ptr: `[T, groups]`, int64, of WIDTH columns, to choose from.
+        keys_ptr: `[T, k]`, columns_ptr: `[T, k]`, int32, overwritten. out_ptr: `[T, k]`, int64, written.
+        WIDEST: k as a power of two.
+    """
     token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     column, inside = lane, lane < columns
     if groups_ptr is not None:
@@ -108,7 +114,10 @@ def first_columns_kernel(
 
 @triton.jit
 def equal_counts_kernel(z_ptr, found_ptr, count_ptr, z_stride, columns, candidates, k, LANES: tl.constexpr):
-    """The whole row is read where its last candidate equals the k-th largest: only then others may."""
+    """The whole row is read where its last candidate equals the k-th largest: only then others may.
+
+    z_ptr: `[T, V]`, V the `columns`; found_ptr: `[T, candidates]`, logits, falling; count_ptr: `[T]`, int64, written.
+    """
     token = tl.program_id(0).to(tl.int64)
     found_ptr += token * candidates
     kth, last = _wide(tl.load(found_ptr + k - 1)), _wide(tl.load(found_ptr + candidates - 1))
@@ -135,6 +144,11 @@ def add_at_equals_kernel(
     candidates,
     LANES: tl.constexpr,
 ):
+    """Adds a token's value at each column that equals its k-th logit.
+
+    out_ptr: `[T, V]`, added to, V the `columns`; z_ptr: `[T, V]`; kth_ptr: `[T]`; value_ptr: `[T]`; besides_ptr:
+    `[T, candidates]`, int64, columns that are left out.
+    """
     token = tl.program_id(0).to(tl.int64)
     value = _wide(tl.load(value_ptr + token))
     if value == 0:

@@ -21,7 +21,7 @@ _COLUMNS = 1024  # of a program that writes as many
 
 @triton.jit
 def ids_exist_kernel(ids_ptr, fine_ptr, count, size, spared, BLOCK: tl.constexpr):
-    """One program. Writes to `fine` whether each of `count` integers is in [0, size), or `spared`."""
+    """One program. Writes to fine_ptr: `[]` whether each of ids_ptr: `[count]` is in [0, size), or `spared`."""
     wrong = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -36,7 +36,10 @@ def ids_exist_kernel(ids_ptr, fine_ptr, count, size, spared, BLOCK: tl.constexpr
 
 @triton.jit
 def columns_kernel(ids_ptr, counts_ptr, out_ptr, tokens, start, stop, BLOCK: tl.constexpr):
-    """Writes the column of each id in `[start, stop)`, -1 of others and where `counts`, bool, says that none counts."""
+    """Writes the column of each id in `[start, stop)`, -1 of others and where `counts` says that none counts.
+
+    ids_ptr: `[T]`, int64, T the `tokens`; counts_ptr: `[T]`, bool; out_ptr: `[T]`, int64, written.
+    """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tokens
     ids = tl.load(ids_ptr + at, mask=inside, other=-1)
@@ -49,7 +52,7 @@ def columns_kernel(ids_ptr, counts_ptr, out_ptr, tokens, start, stop, BLOCK: tl.
 @triton.jit
 def ids_checksum_kernel(ids_ptr, before_ptr, out_ptr, count, multiplier, LAST: tl.constexpr, BLOCK: tl.constexpr):
     """One program. Writes `before`, 0 if there is none, plus the sum of `count` scrambled ids; of the LAST ids the
-    checksum that this makes."""
+    checksum that this makes. ids_ptr: `[count]`; before_ptr: `[]`; out_ptr: `[]`, written; multiplier: of the hash."""
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)

@@ -30,6 +30,13 @@ def _combined_kernel(
     WITH_EXPECTED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
+    """Joins the statistics of `ranks` shards, for some of `tokens`.
+
+    Args:
+        stats_ptr: `[R, K, T + 1]`, every rank's, as `row_statistics` writes them; the last column says whose.
+        facts_ptr: `[F, T]`, fp64, written: largest, log_sum, target, and WITH_... mean and columns, expected.
+        hits_ptr: `[T]`, int8, written.
+    """
     at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = at < tokens
     nothing = tl.zeros([BLOCK_T], tl.float64)
@@ -128,7 +135,15 @@ def _token_gradient_kernel(
     BLOCK_T: tl.constexpr,
 ):
     """Writes rows of `out`: scale and target, the offset if there is one and no softcap, and what is inside of G where
-    entropy or softcap bend it: scale, slope, and the offset with a softcap. See `logit_gradient.py` for a, c and d."""
+    entropy or softcap bend it: scale, slope, and the offset with a softcap. See `logit_gradient.py` for a, c and d.
+
+    Args:
+        largest_ptr: `[T]`, log_sum_ptr: `[T]`, target_logit_ptr: `[T]`, columns_ptr: `[T]`, expected_ptr: `[T]`,
+            fp64, of `Statistics`; shift_ptr: `[T]` and bend_ptr: `[T]` of this shard.
+        kept_ptr: `[T]`, int8, which tokens have a gradient. target_ptr: `[T]`, int64, below 0: the label is not here.
+        grad_log_prob_ptr: `[T]`, grad_lse_ptr: `[T]`, grad_mean_ptr: `[T]`, grad_entropy_ptr: `[T]`, of `Basis`.
+        out_ptr: `[rows, T]`, written. tokens: T. temperature: of all logits.
+    """
     at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = at < tokens
     kept = tl.load(kept_ptr + at, mask=inside, other=0) != 0

@@ -96,7 +96,8 @@ def whole_row_kernel(
 ):
     """A row in registers, as FIRST columns (FIRST_WHOLE: they all count) and REST more, which may be none.
 
-    Exponentials are kept of `kept_columns`, with FIRST_KEPT of all of the first ones.
+    Exponentials are kept of `kept_columns`, with FIRST_KEPT of all of the first ones. Arguments are as for
+    `long_row_kernel`.
     """
     token = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = stats_ptr.dtype.element_ty

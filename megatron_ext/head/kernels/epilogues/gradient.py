@@ -36,7 +36,12 @@ def product_gradient_kernel(
 ):
     """Writes `exp(u) * (scale + slope * u)`, `u = z - shift`: 0 at the label and in columns that do not count.
 
-    Given `sample`, tiles of rows are left as they are whose shifts are all equal to it.
+    Given `sample`, tiles of rows are left as they are whose shifts are all equal to it. Arguments that are not here are
+    as for `product_statistics_kernel`.
+
+    Args:
+        out: `[T, V]`, written, as tiles that TMA moves. shift_ptr: `[T]`, subtracted from logits.
+        scale_T: `[T]`, slope_T: `[T]`, coefficients; None: scale 1, or 0 beside a slope.
     """
     down, across = tl.cdiv(tokens, M), tl.cdiv(columns, N)
     stop = down * across

@@ -48,7 +48,16 @@ def product_statistics_kernel(
     with_hits: tl.constexpr = False,
 ):
     """Writes rows of `parts`, `[V / N, rows, T]`, of each tile: those of `row_statistics`, the label's logit only in
-    the tile that has its column; and `exp(z - sample)`, 0 at the label, as far as `kept` reaches."""
+    the tile that has its column; and `exp(z - sample)`, 0 at the label, as far as `kept` reaches.
+
+    Args:
+        x: `[T, D]`, w: `[V, D]`, kept: `[T, columns]`, written, each as tiles that TMA moves; T `tokens`, V `columns`,
+            of which `counted` count, D the `width`.
+        target_ptr: `[T]`, int64, the label's column. sample_ptr: `[T]`. bias_ptr: `[V]`.
+        parts_ptr: `[V / N, rows, T]`, written.
+        factor: 1 over the temperature. together: how many tiles of rows follow each other in the order of tiles.
+        M, N, K: the size of a tile, and what a step sums; with_entropy, with_hits: whether their rows are wanted.
+    """
     ROWS: tl.constexpr = 3 + with_entropy + with_hits
     down, across = tl.cdiv(tokens, M), tl.cdiv(columns, N)
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0)):
@@ -101,7 +110,14 @@ def joined_parts_kernel(
     with_entropy: tl.constexpr = False,
     with_hits: tl.constexpr = False,
 ):
-    """The statistics of `count` neighbouring parts of a row as those of the row, of some tokens."""
+    """The statistics of `count` neighbouring parts of a row as those of the row, of some of `tokens`.
+
+    Args:
+        parts_ptr: `[count, rows, T]`, as `product_statistics_kernel` writes them. target_ptr: `[T]`, int64.
+        sample_ptr: `[T]`, what exponentials are relative to, made finite. stats_ptr: `[K, T]`, written.
+        shift_ptr: `[T]`, written: the sample, or the maximum where the sample is too far from it.
+        with_entropy, with_hits: whether their rows are there.
+    """
     ROWS: tl.constexpr = 3 + with_entropy + with_hits
     at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = at < tokens
