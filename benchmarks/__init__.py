@@ -1,1 +1,1 @@
-"""What the head and the layers cost beside their peers: `make bench` on CPU, `make bench-gpu` on one CUDA device."""
+"""Costs of the head and the layers beside their peers: `make bench` on CPU, `make bench-gpu` on one CUDA device."""

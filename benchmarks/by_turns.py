@@ -1,4 +1,4 @@
-"""What ours may cost beside something else, by turns in one process: `benchmarks.run cpu --only by-turns`.
+"""Ratios of our cost to another's, measured by turns in one process: `benchmarks.run cpu --only by-turns`.
 
 The head with 16-bit operands on a processor without 16-bit products, which is set by hand, beside fp32; and a KL
 divergence from hidden states beside logits that are made at once. Forward and backward, CPU time of one thread.
@@ -51,7 +51,7 @@ def divergence_steps() -> dict[str, Step]:
         return (Logits(z_BSV).read(KL(Logits(teacher_BSV))) * given.mask_BS).sum() / given.mask_BS.sum()
 
     ours = next(case.ours for case in loss_cases.CASES if case.name == "Forward KL")
-    ways: dict[str, loss_cases.Way] = {"logits made at once": at_once, "from hidden states": ours}
+    ways: dict[str, loss_cases.LossOfInputs] = {"logits made at once": at_once, "from hidden states": ours}
     return {name: lambda way=way: losses.run_once(way, given) for name, way in ways.items()}  # type: ignore[misc]
 
 

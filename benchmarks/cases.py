@@ -1,4 +1,4 @@
-"""What is measured: sizes, dtypes, devices. T tokens, D hidden size, V vocabulary, R ranks."""
+"""Cases of the benchmarks: sizes, dtypes, devices. T tokens, D hidden size, V vocabulary, R ranks."""
 
 from dataclasses import dataclass, replace
 

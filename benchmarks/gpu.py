@@ -23,7 +23,7 @@ REHEARSAL = [Case("rehearsal", 8, 32, 301, 1, torch.bfloat16)]
 
 
 def stage_of(impl: Implementation) -> int:
-    """What a short run measures first: our head, then what may be faster and what others would use, then the rest."""
+    """Order a short run: our head, then what may be faster and what others would use, then the rest."""
     if impl.name == "ours, cache 1":
         return 0
     return 1 if impl.name.startswith(("ours, fused", "liger", "quack", "pytorch")) else 2

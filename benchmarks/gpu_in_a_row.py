@@ -25,7 +25,7 @@ REHEARSED_TOKENS = 200
 
 
 def three_products(inputs: Inputs) -> Callable[[], object]:
-    """Those of a head that keeps all: logits chunk by chunk, dx, dW."""
+    """Make the three products of a head that keeps all exponentials: logits chunk by chunk, dx, dW."""
     x_TD, w_VD = inputs.x_TD.detach(), inputs.w_VD.detach()
     g_TV = torch.rand(x_TD.shape[0], w_VD.shape[0], device=x_TD.device).to(x_TD.dtype)
 
@@ -64,7 +64,7 @@ def in_a_row(machine: gpu_run.Machine, card: Any, step: Callable[[], object], se
 
 
 def steps_of(case: Case, size: float) -> dict[str, Callable[[], object]]:
-    """What is measured of a case, whose logits are of about this size."""
+    """Return what is measured of a case, whose logits have about this size."""
     inputs = drawn(case, size)
     measured, products = [ours(1), ours(0), fused_epilogue(1), fused_epilogue(0)], True
     if size != 1:

@@ -36,7 +36,7 @@ def through(library: str, multiply: Callable[[], object]) -> Callable[[], object
 
 
 def dx_five_ways(case: Case) -> dict[str, Callable[[], object]]:
-    """As the head makes it; by cuBLASLt; with a result of 16 bits; in two halves of K; and as its transpose."""
+    """Make dx as the head does; by cuBLASLt; with a result of 16 bits; in two halves of K; and as its transpose."""
     w_VD = drawn(case).w_VD.detach()
     g_TV = torch.rand(case.tokens, case.columns, device=w_VD.device).to(w_VD.dtype)
     half = case.columns // 2

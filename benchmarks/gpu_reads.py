@@ -43,8 +43,8 @@ def under_top_p(z_tV: Tensor, labels_t: Tensor) -> Tensor:
 
 
 # What is read: by ours, and by PyTorch of a chunk's logits.
-Asked = Callable[[Tensor], list[Any]]
-READS: dict[str, tuple[Asked, Callable[[Tensor, Tensor], Tensor]]] = {
+MakeReadOuts = Callable[[Tensor], list[Any]]
+READS: dict[str, tuple[MakeReadOuts, Callable[[Tensor, Tensor], Tensor]]] = {
     "log-probabilities and entropy": (lambda y: [head.LogProbs(y), head.Entropy()], label_and_entropy),
     f"{K} likeliest": (lambda y: [head.TopK(K)], likeliest),
     f"under top-k {TOP_K}": (lambda y: [head.Sampled(y, top_k=TOP_K)], under_top_k),
@@ -60,7 +60,7 @@ def measure(run: Run, case: Case) -> None:
     x_TD, w_VD, labels_T = (x.detach() for x in drawn(case))
     for row, (asked, by_torch) in missing.items():
 
-        def ours(asked: Asked = asked) -> Any:
+        def ours(asked: MakeReadOuts = asked) -> Any:
             return head.LmHead(w_VD).read(x_TD, *asked(labels_T))
 
         def theirs(by_torch: Callable[[Tensor, Tensor], Tensor] = by_torch) -> Tensor:
@@ -91,7 +91,7 @@ def _rows(run: Run, ours: Callable[[], Any], theirs: Callable[[], Tensor]) -> li
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """Of the first result, where PyTorch's is finite."""
+    """Return the largest difference of the first result, where PyTorch's is finite."""
     theirs = theirs[: ours.shape[0]] if ours.dim() == 2 else theirs[0]
     both = ours.isfinite() & theirs.isfinite()
     return float((ours - theirs).where(both, 0.0).abs().max())

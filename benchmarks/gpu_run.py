@@ -35,7 +35,7 @@ _WARM_UPS, _ROUNDS, _STEPS = 2, 20, 3
 
 @dataclass(frozen=True)
 class Machine:
-    """What a measurement asks of a device beside running on it."""
+    """Functions that a measurement asks of a device beside running on it."""
 
     device: str
     event: Callable[[], Any]  # has `record()` and `elapsed_time(later)`, in ms
@@ -123,10 +123,10 @@ class Run:
         self.began = time.perf_counter()
 
     def measured(self, case: Case, name: str) -> bool:
-        """Whether `out` has rows of this commit and device, be it that the head is not to be measured.
+        """Tell whether `out` has rows of this commit and device, be it that the head is not to be measured.
 
-        What the program ended in once is measured again: whoever stops it at a deadline says nothing of the head. So is
-        what was not installed.
+        A head in which the program ended once is measured again: whoever stops the program at a deadline says nothing
+        of the head. So is a head that was not installed.
         """
         return any(row.unit != ENDED and not row.unit.startswith(NOT_INSTALLED) for row in self._rows(case, name))
 
@@ -175,7 +175,7 @@ class Run:
             self.attempt(case, impl.name, lambda impl=impl: self.head(case, group, impl, inputs, true, known))
 
     def allocated(self, step: Callable[[], Any]) -> tuple[Any, int]:
-        """What `step` gives, and the peak bytes of the allocator beyond what was there."""
+        """Return what `step` gives, and the peak bytes of the allocator beyond what was there."""
         self.machine.synchronize()
         self.machine.reset_peak()
         before = self.machine.allocated()

@@ -49,7 +49,7 @@ class Step:
 
 
 def steps(folder: Path, rehearse: bool, wheels: Path | None = None) -> list[Step]:
-    """What is run, in order. What is measured is compared with fp64 first, so it is right without the tests."""
+    """List the steps in their order. Heads are compared with fp64 before they are measured, so tests may come later."""
     own = ["--rehearse"] if rehearse else []
     measured = ["-m", "benchmarks.run", "gpu", "--seconds", "2", "--out", str(folder / ROWS), *own]
     tests = ["-m", "pytest", "-m", "gpu", "-ra", f"--resume={folder / PASSED}", *own]
@@ -129,7 +129,7 @@ def _run(command: list[str], log: Path, deadline: float) -> int | str | None:
 
 
 def forget_ended(rows: Path) -> None:
-    """What was being measured when the deadline came has no finding yet."""
+    """Drop the rows of heads that were being measured when the deadline came: they have no finding yet."""
     from benchmarks import gpu_run, record
 
     if rows.exists():

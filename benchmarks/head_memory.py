@@ -25,7 +25,7 @@ def case(name: str) -> Case:
 
 
 def table() -> str:
-    """In Markdown: a row for each head, a column for each of `SIZES`."""
+    """Return a table in Markdown: a row for each head, a column for each of `SIZES`."""
     lines = ["| GiB at | " + " | ".join(SIZES) + " |", "|---" * (len(SIZES) + 1) + "|"]
     for name, head in HEADS.items():
         gib = [plan(case(size), head)[1] / 2**30 for size in SIZES]

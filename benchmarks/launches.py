@@ -54,13 +54,13 @@ class Launch:
 
     @property
     def joules(self) -> float:
-        """Of a product or of traffic, without what the card takes at rest."""
+        """Return the joules of a product or of traffic, without what the card takes at rest."""
         return step_time.joules(self.flops, self.read + self.written)
 
 
 @dataclass
 class Plan:
-    """What a run launches; `peak_bytes` beyond its inputs."""
+    """Launches of a run; `peak_bytes` beyond the run's inputs."""
 
     device: Device
     launches: list[Launch] = field(default_factory=list)
@@ -72,14 +72,14 @@ class Plan:
 
     @property
     def sustained_seconds(self) -> float:
-        """As `seconds`, where the card's power bounds it: an H200 is held to 700 W, and products that follow each other
-        come to that. A launch takes the longer of its time and that in which its joules can be spent."""
+        """Return the seconds where the card's power bounds them: an H200 is held to 700 W, which products in a row come
+        to. A launch takes the longer of its time and the time in which its joules can be spent."""
         watts = step_time.WATTS - step_time.AT_REST
         return sum(max(one.seconds, one.joules / watts) for one in self.launches if not one.is_collective)
 
     @property
     def joules(self) -> float:
-        """Of such a step, with what the card takes at rest."""
+        """Return the joules of a step of `sustained_seconds`, with what the card takes at rest."""
         spent = sum(launch.joules for launch in self.launches if not launch.is_collective)
         return spent + step_time.AT_REST * self.sustained_seconds
 
@@ -249,7 +249,7 @@ def _long_rows(given: dict[str, Any]) -> Traffic:
 
 
 def _owned(given: dict[str, Any], tokens: int) -> int:
-    """How many of the tokens have a label of this rank."""
+    """Count the tokens that have a label of this rank."""
     return tokens if given["worst_labels"] else -(-tokens // given["ranks"])
 
 
@@ -271,7 +271,7 @@ def _label_rows(given: dict[str, Any]) -> Traffic:
 
 
 def _fixed_product(given: dict[str, Any]) -> Traffic:
-    """As an operator's: operands are read once."""
+    """Return the traffic of a product as of an operator: operands are read once."""
     out = _bytes(given["out_ptr"])
     again = out if given["GOES_ON"] or given["ADDS"] else 0
     return _bytes(given["a_ptr"]) + _bytes(given["b_ptr"]) + again, out, 0
@@ -283,7 +283,7 @@ def _product_statistics(given: dict[str, Any]) -> Traffic:
 
 
 def _product_gradient(given: dict[str, Any]) -> Traffic:
-    """With a sample shifts alone: no row is taken to be far from it."""
+    """Return the traffic; with a sample that of shifts alone: no row is taken to be far from the sample."""
     if given["sample_ptr"] is not None:
         return 2 * _bytes(given["shift_ptr"]), 0, 0
     return _bytes(given["x"].base) + _bytes(given["w"].base), _bytes(given["out"].base), 0
@@ -304,7 +304,7 @@ def _of_tokens(given: dict[str, Any]) -> Traffic:
 
 
 def _nucleus(given: dict[str, Any]) -> Traffic:
-    """Of normally distributed logits: for the maximum, twice for sums, and once to copy a list, which is short."""
+    """Return the traffic of normally distributed logits, read for the maximum, twice for sums, and for a short list."""
     return 4 * _bytes(given["z_ptr"]), sum(_bytes(given[name]) for name in ("cut_ptr", "peak_ptr", "sum_ptr")), 0
 
 
@@ -315,7 +315,7 @@ def _exchange_checks(given: dict[str, Any]) -> Traffic:
 
 
 def _first_columns(given: dict[str, Any]) -> Traffic:
-    """Of each row the columns of its groups and those behind the last, or all."""
+    """Return the traffic: of each row the columns of its groups and those behind the last group, or all columns."""
     z_TV, groups_TN = given["z_ptr"], given["groups_ptr"]
     if groups_TN is None:
         return _bytes(z_TV), _bytes(given["out_ptr"]), 0
@@ -350,7 +350,7 @@ KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
 
 
 def _bytes(x: Tensor) -> int:
-    """Of the elements that there are: those of an expanded dimension are the same ones."""
+    """Count the bytes of elements in memory: the elements of an expanded dimension are the same ones."""
     count = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride or not size else 1

@@ -28,8 +28,8 @@ from megatron_ext.head import sampled_log_probs
 USUAL, OURS, SAMPLED = "usual way", "ours", "ours, top-k 50"
 TOP_K = 50
 ERROR_LIMIT = 1.25  # times the error of plain PyTorch in the same dtype
-Way = Callable[[Tensor, Tensor], Tensor]  # (logits_TV, labels_T) -> log-probabilities [T]
-FORMULAS: dict[str, Way] = {
+LogProbFunction = Callable[[Tensor, Tensor], Tensor]  # (logits_TV, labels_T) -> log-probabilities [T]
+FORMULAS: dict[str, LogProbFunction] = {
     USUAL: reference.log_probs,
     OURS: reference.log_probs,
     SAMPLED: lambda z_TV, labels_T: reference.sampled_log_probs(z_TV, labels_T, TOP_K),
@@ -37,7 +37,7 @@ FORMULAS: dict[str, Way] = {
 
 
 class UsualWay(torch.autograd.Function):
-    """What policy training commonly does, in our own words: the order of its casts, passes and collectives."""
+    """The usual way of policy training, in our own words: the order of its casts, passes and collectives."""
 
     CHUNK = 256
 
@@ -77,7 +77,7 @@ def cases() -> list[Case]:
     ]
 
 
-def ways(case: Case, group: Group) -> dict[str, Way]:
+def ways(case: Case, group: Group) -> dict[str, LogProbFunction]:
     start = case.columns * (0 if group is None else dist.get_rank(group))
     return {
         USUAL: lambda z_TV, labels_T: UsualWay.apply(z_TV, labels_T, start, group),
@@ -95,7 +95,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return logits_TV, labels_T, torch.randn(case.tokens, generator=generator)
 
 
-def run_once(way: Way, logits_TV: Tensor, labels_T: Tensor, g_T: Tensor) -> tuple[Tensor, Tensor]:
+def run_once(way: LogProbFunction, logits_TV: Tensor, labels_T: Tensor, g_T: Tensor) -> tuple[Tensor, Tensor]:
     """Values and the gradient of the logits, a new tensor."""
     logits_TV.grad = None
     values_T = way(logits_TV, labels_T)
@@ -109,7 +109,7 @@ def rms_errors(found: tuple[Tensor, Tensor], true: tuple[Tensor, Tensor]) -> tup
     return tuple(float((x.double() - want).square().mean().sqrt()) for x, want in zip(found, true, strict=True))
 
 
-def worst_errors(case: Case, rank: int, known: dict[str, Way]) -> dict[str, float]:
+def worst_errors(case: Case, rank: int, known: dict[str, LogProbFunction]) -> dict[str, float]:
     """Each way's error against `reference.py` in fp64, as a multiple of the same formula's in fp32.
 
     Of every 7th token: they do not depend on each other, and the step meets every place in a chunk.
@@ -118,7 +118,7 @@ def worst_errors(case: Case, rank: int, known: dict[str, Way]) -> dict[str, floa
     own, some = slice(rank * case.columns, (rank + 1) * case.columns), slice(None, None, 7)
     mine_TV = logits_TV[:, own].clone().requires_grad_()
 
-    def by_reference(formula: Way, dtype: torch.dtype, leaf: torch.dtype) -> tuple[Tensor, Tensor]:
+    def by_reference(formula: LogProbFunction, dtype: torch.dtype, leaf: torch.dtype) -> tuple[Tensor, Tensor]:
         values, dz = run_once(
             lambda z, y: formula(z.to(dtype), y),
             logits_TV[some].to(leaf).requires_grad_(),
@@ -140,8 +140,10 @@ def worst_errors(case: Case, rank: int, known: dict[str, Way]) -> dict[str, floa
     return worst
 
 
-def measure_ways(case: Case, budget_s: float, known: dict[str, Way] | None = None) -> tuple[Rows, list[str]]:
-    """On every rank: rows (impl, metric, unit, values), this rank's, and a line for each way that is wrong."""
+def measure_ways(
+    case: Case, budget_s: float, known: dict[str, LogProbFunction] | None = None
+) -> tuple[Rows, list[str]]:
+    """Return on every rank its rows (impl, metric, unit, values), and a line for each way that is wrong."""
     torch.set_num_threads(1)  # threads that wait for each other would count as work
     group, rank = (dist.group.WORLD, dist.get_rank()) if case.ranks > 1 else (None, 0)
     known = ways(case, group) if known is None else known

@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
         return torch.arange(len(self.labels_BS)) % 2 == 0
 
 
-Way = Callable[[Inputs], Tensor]
+LossOfInputs = Callable[[Inputs], Tensor]
 
 
 def inputs(sizes: tuple[int, int, int, int]) -> Inputs:
@@ -69,7 +69,7 @@ def inputs(sizes: tuple[int, int, int, int]) -> Inputs:
 
 
 def log_probs_alone(given: Inputs) -> Tensor:
-    """What a loss of log-probabilities cannot do without: these, and a gradient for each."""
+    """Make the least that a loss of log-probabilities needs: these, and a gradient for each."""
     found = linear_log_probs(given.hidden_BSD, given.weight_VD, given.labels_BS, cache=1)
     assert isinstance(found, Tensor)
     return (found * given.mask_BS).sum()
@@ -88,11 +88,11 @@ class LossCase(NamedTuple):
     """
 
     name: str
-    true: Way
+    true: LossOfInputs
     ours: Callable[..., Tensor]
     options: dict[str, dict[str, Any]]
-    liger: Callable[[Any], dict[str, Way]]
-    base: Way | None = log_probs_alone
+    liger: Callable[[Any], dict[str, LossOfInputs]]
+    base: LossOfInputs | None = log_probs_alone
 
 
 CACHES: dict[str, dict[str, Any]] = {
@@ -123,7 +123,7 @@ def _true_grpo(given: Inputs) -> Tensor:
     return GRPOLoss(beta=GRPO_BETA).from_log_probs(_whole(given), given.advantages_B, given.mask_BS, **others)[0]
 
 
-def _liger_grpo(liger: Any) -> dict[str, Way]:
+def _liger_grpo(liger: Any) -> dict[str, LossOfInputs]:
     loss = liger.LigerFusedLinearGRPOLoss(beta=GRPO_BETA, loss_type="dapo", compiled=False, use_ref_model=True)
 
     def way(given: Inputs) -> Tensor:
@@ -166,7 +166,7 @@ def _true_kto(given: Inputs) -> Tensor:
 _LIGER_OPTIONS: dict[str, dict[str, Any]] = {"KTO": {"use_ref_model": True}, "SimPO": {"compute_nll_loss": False}}
 
 
-def _liger_preference(name: str, with_reference: bool, liger: Any) -> dict[str, Way]:
+def _liger_preference(name: str, with_reference: bool, liger: Any) -> dict[str, LossOfInputs]:
     options = _LIGER_OPTIONS.get(name, {})
     loss = getattr(liger, f"LigerFusedLinear{name}Loss")(beta=BETA, compiled=False, **options)
 
@@ -199,7 +199,7 @@ def _true_distillation(divergence: str, given: Inputs) -> Tensor:
     return (found * given.mask_BS).sum() / given.mask_BS.sum()
 
 
-def _liger_distillation(beta: float, liger: Any) -> dict[str, Way]:
+def _liger_distillation(beta: float, liger: Any) -> dict[str, LossOfInputs]:
     def way(loss: Any, given: Inputs) -> Tensor:
         student, teacher = given.hidden_BSD.flatten(0, 1), given.other_hidden_BSD.flatten(0, 1)
         return loss(student, given.weight_VD, teacher, given.other_weight_VD, given.targets_BS.flatten())

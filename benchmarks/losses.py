@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.loss_cases import CASES, Inputs, LossCase, Way, inputs
+from benchmarks.loss_cases import CASES, Inputs, LossCase, LossOfInputs, inputs
 from benchmarks.measure import cpu_times
 from benchmarks.meter import measure as metered
 from benchmarks.record import Found, Rows
@@ -25,9 +25,9 @@ TURNS = 5  # at least, and at most those of `interleaved`
 ERROR_LIMIT = 1e-4
 
 
-def known_ways(case: LossCase) -> dict[str, Way | None]:
+def known_ways(case: LossCase) -> dict[str, LossOfInputs | None]:
     """Ours and Liger's; None where that is not installed."""
-    found: dict[str, Way | None] = {f"{case.name} loss": case.ours}
+    found: dict[str, LossOfInputs | None] = {f"{case.name} loss": case.ours}
     for called, options in case.options.items():
         found[f"{case.name} loss, {called}"] = functools.partial(case.ours, **options)
     if importlib.util.find_spec("liger_kernel") is None:
@@ -37,7 +37,7 @@ def known_ways(case: LossCase) -> dict[str, Way | None]:
     return found | {f"Liger {case.name} loss{ending}": way for ending, way in case.liger(chunked_loss).items()}
 
 
-def run_once(way: Way, given: Inputs) -> tuple[Tensor, ...]:
+def run_once(way: LossOfInputs, given: Inputs) -> tuple[Tensor, ...]:
     """The loss and both gradients."""
     leaves = given.hidden_BSD, given.weight_VD
     for leaf in leaves:
@@ -47,7 +47,7 @@ def run_once(way: Way, given: Inputs) -> tuple[Tensor, ...]:
     return loss.detach(), *(leaf.grad for leaf in leaves)
 
 
-def worst_error(way: Way, given: Inputs, true: tuple[Tensor, ...]) -> float:
+def worst_error(way: LossOfInputs, given: Inputs, true: tuple[Tensor, ...]) -> float:
     """Relative, of loss and gradients."""
     errors = [(x.double() - want).norm() / want.norm() for x, want in zip(run_once(way, given), true, strict=True)]
     return torch.stack(errors).max().item()  # NaN if any is
@@ -63,13 +63,13 @@ def measure_losses(
     case: LossCase,
     budget_s: float,
     sizes: tuple[int, int, int, int] = SIZES,
-    known: dict[str, Way | None] | None = None,
+    known: dict[str, LossOfInputs | None] | None = None,
 ) -> tuple[Rows, list[str]]:
     """Rows (impl, metric, unit, values), a line for each way that is wrong or missing."""
     torch.set_num_threads(1)  # threads that wait for each other would count as work
     given = inputs(sizes)
     true = true_results(case, given)
-    ways: dict[str, Way] = {} if case.base is None else {HEAD: case.base}
+    ways: dict[str, LossOfInputs] = {} if case.base is None else {HEAD: case.base}
     rows: Rows = []
     remarks = []
     for name, way in (known_ways(case) if known is None else known).items():

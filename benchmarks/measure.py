@@ -80,7 +80,7 @@ def drawn(case: Case, size: float = 1.0) -> Inputs:
 
 
 def empty(case: Case) -> Inputs:
-    """On fake tensors: of one rank."""
+    """Make the inputs of one rank, under a mode of fake tensors."""
     x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
     w_VD = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
     return Inputs(x_TD, w_VD, torch.empty(case.tokens, dtype=torch.int64))
@@ -152,7 +152,7 @@ def parity(results: Results, true: Results, baseline: tuple[float, float, float]
 
 
 def refusal(impl: Implementation, found: Parity) -> str | None:
-    """Why no time of `impl` counts, or None where its results are right. NaN is wrong."""
+    """Say why no time of `impl` counts; None where its results are right. NaN is wrong."""
     if found.worst <= impl.error_limit:
         return None
     return (
@@ -171,7 +171,7 @@ def measured_once(head: Head, inputs: Inputs) -> tuple[Results, Costs]:
 
 
 def watched(step: Callable[[], Answer]) -> tuple[Answer, int]:
-    """What `step` gives, and the peak bytes of PyTorch's CPU allocator: also what operators hold inside."""
+    """Return what `step` gives, and the peak bytes of PyTorch's CPU allocator: also what operators hold inside."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         answer = step()
     events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -295,7 +295,7 @@ def several_ranks() -> bool:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether `flag` holds on any rank: ranks must decide alike, or they hang."""
+    """Tell whether `flag` holds on any rank: ranks must decide alike, or they hang."""
     if not several_ranks():
         return flag
     flags = torch.tensor([float(flag)])

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def _addmm_flops(total, a, b, *_, **__) -> int:
-    """Of shapes, as `shape_wrapper` calls it."""
+    """Count the FLOPs of `addmm` from shapes, as `shape_wrapper` calls the function."""
     return 2 * a[0] * a[1] * b[1]
 
 

@@ -41,15 +41,15 @@ class Nvml:
         return int(found.value)
 
     def joules(self) -> float:
-        """Of the board, since the driver was loaded. The counter moves every 20 to 100 ms."""
+        """Return the board's joules since the driver was loaded. The counter moves every 20 to 100 ms."""
         return self._asked("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong) / 1e3
 
     def megahertz(self) -> float:
-        """Of the multiprocessors, now."""
+        """Return the clock of the multiprocessors as it is now."""
         return float(self._asked("nvmlDeviceGetClockInfo", ctypes.c_uint, ctypes.c_int(_SM_CLOCK)))
 
     def held_by(self) -> list[str]:
-        """What holds the clock back now."""
+        """Name the reasons that hold the clock back now."""
         bits = self._asked("nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong)
         return [name for bit, name in REASONS.items() if bits & bit]
 

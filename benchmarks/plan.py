@@ -104,7 +104,7 @@ def _by_turns(launches: list[Launch]) -> list[Launch]:
 
 
 def rows(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H200"]) -> record.Rows:
-    """What is committed: totals, then a row for each kind of launch, in order."""
+    """Return the rows that are committed: totals, then a row for each kind of launch, in order."""
     found, peak = plan(case, cache, device)
     impl, logits = f"{_implementation(cache).name}, {device.name}", case.tokens * case.columns
     floor = floor_seconds(case, cache, device)
@@ -127,7 +127,7 @@ def rows(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H2
 
 
 def _powered(impl: str, found: Plan, measured: Iterable[record.Row]) -> record.Rows:
-    """At the limit of an H200's power, and what was measured over that."""
+    """Return the rows at the limit of an H200's power, and what was measured over that."""
     if found.device.name != "H200":
         return []
     milliseconds = found.sustained_seconds * 1e3
@@ -139,7 +139,7 @@ def _powered(impl: str, found: Plan, measured: Iterable[record.Row]) -> record.R
 
 
 def reads(case: Case, device: Device = DEVICES["H200"]) -> dict[str, Plan]:
-    """What the read-outs of `gpu_reads.py` launch, of one rank that has its shard for the whole vocabulary."""
+    """Plan the read-outs of `gpu_reads.py` on one rank, whose shard is taken for the whole vocabulary."""
     found = {}
     asks: dict[str, Any] = {name: asked for name, (asked, _) in gpu_reads.READS.items()}
     asks[LOG_PROBS] = asks[f"{LOG_PROBS}, fused epilogue"] = lambda y: [LogProbs(y)]
@@ -233,7 +233,7 @@ def main(out: Path | None, device: Device) -> None:
 
 
 def measured_beside(case: Case, cache: Cache | Implementation, device: Device) -> str:
-    """What was measured on that device, if it was, for reading."""
+    """Return what was measured on that device, if anything was, for reading."""
     found = measured_rows(case, _implementation(cache).name, device)
     return "".join(f"\nmeasured on {row.device}: {row.p50:.3f} ms" for row in found)
 
@@ -251,6 +251,6 @@ def measured_rows(case: Case, name: str, device: Device) -> list[record.Row]:
 
 
 def _same_sizes(name: str, case: Case) -> bool:
-    """Whether a measured case has the sizes of one rank of a planned one."""
+    """Tell whether a measured case has the sizes of one rank of a planned case."""
     sizes = {other.name: (other.tokens, other.width, other.columns) for other in GPU_CASES}
     return sizes.get(name) == (case.tokens, case.width, case.columns)

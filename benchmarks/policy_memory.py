@@ -45,7 +45,7 @@ def full_logits(model: torch.nn.Module, data: BatchedDataDict) -> torch.Tensor:
 
 
 def peaks_mib(rows: int, positions: int, vocab: int) -> dict[str, dict[str, float]]:
-    """For each way the peak of scoring a micro-batch of `rows`, and of a training step on it."""
+    """Measure for each way the peak of scoring a micro-batch of `rows`, and of a training step on it."""
     data = batch(rows, positions, vocab)
     config = {
         "model_name": model_config(vocab),

@@ -43,7 +43,7 @@ COLUMNS = [field.name for field in fields(Row)]
 
 @dataclass(frozen=True)
 class Origin:
-    """What all rows of a run share."""
+    """Facts that all rows of a run share."""
 
     device: str
     versions: str
@@ -95,7 +95,7 @@ def drop(path: Path, unwanted: Callable[[Row], bool]) -> None:
 
 
 def file_name(device: str) -> str:
-    """What a device's file of results is called, without its ending."""
+    """Return the name of a device's file of results, without its ending."""
     return re.sub(r"\W+", "-", device.lower())
 
 
@@ -175,9 +175,10 @@ def _cpu_lines() -> list[str]:
 
 
 def code(*patterns: str) -> str:
-    """What was run: the last commit that changed files of these patterns, with a + where tracked ones differ from it.
+    """Identify the code that was run: the last commit that changed files of these patterns, with a + where tracked
+    files differ from that commit.
 
-    Of a copy without git a digest of the files. Results that are committed later leave it as it is.
+    A copy without git has a digest of the files. Results that are committed later change nothing.
     """
     root = Path(__file__).parent.parent
 

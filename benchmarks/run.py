@@ -52,7 +52,7 @@ def count_full_size(case: Case) -> Rows:
 
 
 def measure_world(case: Case, true_path: Path, known: Baselines, budget_s: float):
-    """On every rank of a world: all heads of one case."""
+    """Measure all heads of one case, on every rank of a world."""
     true = torch.load(true_path, mmap=True, weights_only=False, map_location=case.device)
     impls, absent = available(case)
     with megatron_on_cpu():

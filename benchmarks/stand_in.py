@@ -23,7 +23,7 @@ _mm, _addmm = torch.mm, torch.addmm
 
 
 class Event:
-    """As `torch.cuda.Event`, of this process's clock."""
+    """Stand-in for `torch.cuda.Event`, by this process's clock."""
 
     def record(self) -> None:
         self.at = time.perf_counter()
@@ -34,7 +34,7 @@ class Event:
 
 @functools.cache
 def _cublas_repeats() -> bool:
-    """Whether cuBLAS gives the same bits in each run. As torch asks: once, at the first product of a process."""
+    """Tell whether cuBLAS gives the same bits in each run. Torch asks this once, at the first product of a process."""
     return os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")
 
 
@@ -71,7 +71,7 @@ ON_CUDA = ((torch, "mm", mm), (torch, "addmm", addmm), (torch.Tensor, "is_cuda",
 
 @contextmanager
 def stood_in_for_cuda() -> Iterator[Machine]:
-    """While it is open this process takes the CUDA path. TRITON_INTERPRET must be 1 since it began."""
+    """Have this process take the CUDA path for a while. TRITON_INTERPRET must be 1 since the process began."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("a rehearsal runs Triton's kernels on the CPU: set TRITON_INTERPRET=1 in the environment")
     round_to_bfloat16()

@@ -92,7 +92,7 @@ def find_latest(directory: str) -> Path:
 
 
 def iteration_of(folder: Path) -> int:
-    """How many iterations the checkpoint has behind it."""
+    """Return the iterations that the checkpoint has behind it."""
     return int(folder.name.removeprefix("iter_"))
 
 

@@ -9,7 +9,6 @@ follow from the arguments and the step alone, so that every layout computes the 
 """
 
 import argparse
-import copy
 import json
 import logging
 import os
@@ -33,11 +32,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 from world import has_gpus, ranks
 
-from megatron_ext.dtensor import _parallelize_model, causal_lm_loss, clip_grad_by_total_norm_, get_grad_norm
+from megatron_ext.dtensor import causal_lm_loss, clip_grad_by_total_norm_, get_grad_norm, parallelize, save_pretrained
 from megatron_ext.policy import checkpoint
 
 HELD_OUT = 0.05  # of the text: its end
@@ -115,33 +114,30 @@ class Run:
         tp, cp = args.tensor_parallel_size, args.context_parallel_size
         shape = (dist.get_world_size() // (tp * cp), cp, tp)
         self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp", "tp"))
-        self.dp_cp: DeviceMesh = self.mesh["dp", "cp"]._flatten("dp_cp")
-
+        self.dp_cp = self.mesh["dp", "cp"]._flatten("dp_cp")
         texts = text.documents(args.data) if args.data else [topics[name] for name in sorted(topics)]
         if args.model:
             model, self.tokenizer = hf_directory.load(args.model)
         else:
             self.tokenizer = hf_directory.new_tokenizer(texts, args.vocab_size)
             model = hf_directory.new_model(args.hidden_size, args.layers, args.vocab_size, not args.untied, args.seed)
-        self.config = copy.deepcopy(model.config)
+        self.config = model.config.get_text_config()
         self._split_text(texts)
-        self.model: nn.Module = _parallelize_model(
+        self.model: nn.Module = parallelize(
             model.to(device),
-            self.dp_cp,
-            self.mesh["tp"],
+            self.mesh,
             torch.bfloat16 if device.type == "cuda" else torch.float32,
             sequence_parallel=args.sequence_parallel,
             activation_checkpointing=args.activation_checkpointing,
-            cp_mesh=self.mesh["cp"],
         )
         # torch's multi-tensor kernels take no DTensors of different meshes at once.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate, foreach=False)
 
     def _split_text(self, texts: list[str]) -> None:
-        longest = self.config.get_text_config().max_position_embeddings
+        longest = self.config.max_position_embeddings
         if self.args.seq_length > longest:
             raise ValueError(f"--seq-length is {self.args.seq_length}: the model knows positions up to {longest}")
-        if len(self.tokenizer) > self.config.get_text_config().vocab_size:
+        if len(self.tokenizer) > self.config.vocab_size:
             raise ValueError(f"--model has a tokenizer of {len(self.tokenizer)} tokens, more than the model itself has")
         tokens = hf_directory.tokenize(texts, self.tokenizer)
         held_out = max(int(HELD_OUT * len(tokens)), self.args.seq_length + 1)
@@ -221,21 +217,23 @@ class Run:
             raise ValueError(f"--load has {self.step} steps behind it: --steps is {self.args.steps}, and must be more")
 
     def _weights(self) -> dict[str, Tensor]:
-        """By transformers' names, tied ones once; they share the model's memory."""
+        """Return weights by transformers' names, tied weights once; they share the model's memory."""
         state = get_model_state_dict(self.model)
-        if self.config.get_text_config().tie_word_embeddings:
+        if self.config.tie_word_embeddings:
             state.pop("lm_head.weight", None)
         return {name: x for name, x in state.items() if isinstance(x, Tensor)}
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Its tensors and its numbers, by name."""
+        """Return the optimizer's tensors and its numbers, by name."""
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         state: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer, options=options)
         tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
         return tensors, {name: x for name, x in state.items() if name not in tensors}
 
     def export(self) -> None:
-        hf_directory.export(self.args.export, self._weights(), self.config, self.tokenizer, dist.get_rank() == 0)
+        save_pretrained(self.model, self.args.export)
+        if dist.get_rank() == 0:
+            self.tokenizer.save_pretrained(self.args.export)
 
 
 def finetune(args: Namespace, device: torch.device) -> dict[str, Any]:

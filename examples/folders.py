@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def flag(name: str) -> str:
-    """Of the command line, of a value of this name."""
+    """Return the flag of the command line for a value of this name."""
     return "--" + name.replace("_", "-")
 
 

@@ -79,7 +79,7 @@ class Samples:
     group: int
 
     def batch(self) -> dict[str, Tensor]:
-        """What GRPO trains on: advantages of the answers, one token each, in units of the spread of their group."""
+        """Make the batch of GRPO: advantages of the answers, one token each, in units of the spread of their group."""
         by_prompt = self.reward.view(-1, self.group)
         spread = by_prompt.std(1, keepdim=True) + 1e-4
         advantage = ((by_prompt - by_prompt.mean(1, keepdim=True)) / spread).view(-1, 1)
@@ -119,12 +119,12 @@ def save(rewards: list[float], out: Path, policy: RayPolicy) -> None:
 
 
 def progress(out: Path) -> dict:
-    """What a run remembers: the folder of its checkpoint, and the rewards so far, and with them its step."""
+    """Read what a run remembers: the folder of its checkpoint, and the rewards so far, and with them its step."""
     return json.loads((out / "progress.json").read_text())
 
 
 def checkpoint(args: argparse.Namespace) -> dict[str, str]:
-    """Where the policy begins: nowhere, or at the last checkpoint."""
+    """Return the checkpoint that the policy begins with: none, or the last one."""
     if not args.resume:
         return {}
     folder = args.out / progress(args.out)["folder"]

@@ -1,4 +1,4 @@
-"""What one call of the head costs in a model that is being trained: memory, time and collectives.
+"""Costs of one call of the head in a model that is being trained: memory, time and collectives.
 
 The head is everything from the last hidden states to the per-token losses, and back to the gradients of the hidden
 states and the output weight. It is run as the model runs it, at the sizes of the run, with the layers taken out: the

@@ -1,15 +1,12 @@
-"""Hugging Face directories: a causal language model and its tokenizer, new ones or from disk, and back to disk."""
+"""Hugging Face directories: a causal language model and its tokenizer, new ones or from disk."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import numpy as np
 import text
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
@@ -41,7 +38,7 @@ def new_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def load(directory: str) -> tuple[nn.Module, Any]:
-    """The model, in fp32, and the tokenizer of a directory that `export`, or transformers, has written.
+    """The model, in fp32, and the tokenizer of a directory that transformers or our `save_pretrained` has written.
 
     Raises:
         ValueError: it is none.
@@ -60,23 +57,3 @@ def tokenize(texts: list[str], tokenizer: Any) -> np.ndarray:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return np.concatenate([np.array([*ids, *end], dtype=np.int32) for ids in encoded])
-
-
-def export(directory: str, tensors: dict[str, torch.Tensor], config: Any, tokenizer: Any, writes: bool) -> None:
-    """Write the model that all ranks hold parts of. All of them call it; the one that `writes` keeps the whole.
-
-    `tensors`: by transformers' names, tied weights once. `config`: as it was before the model was made parallel.
-    """
-    whole = {}
-    for name, x in tensors.items():
-        x = x.full_tensor() if isinstance(x, DTensor) else x
-        if writes:
-            whole[name] = x.detach().cpu()
-    if not writes:
-        return
-    with accelerate.init_empty_weights():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    model.load_state_dict(whole, strict=False, assign=True)
-    model.tie_weights()
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)

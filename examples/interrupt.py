@@ -7,7 +7,7 @@ import threading
 
 
 def end_on_interrupt() -> None:
-    """From now on SIGINT ends this process and the ones it started through `multiprocessing`, at once and silently.
+    """Have SIGINT end this process and those that it started through `multiprocessing`, at once and silently.
 
     Python's own handler waits for the main thread, which may be waiting in a collective for a rank that is gone. Here a
     thread waits for the signal. To be called before any other thread starts, which then inherits the blocked signal.

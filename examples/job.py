@@ -69,7 +69,7 @@ def run_schedule(model: torch.nn.Module, forward_step: Callable, batches: Sequen
 
 
 def mean_loss(per_token: Tensor) -> tuple[Tensor, Tensor]:
-    """What Megatron's schedules ask of the losses of a micro-batch."""
+    """Return what Megatron's schedules ask of the losses of a micro-batch: their mean, and the number to report."""
     mean = per_token.mean()
     return mean, mean.detach().clone()  # the schedule divides the first in place
 
@@ -81,7 +81,7 @@ def print_steps(digits: int = 5, **losses: list[float]) -> None:
 
 
 def small_config(**settings: Any) -> TransformerConfig:
-    """Of a GPT that has the same weights at every tensor-parallel size, and wants no kernels of Apex or CUDA."""
+    """Configure a GPT that has the same weights at every tensor-parallel size, and wants no kernels of Apex or CUDA."""
     without = ("gradient_accumulation_fusion", "masked_softmax_fusion", "persist_layer_norm")
     own: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "use_cpu_initialization": True}
     own |= dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0) | dict.fromkeys(without, False)

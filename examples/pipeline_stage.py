@@ -74,7 +74,7 @@ def microbatches() -> list[Tensor]:
 
 
 def forward_step(data: Iterator[Tensor], stage: Stage):
-    """What Megatron's schedule calls for each micro-batch."""
+    """Run a micro-batch's forward pass: Megatron's schedule calls this function."""
     tokens_S1B = next(data).cuda()
     return stage(tokens_S1B[:-1], tokens_S1B[1:]), mean_loss
 

@@ -75,7 +75,7 @@ def forward_step(micro_batches: Iterator[Tensor], model: torch.nn.Module):
 
 @contextmanager
 def passes_of_stock() -> Iterator[list[Span]]:
-    """When Megatron's own schedule ran its passes."""
+    """Record the times at which Megatron's own schedule runs its passes."""
     spans: list[Span] = []
 
     def timed(kind, function):

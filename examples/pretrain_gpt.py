@@ -131,7 +131,7 @@ def split(tokens_BS1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward_step(microbatches: Iterator[Tensor], model: torch.nn.Module):
-    """What Megatron's schedules call for each micro-batch. All ranks of a replica read the same samples."""
+    """Run a micro-batch's forward pass, for Megatron's schedules. All ranks of a replica read the same samples."""
     tokens_BS, labels_BS, position_ids_BS = split(next(microbatches))
     return model(tokens_BS, position_ids_BS, None, labels=labels_BS), mean_loss  # causal without a mask
 

@@ -38,7 +38,7 @@ def table(stock: dict, ours: dict) -> str:
 
 
 def gained(stock: dict, ours: dict) -> str:
-    """What our head gained over Megatron-Core's, in one sentence."""
+    """Say in one sentence what our head gained over Megatron-Core's."""
     theirs, quick, lean = stock["head_bf16"], ours["head_bf16"], ours["head_bf16_least_memory"]
 
     def of(cost: dict, metric: str) -> str:

@@ -37,7 +37,7 @@ LAYOUTS = {"one process": (1, 1), "TP 2": (2, 1), "CP 2": (1, 2), "TP 2 x CP 2":
 
 @dataclass(frozen=True)
 class Rollout:
-    """What the policy answered: B samples of S tokens, GROUP for each prompt."""
+    """Answers of the policy: B samples of S tokens, GROUP for each prompt."""
 
     tokens_BS: Tensor  # int64
     answered_BS: Tensor  # [B, S - 1], 1.0 where the next token is the answer's and not the prompt's

@@ -1,4 +1,4 @@
-"""What an example without arguments answers to `--help`."""
+"""Answer to `--help` of an example without arguments."""
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 

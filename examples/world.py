@@ -1,4 +1,4 @@
-"""How many ranks there are, and whether each has a GPU."""
+"""Ranks of this run: how many there are, and whether each has a GPU."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "loc
 
 
 def ranks(*allowed: int) -> int:
-    """How many ranks torchrun started; 1 without it. Ends the program where that is none of those `allowed`."""
+    """Count the ranks that torchrun started; 1 without torchrun. Ends the program where `allowed` lacks that number."""
     os.environ.update(_ALONE | os.environ)
     started = int(os.environ["WORLD_SIZE"])
     if allowed and started not in allowed:
@@ -21,5 +21,5 @@ def ranks(*allowed: int) -> int:
 
 
 def has_gpus() -> bool:
-    """Whether this machine has a GPU for each of its ranks."""
+    """Tell whether this machine has a GPU for each of its ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()

@@ -92,7 +92,7 @@ def __dir__() -> list[str]:
 
 
 def _missing(error: ImportError) -> Any:
-    """In the place of a function that could not be imported, which `from megatron_ext import *` asks for too."""
+    """Stand in for a function that could not be imported: `from megatron_ext import *` asks for that function too."""
     message = str(error)
 
     def missing(*arguments: Any, **keywords: Any) -> Any:

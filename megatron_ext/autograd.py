@@ -14,7 +14,7 @@ NOTHING = nullcontext()
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For `backward` of an autograd function: a second derivative is an error, never a silently missing term.
+    """Decorate `backward` of an autograd function: a second derivative is an error, never a silently missing term.
 
     torch's own `once_differentiable` objects only where the upstream gradient requires grad: a gradient penalty on a
     summed loss would lose its term without a word. Nor does an error that hangs on the gradients alone reach who asks

@@ -72,7 +72,7 @@ def report() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """By name; None for what is not installed."""
+    """Return the version of each part by its name; None for a part that is not installed."""
     has_nccl = dist.is_available() and dist.is_nccl_available() and torch.version.cuda is not None
     found = {
         "megatron_ext": megatron_ext.__version__,

@@ -51,7 +51,7 @@ def add_product(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> None:
 
 
 def promise(weight: Tensor) -> None:
-    """In forward, mark a weight that is shared before any backward, and all weights where backward will be compiled."""
+    """Mark, in forward, a weight that is shared before any backward, and a weight whose backward will be compiled."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return
     if weight.requires_grad and torch.is_grad_enabled():
@@ -61,9 +61,9 @@ def promise(weight: Tensor) -> None:
 
 
 def finish(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """After the gradient was added: tell Megatron, and the gradient that backward returns for `weight` in its place.
+    """Tell Megatron that the gradient was added, and return what backward returns for `weight` in its place.
 
-    None where nobody listens (a weight without the attribute `grad_added_to_main_grad`).
+    That is None for a weight without the attribute `grad_added_to_main_grad`: nobody listens.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -184,7 +184,7 @@ def _bound(text: str) -> int | bool:
 
 
 def _emulate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """For the rest of the process: what the script itself leaves to `atexit` still runs on the CPU."""
+    """Emulate GPUs for the rest of the process: what the script itself leaves to `atexit` still runs on the CPU."""
     from megatron_on_cpu import megatron_on_cpu
     from megatron_on_cpu.nccl_rules import NcclRules
     from megatron_on_cpu.script_flags import flags_for_cpu
@@ -369,7 +369,7 @@ def _report_after_first_step(on_cpu: bool = False) -> None:
 
 
 def say_on_last_rank(found: Any, file: TextIO | None = None) -> None:
-    """On stderr, or in `file`. The last rank has the last stage of the pipeline, and with it the output layer."""
+    """Print on stderr, or in `file`. The last rank has the pipeline's last stage, and with it the output layer."""
     if on_last_rank():
         print(found, file=file or sys.stderr, flush=True)
 

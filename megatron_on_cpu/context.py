@@ -134,7 +134,7 @@ def _replace(rows: Iterable[tuple[Any, dict[str, Any]]], undo: ExitStack, copies
 
 
 def _replace_in(modules: Modules, undo: ExitStack, copies: Copies) -> None:
-    """In those that are imported, and in each of the others as soon as it is."""
+    """Replace in the modules that are imported, and in each of the others as soon as it is imported."""
 
     def replace(module: ModuleType) -> None:
         _replace(modules[module.__name__](module), undo, copies)

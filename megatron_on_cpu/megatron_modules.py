@@ -49,7 +49,7 @@ def _hybrid_stack(module: ModuleType) -> Replacements:
 
 
 def _mamba_mixer(module: ModuleType) -> Replacements:
-    """Without mamba_ssm, whose kernels need a GPU, there is no class and no function at all."""
+    """Give Megatron's Mamba mixer classes and functions where mamba_ssm, whose kernels need a GPU, is not installed."""
     if module.HAVE_MAMBA_SSM:
         return
     from megatron_on_cpu import state_space

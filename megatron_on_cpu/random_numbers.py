@@ -49,7 +49,7 @@ class _State(torch.Generator):
         return self if state is self else super().graphsafe_set_state(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In checkpoints, and in copies, it is a state of the device's generator too."""
+        """Pickle and copy the state as one of the device's generator too."""
         return _state_with, (self.get_state(),)
 
     def park(self, state: Tensor) -> None:

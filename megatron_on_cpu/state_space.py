@@ -112,7 +112,7 @@ def mamba_split_conv1d_scan_combined(
     ngroups: int = 1,
     norm_before_gate: bool = True,
 ) -> Tensor:
-    """From the input projection to what the output projection takes, `[B, S, H P]`, gated by `silu(z)`.
+    """Turn the input projection into the output projection's input, `[B, S, H P]`, gated by `silu(z)`.
 
     Args:
         zxbcdt: `[B, S, 2 H P + 2 G N + H]`: gate, x, B, C and step sizes.
@@ -183,5 +183,5 @@ def _scan(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In fp32, or fp64 where it is that."""
+    """Return `x` in fp32, or an fp64 `x` as it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -182,16 +182,20 @@ def ours_everywhere() -> Iterator[None]:
 
 
 class LoRALinear(torch.nn.Module):
-    """A layer of Megatron's with an adapter beside it, as Megatron-Bridge wraps it."""
+    """A layer of Megatron's with an adapter beside it, as Megatron-Bridge wraps it: it answers in the layer's name."""
 
     def __init__(self, to_wrap):
         super().__init__()
         self.to_wrap = to_wrap
-        self.adapter = torch.nn.Linear(to_wrap.input_size, to_wrap.output_size, bias=False)
+        self.adapter = torch.nn.Linear(to_wrap.input_size, to_wrap.output_size_per_partition, bias=False)
         torch.nn.init.constant_(self.adapter.weight, 0.01)
 
-    def forward(self, x):
-        found, bias = self.to_wrap(x)
+    def __getattr__(self, name):
+        inside = self.__dict__["_modules"]
+        return inside[name] if name in inside else getattr(inside["to_wrap"], name)
+
+    def forward(self, x, *args, **kwargs):
+        found, bias = self.to_wrap(x, *args, **kwargs)
         return found + self.adapter(x), bias
 
 
@@ -272,17 +276,20 @@ def sharded_state(model) -> dict:
     return model.sharded_state_dict(metadata=copies)
 
 
-@torch.no_grad()
-def set_weights(model) -> None:
-    """Fill the parameters with numbers drawn for each global parameter name, and sharded as the checkpoint would be."""
+def stored_tensors(model) -> list:
+    """What Megatron would store of a model's parameters: `ShardedTensor`."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     state = sharded_state(model)
     apply_factories(state)
-    for shard in nested_values(state):
-        if not isinstance(shard, ShardedTensor):
-            continue
+    return [shard for shard in nested_values(state) if isinstance(shard, ShardedTensor)]
+
+
+@torch.no_grad()
+def set_weights(model) -> None:
+    """Fill the parameters with numbers drawn for each global parameter name, and sharded as the checkpoint would be."""
+    for shard in stored_tensors(model):
         # Before experts Transformer Engine's norm has its own name, Megatron's local one that of a dense layer's.
         name = shard.key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -42,6 +42,11 @@ ROOMS = [
     "replace",
     "reference",
 ]
+# Inside of these rooms a folder imports itself and the folders after it.
+INSIDE = {
+    "head": ["engine", "readouts", "kernels", "row_passes", "call"],
+    "policy": ["worker", "backend", "megatron_model", "checkpoint", "refit", "ray", "data", "losses"],
+}
 MAY_IMPORT_MEGATRON = {"run", "doctor", "memory", "verify", "policy", "megatron", "experimental"}
 
 # What stands in for Megatron's own, where a process has imported that.
@@ -121,6 +126,37 @@ def test_imports_go_only_downward(path):
             assert ROOMS.index(parts[1]) >= ROOMS.index(room), f"{room} imports {name}, which lies above it"
         if parts[0] == "megatron" and str(path.relative_to(PACKAGE)) not in ASKS_MEGATRON:
             assert room in MAY_IMPORT_MEGATRON, f"{room} imports {name}; only {MAY_IMPORT_MEGATRON} know Megatron"
+
+
+@pytest.mark.parametrize("room", INSIDE)
+def test_imports_inside_a_room_go_only_downward(room):
+    folder, order = PACKAGE / room, INSIDE[room]
+    paths = [path for path in FILES if folder in path.parents and path.parent != folder]
+    assert {path.relative_to(folder).parts[0] for path in paths} == {*order}
+    for path in paths:
+        own = path.relative_to(folder).parts[0]
+        for name in imported_names(path):
+            if name.startswith(f"megatron_ext.{room}.") and (other := name.split(".")[2]) in order:
+                assert order.index(other) >= order.index(own), f"{own} imports {name}, which lies above it"
+
+
+def test_the_page_about_the_architecture_names_every_folder():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table, words = page.partition("Inside `head`")[0], " ".join(page.split())
+    assert not [room for room in ROOMS if (PACKAGE / room).is_dir() and f"`{room}`" not in table]
+    for order in INSIDE.values():
+        assert ", ".join(f"`{name}`" for name in order) in words
+
+
+# The names of the head that `tensor_parallel` may take are public ones, and only its cross entropy takes any.
+FROM_THE_HEAD = {"tensor_parallel/cross_entropy.py": {"megatron_ext.head.CrossEntropy", "megatron_ext.head.Logits"}}
+
+
+def test_tensor_parallel_takes_nothing_of_the_inside_of_the_head():
+    paths = [path for path in FILES if room_of(path) == "tensor_parallel"]
+    taken = {str(path.relative_to(PACKAGE)): {*imported_names(path)} for path in paths}
+    found = {path: {name for name in names if name.startswith("megatron_ext.head")} for path, names in taken.items()}
+    assert {path: names for path, names in found.items() if names} == FROM_THE_HEAD
 
 
 def test_no_modules_import_each_other():

@@ -28,7 +28,7 @@ BESIDE_BEST = (("ours", "1F1B, layers redistributed"), ("ours, interleaved", "in
 
 
 def rows(setup: Setup, timelines: dict[str, Timeline]) -> record.Rows:
-    """What is committed of one case."""
+    """Return the rows that are committed of one case."""
     plain, made = timelines["1F1B"].seconds, []
     for name, timeline in timelines.items():
         stages = timeline.stages
@@ -70,7 +70,7 @@ def text(setup: Setup, timelines: dict[str, Timeline]) -> str:
 
 
 def account_for_options(setup: Setup) -> list[str]:
-    """What Megatron's options do that count embedding or loss as a layer each."""
+    """Say what Megatron's options do that count embedding or loss as a layer each."""
     said = []
     for options, more in (("one of account_for_{embedding,loss}_in_pipeline_split", 1), ("both of them", 2)):
         layers = setup.model.layers + more

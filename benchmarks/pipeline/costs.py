@@ -1,4 +1,4 @@
-"""What passes, messages and memory of a language model in a pipeline cost: by FLOPs, bytes and the head's launch plan.
+"""Costs of a language model's passes, messages and memory in a pipeline, by FLOPs, bytes and the head's launch plan.
 
 Legend: T tokens of a micro-batch, D hidden size, V vocabulary, p pipeline stages, t tensor-parallel size.
 """
@@ -53,7 +53,7 @@ class Model:
 
 
 class Link(NamedTuple):
-    """Between neighbouring stages, for each GPU and direction."""
+    """Link between neighbouring stages, for each GPU and direction."""
 
     name: str
     bytes_per_s: float
@@ -67,7 +67,7 @@ LINKS = {
 
 
 class HeadSeconds(NamedTuple):
-    """Of one rank: logits and exponentials (2 NVH), their product with the weight (2), the weight gradient (2)."""
+    """Seconds of one rank: logits and exponentials (2 NVH), their product with the weight (2), dW (2)."""
 
     statistics: float
     product: float
@@ -76,7 +76,7 @@ class HeadSeconds(NamedTuple):
 
 @cache
 def head_seconds(tokens: int, width: int, vocab: int, ranks: int, device: Device) -> HeadSeconds:
-    """From the launch plan of the head (`benchmarks/plan.py`); without Triton by FLOPs at the device's rate."""
+    """Estimate the head by its launch plan (`benchmarks/plan.py`); without Triton by FLOPs at the device's rate."""
     case = Case("simulated", tokens, width, vocab, ranks, torch.bfloat16)
     if importlib.util.find_spec("triton") is None:
         return HeadSeconds(*(2 * case.nvh / device.flops,) * 3)
@@ -112,7 +112,7 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        """That share the vocabulary."""
+        """Count the ranks that share the vocabulary."""
         return self.stages * self.tensor_parallel
 
     def shape(self, chunks: int) -> Shape:
@@ -151,7 +151,7 @@ class Setup:
         return (self.stages - 1) * self.link.latency_s + nbytes / self.link.bytes_per_s
 
     def times(self, chunks: int) -> Times:
-        """Of our passes and messages, layers spread evenly."""
+        """Return the times of our passes and messages, layers spread evenly."""
         of_chunk = self.model.layers // (self.stages * chunks) * self.layer_seconds
         head = self.head_seconds(self.ranks)
         return Times(
@@ -175,17 +175,18 @@ class Setup:
 
     @property
     def statistics_bytes(self) -> int:
-        """That each rank sends of the statistics of all, in their all-gather."""
+        """Count the bytes that each rank sends in the all-gather of statistics."""
         return (self.ranks - 1) * STATISTICS * 4 * self.tokens
 
     @property
     def stock_sent_bytes(self) -> int:
-        """By one rank for one micro-batch and chunk: hidden states one way, their gradient the other way."""
+        """Count the bytes that one rank sends for a micro-batch and chunk: hidden states, and their gradient."""
         return 2 * self.slice_bytes
 
     @property
     def our_extra_sent_bytes(self) -> int:
-        """By one rank for a micro-batch: hidden states, dx, embedding and its gradient; statistics; ids, labels, g."""
+        """Count the bytes that one rank sends for a micro-batch beyond Megatron's: hidden states, dx, embedding and its
+        gradient; statistics; ids, labels, g."""
         return 4 * self.slice_bytes + self.statistics_bytes + (8 + 8 + 4) * self.tokens
 
     def state_bytes(self, parameters: float) -> float:
@@ -193,14 +194,14 @@ class Setup:
         return parameters * (6 + 12 / max(1, self.data_parallel))
 
     def parameters(self, layers: int, vocabulary_shares: float) -> float:
-        """Of one rank: `layers`, and `vocabulary_shares` of [V/t, D] matrices. Norms are left out."""
+        """Count the parameters of one rank: `layers`, and `vocabulary_shares` of [V/t, D] matrices, without norms."""
         return (layers * self.model.layer_weights + vocabulary_shares * self.model.vocab * self.model.width) / (
             self.tensor_parallel
         )
 
     @property
     def layer_activation_bytes(self) -> float:
-        """Of one layer and micro-batch on one rank."""
+        """Count the bytes that one layer and micro-batch keep on one rank."""
         return self.model.layer_activation_bytes(self.tokens) / self.tensor_parallel
 
     def head_activation_bytes(self, ranks: int) -> float:

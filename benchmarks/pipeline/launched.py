@@ -1,4 +1,4 @@
-"""How long a step of ours takes when messages are launched as the stages' programs say.
+"""Seconds of a step of ours when messages are launched as the stages' programs say.
 
 The simulation that orders passes lets each message go as soon as its sources have ended. Launched, a message also waits
 on every stage for the passes before it in the program, whose memory it may take, and for the message before it on the
@@ -20,7 +20,7 @@ from megatron_ext.experimental.pipeline_vocabulary.order.stage_programs import j
 
 
 def launched_seconds(setup: Setup, chunks: int, one_queue: bool = False) -> float:
-    """Of a step. `one_queue`: CUDA_DEVICE_MAX_CONNECTIONS is 1, and nothing runs beside the passes."""
+    """Simulate a step. `one_queue`: CUDA_DEVICE_MAX_CONNECTIONS is 1, and nothing runs beside the passes."""
     shape, times = setup.shape(chunks)._replace(beside=not one_queue), setup.times(chunks)
     duration, takes = pass_duration(times), message_times(times)
     free = [0.0] * shape.stages  # when a stage's passes so far have ended
@@ -45,7 +45,7 @@ def launched_seconds(setup: Setup, chunks: int, one_queue: bool = False) -> floa
 
 
 def table(setups: Iterable[Setup]) -> str:
-    """How much longer a step takes than if each message went as soon as it could, and what stages keep, in Markdown."""
+    """Compare steps as launched with steps whose messages go as soon as they can, and what stages keep, in Markdown."""
     heads = ("", "several queues", "one queue", "in flight", "activations, GB")
     lines = [heads, ("---",) * len(heads)]
     for setup in setups:

@@ -29,7 +29,7 @@ Layers = tuple[tuple[int, ...], ...]  # [stage][chunk]
 
 
 class Stage(NamedTuple):
-    """What one rank of a stage holds."""
+    """Memory that one rank of a stage holds."""
 
     state_bytes: float
     in_flight: float  # micro-batches' activations of all its layers at once, at most
@@ -52,7 +52,7 @@ class Timeline:
 
     @property
     def busy_seconds(self) -> list[float]:
-        """What each stage computes in a step."""
+        """Return the seconds for which each stage computes in a step."""
         return [sum(run.end - run.start for run in line) for line in self.runs]
 
     @property
@@ -82,7 +82,7 @@ class Timeline:
 
 
 def _peak(line: Iterable[Run], of_layers: Callable[[Pass], float], of_head: float) -> float:
-    """Of what is alive from the beginning of a forward pass to the end of the backward pass that it is kept for."""
+    """Return the peak of what is alive from the beginning of a forward pass to the end of its backward pass."""
     changes = []
     for what, start, end in line:
         if what.kind in (Kind.FORWARD, Kind.PRODUCTS):

@@ -80,13 +80,13 @@ _BY_THE_CLASS = {"forward", "extra_repr"}  # the docstring of an autograd functi
 
 
 def _target(thing: Any) -> Any:
-    """What a name stands for; of a module and a function in it with one name, the function, as for who imports it."""
+    """Return what a name stands for; of a module and a function in it with one name the function, as an import does."""
     found = thing.final_target if thing.is_alias else thing
     return found.members[found.name] if found.is_module and found.name in found.members else found
 
 
 def _arguments(thing: Any) -> set[str]:
-    """What a function takes; of a class its constructor, its fields and those of its bases."""
+    """Return the arguments of a function; of a class those of its constructor, its fields and its bases' fields."""
     if not thing.is_class:
         return {parameter.name for parameter in thing.parameters}
     classes = [thing, *thing.mro()]

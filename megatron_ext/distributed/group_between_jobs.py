@@ -35,7 +35,8 @@ class JobsGroup:
         self, host: str, port: int, rank: int, size: int, device: torch.device | str = "cpu", timeout_s: float = 300
     ):
         timeout = timedelta(seconds=timeout_s)
-        self.rank, self.size, self.device, self._timeout_s = rank, size, torch.device(device), timeout_s
+        self.rank, self.size = rank, size
+        self.device, self._timeout_s = torch.device(device), timeout_s
         if rank == 0:
             self._store = serve_store(host, port, size, timeout_s)
         else:

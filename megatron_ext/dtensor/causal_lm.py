@@ -1,4 +1,4 @@
-"""From tokens to a number per token: the decoder, and our head on the shard of the lm head's weight. No logits.
+"""Numbers per token from token ids: the decoder, and our head on the shard of the lm head's weight. No logits.
 
 Whole sequences go in and whole results come out on every tensor- and context-parallel rank; padding, splitting and
 joining happen here, so that context parallelism does not show outside.

@@ -133,7 +133,7 @@ class LmHead:
         if self.vocab is not None:
             checks.check_vocab(self.vocab)
         if self.lora is not None:
-            check_adapters(adapters_of(self.lora), self.weight)
+            check_adapters(adapters_of(self.lora))
 
     @classmethod
     def of(

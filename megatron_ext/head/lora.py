@@ -49,22 +49,14 @@ def adapters_of(lora: Any) -> tuple[LoRA, ...]:
     return tuple(lora) if isinstance(lora, list | tuple) and not isinstance(lora, LoRA) else (lora,)
 
 
-def check_adapters(adapters: Sequence[Any], weight: Any) -> None:
+def check_adapters(adapters: Sequence[Any]) -> None:
     """Raises ValueError for what every rank sees wrong with them before it knows its group."""
     for each in adapters:
         if not isinstance(each, LoRA):
             raise ValueError(
                 f"lora is or holds {type(each).__name__}: it must be LoRA(A, B, scaling), or several in a sequence"
             )
-        for name, x in (("lora A", each.A), ("lora B", each.B)):
-            check_floating(name, x, 2)
-        if each.A.shape[0] != each.B.shape[1] or (isinstance(weight, Tensor) and each.A.shape[1] != weight.shape[-1]):
-            raise ValueError(
-                f"lora A has shape {tuple(each.A.shape)}, lora B {tuple(each.B.shape)}, weight "
-                f"{tuple(getattr(weight, 'shape', ()))}: "
-                f"they must be [r, D], [V/R, r] and [V/R, D]; pass A and B as PEFT's lora_A.weight and lora_B.weight "
-                f"are, B's rows sharded as the weight's"
-            )
+        check_floating("lora A", each.A, 2)
         check_number("lora scaling", each.scaling, "that is finite", math.isfinite, "pass lora_alpha / r")
         check_number("lora dropout", each.dropout, "in [0, 1)", lambda x: 0 <= x < 1, "pass 0 outside of training")
 
@@ -80,8 +72,18 @@ def check_dropout(adapters: Sequence[LoRA], ranks: int, in_slices: bool) -> None
 
 
 def rows_fault(adapters: Sequence[LoRA], weight: Tensor) -> ValueError | None:
-    """Return the fault of adapters that this rank alone may see."""
+    """Return the fault of adapters that this rank alone may see, in its shards of B and the weight."""
     for each in adapters:
+        try:
+            check_floating("lora B", each.B, 2)
+        except ValueError as fault:
+            return fault
+        if each.A.shape[0] != each.B.shape[1] or each.A.shape[1] != weight.shape[1]:
+            return ValueError(
+                f"lora A has shape {tuple(each.A.shape)}, lora B {tuple(each.B.shape)}, weight {tuple(weight.shape)}: "
+                f"they must be [r, D], [V/R, r] and [V/R, D]; pass A and B as PEFT's lora_A.weight and lora_B.weight "
+                f"are, B's rows sharded as the weight's"
+            )
         if each.B.shape[0] != weight.shape[0]:
             return ValueError(
                 f"lora B has shape {tuple(each.B.shape)}, weight {tuple(weight.shape)}: B must have a row for each of "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head import KL, Entropy, Gather, JensenShannon, LmHead, Logits, ReadOut, Teacher, TopK
-from megatron_ext.head.checks import Cache, check_teachers_temperature, one_of
+from megatron_ext.head.checks import Cache, check_teachers_temperature, one_of, rounds
 from megatron_ext.head.layer_facts import with_options
 from megatron_ext.head.readouts.normalised_divergences import check_beta
 from megatron_ext.losses.checks import (
@@ -89,7 +89,16 @@ class DistillationLoss(FromHidden):
         mask: Tensor | None = None,
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The loss from logits, or log-probabilities, `[..., V/R]` of student and teacher."""
+        """The loss from logits, or log-probabilities, `[..., V/R]` of student and teacher.
+
+        Options of the products that make logits have no effect here, but `bits` and `logit_dtype`, which promise bits
+        of the loss, raise ValueError.
+        """
+        if self.bits not in (None, "fast") or rounds(self.logit_dtype):
+            raise ValueError(
+                f"bits is {self.bits!r} and logit_dtype {self.logit_dtype}: from_logits is for logits that exist, and "
+                f"gives neither; leave both out, or call the loss with hidden states and weights"
+            )
         options: dict[str, Any] = {"vocab": self.vocab, "chunk_tokens": self.chunk_tokens}
         temperature = 1.0 if self.temperature is None else self.temperature
         student = Logits(student_logits, self.tp_group, temperature=temperature, name="student_logits", **options)

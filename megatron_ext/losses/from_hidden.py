@@ -219,5 +219,5 @@ class LogProbLoss(FromHidden, ABC):
 
 
 def widened(x: Tensor) -> Tensor:
-    """In fp32, or fp64 where it is that: sums of 16-bit log-probabilities lose their digits."""
+    """Return `x` in fp32, or an fp64 `x` as it is: sums of 16-bit log-probabilities lose their digits."""
     return x.to(accumulation_dtype(x.dtype))

@@ -102,7 +102,7 @@ def _check(model: Any) -> ModelCheck:
 
 
 def stop_when_built(say: Callable[[BuildCheck], None]) -> None:
-    """From now on the script ends as soon as it has built its models: `say` gets the check, SystemExit is raised.
+    """Have the script end as soon as it has built its models: `say` gets the check, SystemExit is raised.
 
     The exit code is 0 if the check has passed, 1 if not. A script that builds no model runs to its end; models that
     were built before are not looked at.

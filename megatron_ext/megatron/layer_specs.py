@@ -94,7 +94,7 @@ def check_config(config: Any) -> None:
 
 
 def layers_with_experts(config: Any) -> list[bool]:
-    """For each layer of the model whether it has experts, by `config.num_moe_experts` and `config.moe_layer_freq`.
+    """Tell for each layer whether it has experts, by `config.num_moe_experts` and `config.moe_layer_freq`.
 
     Raises:
         ValueError: `config.moe_layer_freq` is a list of another length than the model.

@@ -144,7 +144,7 @@ def _loaded_modules() -> list[ModuleType]:
 
 
 def _pairs() -> tuple[dict[str, tuple[Any, Any]], list[str]]:
-    """By name: Megatron's functions and classes and ours. And the public names of Megatron's that ours lack."""
+    """Pair Megatron's functions and classes with ours, by name, and list Megatron's public names that ours lack."""
     found, lacking = {}, []
     for part in _MODULES:
         try:

@@ -113,7 +113,8 @@ def rows(sizes: Sizes, caches: Any = CACHES, *, on_cuda: bool = True, gpu: Devic
     first ones, and milliseconds on `gpu`."""
     others = stock(sizes)
     heads = others | {f"megatron_ext, cache={_word(cache)}": partial(ours, cache) for cache in caches}
-    width, first, timed = max(map(len, heads)), None, gpu if sizes.dtype.itemsize == 2 else None
+    width, first = max(map(len, heads)), None
+    timed = gpu if sizes.dtype.itemsize == 2 else None
     unknown = False
     yield f"{sizes}: the head's peak on one rank, forward and backward"
     for name, build in heads.items():

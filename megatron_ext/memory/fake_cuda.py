@@ -47,7 +47,7 @@ def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup |
 
 
 def _always(x: torch.Tensor) -> bool:
-    """Not a mock, which keeps the tensors that it is called with."""
+    """Return True. A mock would keep the tensors that it is called with."""
     return True
 
 

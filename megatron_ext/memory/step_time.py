@@ -60,7 +60,8 @@ class LaunchCounter(ByteCounter):
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts an operator: it reads its inputs and writes its results once, or some elements of them."""
         read = [value for name, value in kwargs.items() if name != "out"]
-        packet, given, results = func.overloadpacket, [*tensors_in((*args, *read))], [*tensors_in((out,))]
+        packet = func.overloadpacket
+        given, results = [*tensors_in((*args, *read))], [*tensors_in((out,))]
         if func.namespace != "aten" or packet in NO_LAUNCH:
             return
         changes = func._schema.is_mutable

@@ -56,9 +56,9 @@ def allgather_cp_sharded_tensor(tensor: Tensor, cp_group: Group, seq_dim: int = 
 
 
 def cp_load_balanced_to_contiguous(x: Tensor, *, cp_group: Group = None, seq_dim: int = 1) -> Tensor:
-    """From this rank's zigzag part of a sequence to its contiguous one, of the same length, along `seq_dim`.
+    """Turn this rank's zigzag part of a sequence into its contiguous part, of the same length, along `seq_dim`.
 
-    Without a group, or with one of a single rank, `x` as it is; of a DTensor its local tensor is taken.
+    Without a group, or with a group of one rank, returns `x` as it is. Takes the local tensor of a DTensor.
 
     Communicates: 1 all-gather; backward 1 reduce-scatter.
 
@@ -72,7 +72,7 @@ def cp_load_balanced_to_contiguous(x: Tensor, *, cp_group: Group = None, seq_dim
 
 
 def cp_shift_next(x: Tensor, cp_group: Group = None, *, fill: float) -> Tensor:
-    """At each position of dim 1 what stands at the next: `x[:, t + 1]` of the whole sequence, `fill` at its end.
+    """Shift dim 1 by one position: at t stands `x[:, t + 1]` of the whole sequence, and `fill` at its end.
 
     Args:
         x: `[B, P, ...]`, of any dtype: with `cp_group` this rank's contiguous part, in rank order, equally long.
@@ -118,7 +118,7 @@ def group_all_reduce_sum(x: Tensor, group: Group) -> Tensor:
 
 
 def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: Group) -> Tensor:
-    """From a shard of the vocabulary to a share of the tokens: `[B*S, V/R]` to `[B*S/R, V]`.
+    """Exchange a shard of the vocabulary for a share of the tokens: `[B*S, V/R]` to `[B*S/R, V]`.
 
     Without a group, or with one of a single rank, the logits are whole and returned as they are.
 
@@ -132,7 +132,9 @@ def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: Group) -> Tensor:
 
 
 def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: Group) -> Tensor:
-    """From a share of the tokens to a shard of the vocabulary: `[B*S/R, V]` to `[B*S, V/R]`. Undoes `all_to_all_vp2sq`.
+    """Exchange a share of the tokens for a shard of the vocabulary: `[B*S/R, V]` to `[B*S, V/R]`.
+
+    Undoes `all_to_all_vp2sq`.
 
     Communicates: 1 all-to-all, and 1 backward.
 

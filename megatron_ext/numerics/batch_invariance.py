@@ -30,7 +30,7 @@ _undo = contextlib.ExitStack()  # puts torch's operators back
 
 @contextlib.contextmanager
 def batch_invariant_mode() -> Iterator[None]:
-    """While entered, this process computes a token's forward numbers with the same bits in any batch.
+    """Compute a token's forward numbers with the same bits in any batch, in this process, while the mode is entered.
 
     Matrix products of every layer (`aten::mm`, `addmm`, `bmm`, `baddbmm`) are made in tiles of one size on the CPU, and
     on CUDA, but for batches of matrices, by Triton's kernels with tiles of one size. Heads take `bits="batch"`, and our

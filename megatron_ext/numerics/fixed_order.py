@@ -96,7 +96,10 @@ def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
 
 
 def add_column_sums(total_V: Tensor, g_TV: Tensor, factor_T: Tensor | None = None) -> None:
-    """`total += (factor * G).sum(0)`, token after token as in `add_transposed`; with a factor in the total's dtype."""
+    """`total += (factor * G).sum(0)`, token after token as in `add_transposed`; with a factor in the total's dtype.
+
+    On a CPU the order in which a column is added depends on how many columns there are: it is as many at a time always.
+    """
     step = _SUMMED if g_TV.is_cuda else TOKENS
     for at in range(0, g_TV.shape[0], step):
         g_tV = g_TV[at : at + step]
@@ -104,8 +107,11 @@ def add_column_sums(total_V: Tensor, g_TV: Tensor, factor_T: Tensor | None = Non
             g_tV = g_tV.to(total_V.dtype) * factor_T[at : at + step].unsqueeze(1)
         if g_TV.is_cuda:
             _kernels().product(g_tV.t(), g_tV.new_ones(g_tV.shape[0], 1), total_V.unsqueeze(1), goes_on=True)
-        else:
-            total_V += _padded(g_tV, TOKENS).sum(0, dtype=total_V.dtype)
+            continue
+        for block in column_blocks(g_tV.shape[1]):
+            whole_tV = g_tV.new_zeros(TOKENS, COLUMNS, dtype=total_V.dtype)
+            whole_tV[: g_tV.shape[0], : block.stop - block.start] = g_tV[:, block]
+            total_V[block] += whole_tV.sum(0)[: block.stop - block.start]
 
 
 def transposed(g_TV: Tensor, x_TD: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ now: list[str] = []  # what this process waits for, innermost last
 
 @contextmanager
 def outside_wait(what: str) -> Iterator[None]:
-    """While it lasts this rank may stand still, and the others wait for it, without the policy being taken for hung.
+    """Let this rank stand still, and the others wait for it, without the policy being taken for hung.
 
-    For waits on what is no rank of the policy: a reward server that a loss asks, generators that join.
+    The context is for waits on what is no rank of the policy: a reward server that a loss asks, generators that join.
     """
     now.append(what)
     try:

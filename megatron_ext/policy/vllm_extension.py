@@ -83,7 +83,7 @@ class PolicyWeights:
         receive_buckets(self._policy_load, self._policy_group, rows, buffer_bytes)
 
     def policy_weights_finish(self) -> None:
-        """After the last bucket.
+        """Check, after the last bucket, that every weight of vLLM's model has come.
 
         Raises:
             ValueError: the model has weights that did not come.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_ext.proof.proofs import Proof, error_words
 
-Way = Callable[[Tensor], Tensor]
+LossOfHidden = Callable[[Tensor], Tensor]
 
 _PROJECTED = 16  # columns that a gradient of more is projected to, so that no two of vocabulary size exist at a time
 _ROWS = 4096  # of a gradient that are in fp32 at a time
@@ -43,7 +43,7 @@ _TOLERANCES = {
 _TF32 = _Tolerance(5e-3, 2e-2, 1e-2)
 
 
-class Sides(NamedTuple):
+class LossAndGradients(NamedTuple):
     """One way's losses, `[...]` or one number, and its gradients by name, of which each row is compared as a whole.
 
     The first gradient is that of the hidden states, the second that of the parameter with a row for each column of the
@@ -59,7 +59,7 @@ class Sides(NamedTuple):
     unreached: bool = False
 
 
-def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Proof:
+def compare(own: LossOfHidden, fused: LossOfHidden, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Proof:
     """Run both ways on the same hidden states, and compare losses and gradients.
 
     Args:
@@ -80,11 +80,11 @@ def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tenso
     kept = {name: x for name, x in parameters.items() if x.requires_grad}
     with rng_put_back(hidden.device):
         try:
-            mine = _side(own, hidden, kept)
+            mine = _loss_and_gradients(own, hidden, kept)
         except Exception as error:  # a model's own code may raise anything
             return Proof.not_comparable(f"on a sample it raised {error_words(error)}")
     with rng_put_back(hidden.device):
-        ours = _side(fused, hidden, kept)
+        ours = _loss_and_gradients(fused, hidden, kept)
     if mine.losses.shape != ours.losses.shape:
         return Proof.refused(
             f"it has the shape {list(mine.losses.shape)}, the fused one {list(ours.losses.shape)}", tokens
@@ -100,7 +100,7 @@ def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tenso
     return Proof.refused(why_different(mine, ours, allowed.losses, allowed.gradients), tokens, largest)
 
 
-def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
+def _loss_and_gradients(way: LossOfHidden, hidden: Tensor, parameters: Mapping[str, Tensor]) -> LossAndGradients:
     # A checkpoint around the call counts what is saved, and must not count these.
     as_they_are = torch.autograd.graph.saved_tensors_hooks(_kept, lambda x: x)
     with torch.inference_mode(False), torch.enable_grad(), as_they_are, main_grads_aside(parameters) as main_grads:
@@ -121,7 +121,7 @@ def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
             gradients[name] = _projected(gradient, x)
         underflow = max(1e3 * torch.finfo(x.dtype).tiny for x in asked)
         unreached = total.requires_grad and all(x is None for x in found)
-        return Sides(losses.detach().double(), gradients, underflow, losses.dtype, unreached)
+        return LossAndGradients(losses.detach().double(), gradients, underflow, losses.dtype, unreached)
 
 
 def _kept(x: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ def relative(own: Tensor, fused: Tensor, scale: float = 0.0) -> float:
     return difference / least if least > 0 else (float("inf") if difference > 0 else difference)
 
 
-def why_different(own: Sides, fused: Sides, of_losses: float, of_gradients: float) -> str:
+def why_different(own: LossAndGradients, fused: LossAndGradients, of_losses: float, of_gradients: float) -> str:
     """One sentence's worth of words about how the model's own, `own`, differs from the fused."""
     if not bool(own.losses.isfinite().all()):
         return "its loss of a sample is not finite"
@@ -267,7 +267,7 @@ def _factor(own: Tensor, fused: Tensor, tolerance: float) -> float | None:
     return ratio if far and relative(own, ratio * fused) <= tolerance else None
 
 
-def columns_missing(own: Sides, fused: Sides) -> int:
+def columns_missing(own: LossAndGradients, fused: LossAndGradients) -> int:
     """The number of columns of the logits that have a gradient in the fused loss alone, more than one that underflows.
 
     They may be as unlikely as they like, so that no other difference shows them.
@@ -287,7 +287,7 @@ def _other_tokens(own: Tensor, fused: Tensor) -> str | None:
     return f"other tokens count: {alone} of {own.numel()} have a loss on one side alone" if alone else None
 
 
-def _constant(own: Sides, fused: Sides, of_losses: float, of_gradients: float) -> float | None:
+def _constant(own: LossAndGradients, fused: LossAndGradients, of_losses: float, of_gradients: float) -> float | None:
     """The number by which losses differ, if it is one for all tokens, and gradients do not differ."""
     difference = own.losses - fused.losses
     constant = difference.mean()

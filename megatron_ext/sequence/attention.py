@@ -86,9 +86,9 @@ class Packing:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None) -> "Packing":
-        """From cumulative lengths, integers `[documents + 1]` that begin with 0.
+        """Make a packing of cumulative lengths, integers `[documents + 1]` that begin with 0.
 
-        On a GPU their first reading is a host synchronisation.
+        On a GPU the first reading of the lengths is a host synchronisation.
         """
         lengths = _document_lengths(cu_seqlens, "cu_seqlens")
         if cu_seqlens_padded is None:

@@ -10,7 +10,7 @@ def next_tokens(
     cu_seqlens_padded: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """For every token the one after it, `ignore_index` where none is.
+    """Return for every token the next token, and `ignore_index` where there is none.
 
     Args:
         tokens: `[..., S]`, any integer dtype: whole sequences. Or weights of tokens, which stay floating.

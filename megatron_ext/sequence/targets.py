@@ -1,4 +1,4 @@
-"""From token ids to the labels of this rank's positions, and from their per-token results back to whole sequences.
+"""Labels of this rank's positions from token ids, and whole sequences from the results of these labels.
 
 What is known of token t+1 stands at position t: a sequence of S tokens has S - 1 results. Each layout of a batch is an
 object that knows both ways: `labels()`, and `results(x)` of something that was computed for every label.

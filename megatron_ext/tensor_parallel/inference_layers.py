@@ -112,9 +112,9 @@ class InferenceRowParallelLinear(RowParallelLinear):
         self.residual: Tensor | None = None
 
     def _set_next_layer_norm_weights(self, weights: Tensor) -> None:
-        """From now on, evaluating, add the residual that `_set_residual` gives; the next layer norms by itself.
+        """Have the layer, in evaluation, add the residual of `_set_residual`; the next layer norms by itself.
 
-        The output is the residual stream: who calls the layer must not add the residual again.
+        The output is the residual stream: the caller of the layer must not add the residual again.
 
         Raises:
             ValueError: the layer has a bias, which would have to be added before the norm.
@@ -196,7 +196,8 @@ class InferenceLinear(ParallelLayer):
             if value:
                 raise ValueError(f"{argument} is True: this layer has a weight that all ranks share; pass False")
         self._read_config(config, require_tensor_parallel_group(tp_group), False)
-        self.input_size, self.output_size, self.name, self.skip_bias_add = input_size, output_size, name, skip_bias_add
+        self.input_size, self.output_size = input_size, output_size
+        self.name, self.skip_bias_add = name, skip_bias_add
         self.path = "collectives"
         self.weight = self._new_parameter(output_size, input_size)
         if getattr(config, "perform_initialization", True):

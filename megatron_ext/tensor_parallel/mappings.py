@@ -264,8 +264,8 @@ def all_to_all(
 
 
 def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
-    """From tokens split over the ranks to hidden units split: `[..., H]`, N tokens, to `[N*R, H/R]`. One
-    all-to-all, and one backward."""
+    """Split hidden units over the ranks instead of tokens: `[..., H]`, N tokens, becomes `[N*R, H/R]`. One all-to-all,
+    and one backward."""
     group = find_group(group)
     check_divides(input_, -1, group)
     hidden, ranks = input_.shape[-1], group_size(group)
@@ -274,7 +274,7 @@ def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
 
 
 def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
-    """From hidden units split over the ranks to tokens split: `[..., H/R]`, N*R tokens, to `[N, H]`. One all-to-all,
+    """Split tokens over the ranks instead of hidden units: `[..., H/R]`, N*R tokens, becomes `[N, H]`. One all-to-all,
     and one backward."""
     group = find_group(group)
     hidden, ranks = length_of(input_, -1), group_size(group)

@@ -47,7 +47,7 @@ class StepRecorder:
         self._before: float | None = None
 
     def start(self) -> None:
-        """From now on in this process, whichever optimizers and backward passes there are."""
+        """Record steps from now on in this process, of whichever optimizers and backward passes there are."""
         torch.autograd.backward = self._seen(torch.autograd.backward)
         clips = "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"
         for module, name, clip in [*in_modules(getattr(torch.nn.utils, name) for name in clips)]:

@@ -103,7 +103,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
         return self._engine.communicator(self._name, self._ranks)
 
     def _communicator_of_pair(self, peer: int) -> Communicator:
-        """For messages outside a batch. With eager initialisation it is the group's."""
+        """Return the communicator for messages outside a batch: with eager initialisation the group's own."""
         if self._engine.rules.eager:
             return self._communicator()
         low, high = sorted((self._rank, peer))

@@ -38,7 +38,7 @@ def replace() -> None:
 
     @functools.wraps(make_group)
     def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
-        """With eager initialisation a group is split off the default one, to which those who are not in it come too."""
+        """Split an eager group off the default group: ranks outside the new group take part in the split too."""
         made = make_group(*args, **kwargs)
         if made[0] is dist.GroupMember.NON_GROUP_MEMBER:
             default, given = distributed_c10d._get_default_group(), of_make_group.bind(*args, **kwargs).arguments

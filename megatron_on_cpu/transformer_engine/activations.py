@@ -89,7 +89,7 @@ def _backward_with_bias(function: Function) -> Callable[..., Any]:
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """By the names of the compiled module."""
+    """Return the functions by their names in the compiled module."""
     all_functions = PLAIN | {name: gated(PLAIN[gate]) for name, gate in _GATED.items()}
     found = {"clamped_swiglu": forward_of(clamped, **OF_CLAMPED), "clamped_dswiglu": backward_of(clamped, **OF_CLAMPED)}
     for name, function in all_functions.items():

@@ -95,7 +95,7 @@ def te_general_grouped_gemm(given: Any) -> Sequence[Tensor]:
 
 
 def _product(a: Tensor, transpose_a: bool, b: Tensor, transpose_b: bool) -> Tensor:
-    """In fp32. Leading dims of `b` stay where it is not transposed."""
+    """Multiply in fp32. The leading dims of `b` stay where `b` is not transposed."""
     rows_a = a.reshape(-1, a.shape[-1])
     right = rows_a.t() if transpose_a else rows_a
     return b.reshape(-1, b.shape[-1]).t() @ right if transpose_b else b @ right

@@ -28,7 +28,7 @@ def _canonical(device: Any) -> torch.device:
 
 
 def _weak_reference(x: Any) -> Any:
-    """To the memory of what a CUDA graph has captured, which is not used again here."""
+    """Return detached tensors: here the memory of what a CUDA graph has captured is not used again."""
     return tree_map_only(torch.Tensor, torch.Tensor.detach, x)
 
 
@@ -59,7 +59,8 @@ def _fused_attention(module: ModuleType) -> Replacements:
 
 
 def _permutation(module: ModuleType) -> Replacements:
-    """Since 2.20 the places of padding come before the numbers of tokens and experts; here none are padded."""
+    """Give kernels of permutation the parameters of this version: since 2.20 `pad_offsets` come before the numbers of
+    tokens and experts. Nothing is padded here."""
     found = {}
     for name, ours in vars(permutation_by_mask).items():
         if callable(ours) and name in vars(module):
@@ -82,7 +83,8 @@ def _without_padding(function: Callable[..., Any], parameters: list[str]) -> Cal
 
 
 def _biases_of_experts(module: ModuleType) -> Replacements:
-    """Since 2.20 a kernel adds to the gradients of biases, a row for each expert, and of the factors of tokens."""
+    """Replace the kernel (since 2.20) that adds to the gradients of experts' biases, a row for each expert, and of the
+    tokens' factors."""
 
     def launch(
         dy: torch.Tensor,
@@ -104,7 +106,8 @@ def _biases_of_experts(module: ModuleType) -> Replacements:
 
 
 def _mxfp8(module: ModuleType) -> Replacements:
-    """Since 2.20 it moves to a GPU what it reads back, and a holder of data alone cannot move."""
+    """Read MXFP8 tensors back on the CPU: since 2.20 the original moves the tensor to a GPU first, and a holder of data
+    alone cannot move."""
 
     def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
         if math.prod(tensor.size()) == 0:

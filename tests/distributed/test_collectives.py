@@ -17,7 +17,6 @@ def shards(world_size, shape, dtype=torch.float32):
 
 
 def in_a_graph(compiling):
-    """Collectives are those of compiled functions, if `compiling`."""
     return mock.patch("torch.compiler.is_compiling", return_value=compiling)
 
 
@@ -25,23 +24,19 @@ def in_a_graph(compiling):
 @pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_equal_pieces(dtype, compiling):
-    with in_a_graph(compiling):
-        check_equal_pieces(dtype)
-
-
-def check_equal_pieces(dtype):
     group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     xs = shards(size, (2 * size, 3, 4 * size), dtype)
     x = xs[rank].clone()
     total = torch.stack(xs).sum(0)
-    assert torch.equal(collectives.all_reduce(x, group), total)
-    assert torch.equal(collectives.all_reduce(x, group, "max"), torch.stack(xs).amax(0))
-    for dim in (0, 1, -1):
-        assert torch.equal(collectives.all_gather(x, group, dim), torch.cat(xs, dim))
-    for dim in (0, -1):
-        assert torch.equal(collectives.reduce_scatter(x, group, dim), total.chunk(size, dim)[rank])
-    assert torch.equal(collectives.all_to_all(x, group), torch.cat([y.chunk(size)[rank] for y in xs]))
-    assert torch.equal(x, xs[rank]), "a collective wrote its input"
+    with in_a_graph(compiling):
+        assert torch.equal(collectives.all_reduce(x, group), total)
+        assert torch.equal(collectives.all_reduce(x, group, "max"), torch.stack(xs).amax(0))
+        for dim in (0, 1, -1):
+            assert torch.equal(collectives.all_gather(x, group, dim), torch.cat(xs, dim))
+        for dim in (0, -1):
+            assert torch.equal(collectives.reduce_scatter(x, group, dim), total.chunk(size, dim)[rank])
+        assert torch.equal(collectives.all_to_all(x, group), torch.cat([y.chunk(size)[rank] for y in xs]))
+        assert torch.equal(x, xs[rank]), "a collective wrote its input"
 
 
 @ranks(1, 2, 4)

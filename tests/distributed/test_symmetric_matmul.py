@@ -93,16 +93,14 @@ def test_says_that_it_cannot(kind):
             layer = layer_of(kind, Config(sequence_parallel=sequence_parallel, tp_comm_overlap=True))
         assert not layer.symmetric
         assert f"path=collectives, not symmetric memory: {reason}" in repr(layer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert repr(layer_of(kind, Config(sequence_parallel=True))).endswith("path=collectives)")
         layer_of(kind, Config(sequence_parallel=True, tp_comm_overlap=True), is_expert=True)  # sends nothing
 
 
 @ranks(1)
 def test_one_rank_asks_for_nothing():
-    with warnings.catch_warnings(), count_collectives() as counts:
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"), count_collectives() as counts:
         assert "communication=none" in repr(layer_of("column", Config(sequence_parallel=True, tp_comm_overlap=True)))
     assert not counts
 

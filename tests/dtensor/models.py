@@ -9,10 +9,11 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.dtensor import _parallelize_model
+from megatron_ext.dtensor import _parallelize_model, causal_lm_loss
 from megatron_ext.dtensor.decoder import output_head_path
 from megatron_ext.dtensor.output import hidden_states_or_logits
 from megatron_ext.dtensor.output.reads import say_once
+from megatron_ext.sequence.next_token import next_tokens
 from tests.left_behind import cached_with_groups
 
 VOCAB = 97  # odd: shards are uneven
@@ -308,13 +309,27 @@ def error(found, true, scale=0.0):
     return ((found - true).norm() / max(true.norm(), scale)).item()
 
 
-def loss_and_gradients(model, **given):
-    """The loss of `model(**given)`, and its gradients by name, of which the model keeps none."""
-    loss = model(**given).loss
+def loss_and_gradients(model, way="use_fused_loss", **given):
+    """The loss of `model(**given)`, or by another way, and its gradients by name, of which the model keeps none."""
+    loss = mean_loss(way, model, given)
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return loss, gradients
+
+
+def mean_loss(way, model, given):
+    """The loss of a batch by the model's own fused forward, or as a loop of one's own reads it from hidden states."""
+    if way == "use_fused_loss":
+        return model(**given).loss
+    losses = causal_lm_loss(model, given["input_ids"], labels=given["labels"])
+    return losses.sum() / (next_tokens(given["labels"]) != -100).sum()
+
+
+def assert_same(found, expected, tolerance=3e-6):
+    """Losses with their gradients by name, as `loss_and_gradients` gives them."""
+    assert error(found[0], expected[0]) <= tolerance
+    assert all(error(found[1][name], gradient) <= tolerance for name, gradient in expected[1].items())
 
 
 def check_step(model, loss, expected, gradients, tolerance=3e-6):

@@ -13,11 +13,11 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutput
 
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.dtensor import causal_lm_loss, use_fused_loss
+from megatron_ext.dtensor import use_fused_loss
 from megatron_ext.dtensor.output import loss_proof
 from megatron_ext.proof import Proof
-from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import batch, check_step, error, loss_and_gradients, make, meshes, parallelize
+from tests.dtensor.models import mean_loss as read
 from tests.marks import slow
 from tests.ranks import ranks, shared_folder
 
@@ -32,13 +32,6 @@ _CHANGED = "has changed since its tensor-parallel ranks|the options are not the 
 def with_squares(logits, *args, **kwargs):
     """A loss that reads its logits."""
     return ForCausalLMLoss(logits, *args, **kwargs) + 0.1 * logits.float().square().mean()
-
-
-def read(way, model, given):
-    if way == "use_fused_loss":
-        return model(**given).loss
-    found = causal_lm_loss(model, given["input_ids"], labels=given["labels"])
-    return found.sum() / (next_tokens(given["labels"]) != -100).sum()
 
 
 def sharded(way, **sizes):

@@ -19,6 +19,7 @@ from megatron_ext.dtensor.output import fused_loss, loss_proof
 from megatron_ext.proof import compare
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import (
+    MOE,
     SIZES,
     VOCAB,
     batch,
@@ -232,14 +233,7 @@ def test_a_compiled_decoder_is_fused():
 
 AUXILIARY = {
     "JetMoe": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "aux_loss_coef": 0.1},
-    "Qwen3Moe": SIZES
-    | {
-        "moe_intermediate_size": 24,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "head_dim": 8,
-        "router_aux_loss_coef": 0.1,
-    },
+    "Qwen3Moe": MOE | {"head_dim": 8, "router_aux_loss_coef": 0.1},
     "GraniteMoe": SIZES | {"num_local_experts": 4, "router_aux_loss_coef": 0.1, "logits_scaling": 3.0},
 }
 

@@ -48,10 +48,3 @@ def test_distillation_program_prints_both_losses(words):
     (loss, peak), (stock_loss, stock_peak) = ours, stock
     assert loss == pytest.approx(stock_loss, abs=2e-5)
     assert peak < stock_peak / 4
-
-
-@pytest.mark.slow
-def test_a_distillation_of_no_steps_is_refused():
-    done = python(SCRIPT, "--steps", "0", "--top-k", "4096")
-    assert done.returncode == 2
-    assert "--steps is 0, --top-k 4096: at least 1 step, and K from 0 to 4095" in done.stderr

@@ -50,11 +50,3 @@ def test_program_reads_a_new_model_and_a_saved_one(tmp_path):
     hf_directory.new_model(32, 1, 300, tied=True, seed=2).save_pretrained(tmp_path)
     hf_directory.new_tokenizer([(EXAMPLES / "text.py").read_text()], 300).save_pretrained(tmp_path)
     assert_prints_equal_numbers("--model", str(tmp_path), k=3)
-
-
-@pytest.mark.slow
-def test_more_likeliest_tokens_than_words_are_refused(tmp_path):
-    for words, said in ((["--top-k", "257"], "257"), (["--model", str(tmp_path)], "which has no config.json")):
-        done = python(SCRIPT, *words)
-        assert done.returncode == 1
-        assert re.fullmatch(f"entropy_and_top_k.py: .*{said}.*\n", done.stderr), done.stderr

@@ -116,19 +116,29 @@ def test_interrupting_torchrun_ends_the_checkpoint_writers_too(tmp_path):
     assert soon, output
 
 
+# A program and its words, the number of ranks, the exit status, and what stderr begins with.
+REFUSED = [
+    ("pretrain_gpt.py --device cpu --tensor-model-parallel-size 4", 2, 1, ".*ranks is 2: it must be a multiple of"),
+    ("finetune_hf.py --tensor-parallel-size 4", 2, 1, ".*it must divide the number of ranks, which is 2"),
+    ("distill_from_hidden_states.py --steps 0 --top-k 4096", 0, 2, ".*--steps is 0, --top-k 4096: .* from 0 to 4095"),
+    ("entropy_and_top_k.py --top-k 257", 0, 1, r"entropy_and_top_k.py: [^\n]*257[^\n]*\n$"),
+    ("entropy_and_top_k.py --model .", 0, 1, r"entropy_and_top_k.py: [^\n]*which has no config.json[^\n]*\n$"),
+    ("rl_logprobs.py --steps 0", 0, 1, r"rl_logprobs.py: --steps is 0: it must be at least 1\n$"),
+    ("pipeline_stage.py", 3, 1, ".*started on 3 ranks, runs on 1 or 2 or 4: torchrun --nproc-per-node 4"),
+    ("pipeline_vocabulary.py", 3, 1, ".*started on 3 ranks, runs on 2 or 4: torchrun --nproc-per-node 4"),
+    ("patch_gpt.py", 3, 1, ".*patch_gpt.py: started on 3 ranks, runs on 1 or 2 or 4: torchrun --nproc-per-node 4"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command,said",
-    [
-        ([PRETRAIN, *SMALL, "--tensor-model-parallel-size", "4"], "the number of ranks is 2: it must be a multiple of"),
-        ([FINETUNE, "--tensor-parallel-size", "4"], "it must divide the number of ranks, which is 2"),
-    ],
-    ids=["pretrain", "finetune"],
-)
-def test_bad_arguments_end_every_rank_with_the_reason(command, said, tmp_path):
-    done = python(*command, cwd=tmp_path, ranks=2)
-    assert done.returncode != 0
-    assert said in done.stderr
+@pytest.mark.parametrize("command, ranks, status, said", REFUSED, ids=[f"{case[0]} refused" for case in REFUSED])
+def test_bad_arguments_end_every_rank_with_the_reason(command, ranks, status, said, tmp_path):
+    program, *words = command.split()
+    done = python(str(EXAMPLES / program), *words, cwd=tmp_path, ranks=ranks)
+    assert done.returncode == status
+    assert re.match(said, done.stderr, re.DOTALL), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "step" not in done.stdout
 
 
 @pytest.mark.slow

@@ -37,10 +37,3 @@ def test_as_a_program():
     assert len([line for line in lines if line.startswith("step")]) == 10
     assert all(float(x) < 1e-5 for x in lines[-2].removeprefix("largest difference").split())
     assert lines[-1].startswith("2 ranks: no TP 2 x CP 2")
-
-
-@pytest.mark.slow
-def test_a_wrong_number_is_said_before_anything_starts():
-    done = python(SCRIPT, "--steps", "0")
-    assert done.returncode == 1
-    assert done.stderr == "rl_logprobs.py: --steps is 0: it must be at least 1\n"

@@ -32,6 +32,7 @@ from tests.gpt import (
     seed_ranks,
     sharded_state,
     stock_spec,
+    stored_tensors,
     tiny_batches,
     tiny_gpt,
     train_step,
@@ -55,18 +56,11 @@ def shared(on: bool = True):
 
 def whole_state(chunks) -> dict[str, torch.Tensor]:
     """All parameters of the model by their names in a checkpoint, put together from all ranks."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-
-    own = []
-    for chunk in chunks:
-        state = sharded_state(chunk)
-        apply_factories(state)
-        own += [
-            (shard.key, shard.global_shape, shard.global_offset, shard.data.detach().clone(), shard.prepend_axis_num)
-            for shard in nested_values(state)
-            if isinstance(shard, ShardedTensor)
-        ]
+    own = [
+        (shard.key, shard.global_shape, shard.global_offset, shard.data.detach().clone(), shard.prepend_axis_num)
+        for chunk in chunks
+        for shard in stored_tensors(chunk)
+    ]
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     whole = {}
@@ -244,7 +238,6 @@ def test_what_is_sent(mtp_layers):
 @pytest.mark.slow
 @ranks(2)
 def test_fused_accumulation_goes_to_main_grad():
-    """The gradient of each micro-batch is added there, and autograd gets a dummy."""
     asked = mock.patch.object(main_grad, "buffer_of", wraps=main_grad.buffer_of)
     with model_parallel(pp=2), ours_everywhere(), shared(), asked as buffer_of:
         (chunk,) = tiny_gpt(stock_spec, tied=False, gradient_accumulation_fusion=True)

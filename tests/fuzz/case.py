@@ -24,7 +24,6 @@ class Case:
     """One call.
 
     Attributes:
-        name: of the function.
         inputs: whole tensors whose gradients are compared, with how a rank's piece is cut out of each.
         truth: of those in fp64, with gradient: whole results.
         ours: of this rank's pieces and rank, in their own dtype: its results.
@@ -32,7 +31,6 @@ class Case:
         outputs: how a rank's piece of each result is cut out; None: all ranks have the whole.
         logit_size: about the largest logit, which roundings are relative to.
         value_dtype: whose roundings results have; gradients have those of the inputs.
-        wanted: which inputs want a gradient.
         grad_size: what a gradient may be the difference of.
         share: how much of `upstream` is this rank's, where ranks share the inputs and gradients of all losses add up.
         gradient_of: a leaf's gradient.

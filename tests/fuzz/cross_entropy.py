@@ -24,7 +24,6 @@ def group(draw: Draw) -> Any:
 
 
 def slices(draw: Draw, layout: str) -> Cut:
-    """How a rank's hidden states are cut out."""
     if layout == "replicated":
         return whole
     return lambda x, rank: x.chunk(draw.ranks)[rank] if x.shape[0] else x
@@ -68,7 +67,8 @@ def labels_and_mask(draw: Draw, lead: tuple[int, ...], vocabulary: Vocabulary, i
     ignored = torch.rand(lead, generator=draw.generator) < draw.one_of("ignored", 0.0, 0.3, 1.0, 0.1)
     labels = labels.masked_fill(ignored, ignore_index)
     masked = draw.one_of("mask", False, False, True)
-    mask = torch.randint(0, 2, lead, generator=draw.generator).double() if masked else None
+    weights = torch.tensor([0.0, 0.0, 1.0, 2.5], dtype=torch.float64)
+    mask = weights[torch.randint(4, lead, generator=draw.generator)] if masked else None
     return draw.strided(labels), mask
 
 
@@ -162,7 +162,7 @@ def from_hidden(draw: Draw) -> Case:
         truth,
         ours,
         upstream,
-        logit_size=sized(largest, options, dtype),
+        logit_size=sized(largest, options),
         value_dtype=dtype if not draw.exact else results_dtype(dtype),
         grad_size=product_size(inputs, upstream, lead, options),
     )
@@ -199,7 +199,7 @@ def from_logits(draw: Draw) -> Case:
         truth,
         ours,
         upstream,
-        logit_size=sized(largest, options, results_dtype(dtype)),
+        logit_size=sized(largest, options),
         value_dtype=results_dtype(dtype),
         grad_size=1.0 / options.get("temperature", 1.0),
     )
@@ -215,7 +215,7 @@ def results_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def sized(largest: float, options: dict[str, Any], dtype: torch.dtype) -> float:
+def sized(largest: float, options: dict[str, Any]) -> float:
     """The size of a logit, with what the z-loss makes of it."""
     largest = largest / options.get("temperature", 1.0)
     return largest * (1 + 2 * options.get("z_loss", 0.0) * (largest + 5))

@@ -51,14 +51,14 @@ class Draw:
     def dtype(self, *among: torch.dtype) -> torch.dtype:
         return self.one_of("dtype", *(among or DTYPES))
 
-    def leading(self, in_slices: bool = False, least_dims: int = 0, rows: int = 0) -> tuple[int, ...]:
-        """Leading dims of tokens; dim 0 divides by the ranks if they have slices of it, or by `rows`."""
-        dims = self.integer(max(least_dims, in_slices or rows > 0), 3)
+    def leading(self, in_slices: bool = False, least_dims: int = 0) -> tuple[int, ...]:
+        """Leading dims of tokens; dim 0 divides by the ranks if they have slices of it."""
+        dims = self.integer(max(least_dims, in_slices), 3)
         shape = [self.integer(1, 5) for _ in range(dims)]
         if dims and self.chance(0.06):
             shape[self.integer(0, dims - 1)] = 0
-        if dims and (in_slices or rows):
-            shape[0] *= max(rows, 1) * (self.ranks if in_slices else 1)
+        if in_slices:
+            shape[0] *= self.ranks
         self.record["tokens"] = tuple(shape)
         return tuple(shape)
 
@@ -103,14 +103,17 @@ class Vocabulary:
     def __init__(self, draw: Draw, equal_width: bool, least: int):
         ranks = draw.ranks
         self.said = True  # whether shards are passed; else every rank guesses them
-        kind = draw.one_of("shards", "guessed", "equal", *([] if equal_width else ["uneven", "any order"]))
+        kind = draw.one_of(
+            "shards", "guessed", "equal", *([] if equal_width else ["uneven", "any order", "some empty"])
+        )
         if kind in ("guessed", "equal"):
             width = draw.integer(max(1, -(-least // ranks)), 24)
             self.columns, self.said = width * ranks, kind == "equal"
             bounds = [width * rank for rank in range(ranks + 1)]
         else:
             self.columns = draw.integer(max(least, 2), 70)
-            cuts = sorted(draw.random.choices(range(self.columns + 1), k=ranks - 1))
+            ends = (0, self.columns) if kind == "some empty" else range(self.columns + 1)
+            cuts = sorted(draw.random.choices(ends, k=ranks - 1))
             bounds = [0, *cuts, self.columns]
         self.bounds = list(itertools.pairwise(bounds))
         if kind == "any order":
@@ -126,11 +129,9 @@ class Vocabulary:
         return self.shard(rank) if self.said else None
 
     def rows(self, x: Tensor, rank: int) -> Tensor:
-        """This rank's rows of `[V, ...]`."""
         start, stop = self.bounds[rank]
         return x[start:stop]
 
     def last(self, x: Tensor, rank: int) -> Tensor:
-        """This rank's columns of `[..., V]`."""
         start, stop = self.bounds[rank]
         return x[..., start:stop]

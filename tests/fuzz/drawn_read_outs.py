@@ -1,33 +1,14 @@
 """Read-outs as one call of a head or of logits takes several of: each with its truth in fp64."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext import reference
-from megatron_ext.head import (
-    KL,
-    AcceptanceRate,
-    CrossEntropy,
-    Entropy,
-    Gather,
-    IsArgmax,
-    JensenShannon,
-    Kept,
-    KeptEntropy,
-    LogProbs,
-    LogSumExp,
-    MeanLogit,
-    Sampled,
-    SumOfSquares,
-    TopK,
-    TotalVariation,
-    ZLoss,
-)
+from megatron_ext import head, reference
 from tests.fuzz.cross_entropy import labels_and_mask
 from tests.fuzz.distillation import Divergence
 from tests.fuzz.draw import Draw, Vocabulary
@@ -48,13 +29,11 @@ class Made:
             are read, of the same tensor the same object.
         true: its results from fp64 logits that are bent, and a teacher's.
         shapes: of each result; None of one that has no gradient.
-        named: the arguments of the function that reads this alone, where there is one.
     """
 
     read_out: Callable[[Any, Arranged], Any]
     true: Callable[[Tensor, Tensor], list[Tensor]]
     shapes: list[tuple[int, ...] | None]
-    named: dict[str, Any] = field(default_factory=dict)
 
 
 class Tokens:
@@ -88,18 +67,20 @@ def _loss(t: Tokens) -> Made:
         return [loss - apart, apart]
 
     shapes = [t.lead, None] if o.get("z_apart") else [t.lead]
-    return Made(lambda teacher, of: CrossEntropy(of(t.labels), **o), true, shapes)
+    return Made(lambda teacher, of: head.CrossEntropy(of(t.labels), **o), true, shapes)
 
 
 def _log_prob(t: Tokens) -> Made:
     return Made(
-        lambda teacher, of: LogProbs(of(t.labels)), lambda z, p: [reference.log_probs(z, t.labels, t.size)], [t.lead]
+        lambda teacher, of: head.LogProbs(of(t.labels)),
+        lambda z, p: [reference.log_probs(z, t.labels, t.size)],
+        [t.lead],
     )
 
 
 def _hits(t: Tokens) -> Made:
     return Made(
-        lambda teacher, of: IsArgmax(of(t.labels)),
+        lambda teacher, of: head.IsArgmax(of(t.labels)),
         lambda z, p: [(z[..., : t.size].detach().argmax(-1) == t.labels) & t.counts],
         [None],
     )
@@ -116,30 +97,25 @@ def _of_rows(read_out: type, true: Callable[[Tensor], Tensor]) -> Callable[[Toke
     return make
 
 
-def _either(t: Tokens, normalised: bool | None) -> bool:
-    return t.draw.chance(0.5) if normalised is None else normalised
-
-
-def gather(t: Tokens, normalised: bool | None = None) -> Made:
-    ids = t.draw.ids((*t.lead, t.draw.integer(1, 5)), t.size)
-    normalised = _either(t, normalised)
+def _gather(t: Tokens) -> Made:
+    ids, normalised = t.draw.ids((*t.lead, t.draw.integer(1, 5)), t.size), t.draw.chance(0.5)
 
     def true(z: Tensor, p: Tensor) -> list[Tensor]:
         z = reference.counted(z, t.size)
         return [(z.log_softmax(-1) if normalised else z * t.temperature).gather(-1, ids.long())]
 
-    return Made(lambda teacher, of: Gather(of(ids), normalised), true, [tuple(ids.shape)], {"indices": ids})
+    return Made(lambda teacher, of: head.Gather(of(ids), normalised), true, [tuple(ids.shape)])
 
 
-def top_k(t: Tokens, normalised: bool | None = None) -> Made:
-    k, normalised = t.draw.random.choice([1, min(3, t.size), t.size]), _either(t, normalised)
+def _top_k(t: Tokens) -> Made:
+    k, normalised = t.draw.random.choice([1, min(3, t.size), t.size]), t.draw.chance(0.5)
 
     def true(z: Tensor, p: Tensor) -> list[Tensor]:
         z = z[..., : t.size]
         order = z.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
         return [(z.log_softmax(-1) if normalised else z * t.temperature).gather(-1, order), order]
 
-    return Made(lambda teacher, of: TopK(k, normalised), true, [(*t.lead, k), None], {"k": k})
+    return Made(lambda teacher, of: head.TopK(k, normalised), true, [(*t.lead, k), None])
 
 
 def _kept(read_out: type) -> Callable[[Tokens], Made]:
@@ -153,7 +129,7 @@ def _kept(read_out: type) -> Callable[[Tokens], Made]:
 
         def true(z: Tensor, p: Tensor) -> list[Tensor]:
             z = z[..., : t.size].masked_fill(~there, -torch.inf)
-            return [reference.log_probs(z, t.labels) if read_out is Kept else t.counted(reference.entropy(z))]
+            return [reference.log_probs(z, t.labels) if read_out is head.Kept else t.counted(reference.entropy(z))]
 
         def made(teacher: Any, of: Arranged) -> Any:
             rows = of(kept).reshape(-1, t.size)
@@ -171,8 +147,7 @@ def _sampled(t: Tokens) -> Made:
         found = reference.sampled_log_probs(z, t.labels, top_k, top_p if top_p < 1 else torch.inf, t.size)
         return [found.where(found > -torch.inf, found.detach())]
 
-    named = {"labels": t.labels, "top_k": top_k, "top_p": top_p}
-    return Made(lambda teacher, of: Sampled(of(t.labels), top_k, top_p), true, [t.lead], named)
+    return Made(lambda teacher, of: head.Sampled(of(t.labels), top_k, top_p), true, [t.lead])
 
 
 def _divergence(
@@ -183,7 +158,6 @@ def _divergence(
             lambda teacher, of: make(teacher, **named),
             lambda z, p: [formula(*(x[..., : t.size].log_softmax(-1) for x in (z, p)))],
             [t.lead],
-            named,
         )
 
     return made
@@ -191,7 +165,7 @@ def _divergence(
 
 def _jensen_shannon(t: Tokens) -> Made:
     named = t.draw.options(beta=(0.5, 0.1, 0.9))
-    return _divergence(JensenShannon, Divergence("jsd", **named).of, **named)(t)
+    return _divergence(head.JensenShannon, Divergence("jsd", **named).of, **named)(t)
 
 
 # By name. Those of the softmax alone need no logits in backward.
@@ -199,26 +173,26 @@ OF_SOFTMAX: dict[str, Callable[[Tokens], Made]] = {
     "loss": _loss,
     "log-probability": _log_prob,
     "hits": _hits,
-    "entropy": _of_rows(Entropy, reference.entropy),
-    "mean logit": _of_rows(MeanLogit, lambda z: z.mean(-1)),
-    "log-sum-exp": _of_rows(LogSumExp, lambda z: z.logsumexp(-1)),
-    "z-loss": _of_rows(ZLoss, lambda z: z.logsumexp(-1).square()),
+    "entropy": _of_rows(head.Entropy, reference.entropy),
+    "mean logit": _of_rows(head.MeanLogit, lambda z: z.mean(-1)),
+    "log-sum-exp": _of_rows(head.LogSumExp, lambda z: z.logsumexp(-1)),
+    "z-loss": _of_rows(head.ZLoss, lambda z: z.logsumexp(-1).square()),
 }
 OTHERS: dict[str, Callable[[Tokens], Made]] = {
-    "sum of squares": _of_rows(SumOfSquares, lambda z: z.softmax(-1).square().sum(-1)),
-    "gather": gather,
-    "top-k": top_k,
-    "kept": _kept(Kept),
-    "kept entropy": _kept(KeptEntropy),
+    "sum of squares": _of_rows(head.SumOfSquares, lambda z: z.softmax(-1).square().sum(-1)),
+    "gather": _gather,
+    "top-k": _top_k,
+    "kept": _kept(head.Kept),
+    "kept entropy": _kept(head.KeptEntropy),
     "sampled": _sampled,
-    "KL": _divergence(KL, Divergence("forward").of),
-    "reverse KL": _divergence(KL, Divergence("reverse").of, direction="reverse"),
+    "KL": _divergence(head.KL, Divergence("forward").of),
+    "reverse KL": _divergence(head.KL, Divergence("reverse").of, direction="reverse"),
     "soft cross entropy": _divergence(
-        lambda teacher: KL(teacher, "cross entropy"), lambda q, p: -(p.exp() * q).sum(-1)
+        lambda teacher: head.KL(teacher, "cross entropy"), lambda q, p: -(p.exp() * q).sum(-1)
     ),
     "JS": _jensen_shannon,
-    "total variation": _divergence(TotalVariation, lambda q, p: (q.exp() - p.exp()).abs().sum(-1) / 2),
-    "acceptance": _divergence(AcceptanceRate, lambda q, p: torch.minimum(q, p).exp().sum(-1)),
+    "total variation": _divergence(head.TotalVariation, lambda q, p: (q.exp() - p.exp()).abs().sum(-1) / 2),
+    "acceptance": _divergence(head.AcceptanceRate, lambda q, p: torch.minimum(q, p).exp().sum(-1)),
 }
 BY_NAME = OF_SOFTMAX | OTHERS
 # Whose results a rounding may change altogether, where logits are equal or nearly so.
@@ -235,7 +209,14 @@ def names(draw: Draw) -> list[str]:
     return found
 
 
+def read(tokens: Tokens, names: list[str]) -> tuple[list[Made], bool, list[Tensor | None]]:
+    """Read-outs by name, whether any has a teacher, and a gradient for each result that has one."""
+    made = [BY_NAME[name](tokens) for name in names]
+    shapes = [shape for one in made for shape in one.shapes]
+    slopes = [None if shape is None else tokens.draw.upstream(*shape) for shape in shapes]
+    return made, bool(OF_A_TEACHER & set(names)), slopes
+
+
 def flat(found: Any, several: bool) -> list[Tensor]:
-    """The results of a call, one after the other."""
     each = found if several else (found,)
     return [x for one in each for x in (one if isinstance(one, tuple) else (one,))]

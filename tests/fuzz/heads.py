@@ -12,11 +12,23 @@ import torch
 from torch import Tensor
 
 from megatron_ext import reference
-from megatron_ext.head import KL, CrossEntropy, DraftVocabulary, LmHead, Logits, LoRA, Teacher, batch_invariant_mode
+from megatron_ext.head import (
+    KL,
+    CrossEntropy,
+    DraftVocabulary,
+    Entropy,
+    IsArgmax,
+    LmHead,
+    Logits,
+    LoRA,
+    Teacher,
+    TopK,
+    batch_invariant_mode,
+)
 from tests.fuzz import drawn_read_outs
 from tests.fuzz.case import START, Case, Cut, eps, whole
 from tests.fuzz.cross_entropy import bent, group, labels_and_mask, most_of_a_slice, results_dtype, slices
-from tests.fuzz.draw import DTYPES, Draw, Vocabulary
+from tests.fuzz.draw import Draw, Vocabulary
 from tests.fuzz.drawn_read_outs import Tokens, as_they_are
 from tests.head.test_quantised import Packed
 
@@ -135,8 +147,7 @@ def read(draw: Draw) -> Case:
     fused = draw.chance(0.2) and not frozen
     draw.record |= {"frozen": frozen, "fused": fused, "mode": mode}
     tokens = Tokens(draw, lead, vocabulary, student.facts.get("temperature", 1.0))
-    made = [drawn_read_outs.BY_NAME[name](tokens) for name in names]
-    taught = bool(drawn_read_outs.OF_A_TEACHER & set(names))
+    made, taught, upstream = drawn_read_outs.read(tokens, names)
     drafts = taught and len(lead) > 1 + (layout == "sequence") and draw.chance(0.2)  # several of one target
     theirs = _side(draw, lead[:-1] if drafts else lead, vocabulary, dtype, dtype, caps) if taught else None
     skip = draw.one_of("counts", None, None, "all that count", "a bound", "too small a bound")
@@ -180,7 +191,7 @@ def read(draw: Draw) -> Case:
         inputs,
         truth,
         ours,
-        [None if shape is None else draw.upstream(*shape) for one in made for shape in one.shapes],
+        upstream,
         logit_size=largest,
         value_dtype=results_dtype(dtype),
         wanted=[draw.chance(0.9), not frozen] + [True] * (len(inputs) - 2),
@@ -193,7 +204,7 @@ def read(draw: Draw) -> Case:
 
 def read_logits(draw: Draw) -> Case:
     """The same of logits that exist."""
-    lead, dtype = draw.leading(), draw.dtype(*(DTYPES if draw.exact else (torch.float64,)))
+    lead, dtype = draw.leading(), draw.dtype()
     names = drawn_read_outs.names(draw)
     vocabulary = draw.vocabulary(equal_width="sampled" in names)
     caps = dtype == torch.float64 and not (draw.exact and drawn_read_outs.OF_ORDER & set(names))
@@ -204,8 +215,7 @@ def read_logits(draw: Draw) -> Case:
     facts |= draw.options(temperature=(1.0, 0.5, 2.0))
     settings = draw.options(chunk_tokens=(None, 1, 3), gradient_into_logits=(False, True))
     tokens = Tokens(draw, lead, vocabulary, facts.get("temperature", 1.0))
-    made = [drawn_read_outs.BY_NAME[name](tokens) for name in names]
-    taught = bool(drawn_read_outs.OF_A_TEACHER & set(names))
+    made, taught, upstream = drawn_read_outs.read(tokens, names)
 
     def truth(z: Tensor) -> list[Tensor]:
         p = bent(theirs.double(), their_facts) / tokens.temperature
@@ -226,7 +236,7 @@ def read_logits(draw: Draw) -> Case:
         [(z, vocabulary.last)],
         truth,
         ours,
-        [None if shape is None else draw.upstream(*shape) for one in made for shape in one.shapes],
+        upstream,
         logit_size=largest,
         value_dtype=results_dtype(dtype),
         grad_size=4.0 / min(1.0, tokens.temperature),
@@ -239,6 +249,7 @@ def draft(draw: Draw) -> Case:
     """A draft head over a part of the target's vocabulary: labels, shards and its teacher's rows are those of the part.
 
     Of labels that the part does not have there is no loss, and the teacher's distribution is that of the part alone.
+    Where the target's choice is in the part is known from the target's own head.
     """
     layout = draw.one_of("layout", "replicated", "sequence")
     lead, vocabulary = draw.leading(layout == "sequence"), draw.vocabulary(least=2)
@@ -266,8 +277,10 @@ def draft(draw: Draw) -> Case:
     def truth(x: Tensor, w: Tensor) -> list[Tensor]:
         z = reference.logits(x, w) / temperature
         p = reference.logits(theirs[0], theirs[1][ids], their_bias[ids]) / temperature
-        found = reference.cross_entropy(z, draft_of[labels.where(labels >= 0, vocabulary.size)])
-        return [found, reference.kl_divergence(p, z)]
+        places = draft_of[labels.where(labels >= 0, vocabulary.size)]
+        inside, choices = places >= 0, reference.logits(*theirs, their_bias)[..., : vocabulary.size].argmax(-1)
+        found = [reference.cross_entropy(z, places), reference.kl_divergence(p, z)]
+        return [*found, reference.entropy(z).where(inside, 0.0), (z.argmax(-1) == places) & inside, t2d[choices]]
 
     def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
         part, target = vocabulary_of(), vocabulary.shard(rank)
@@ -277,15 +290,23 @@ def draft(draw: Draw) -> Case:
         weight, bias = (part.rows(vocabulary.rows(x, rank), target) for x in (theirs[1], their_bias))
         teacher = LmHead(weight, group(draw), layout, bias=bias, **shared)
         head = LmHead(mine[1], group(draw), layout, temperature=temperature, **shared)
-        read_outs = CrossEntropy(found.labels), KL(Teacher(teacher, slices(draw, layout)(theirs[0], rank)))
-        return list(head.read(mine[0], *read_outs))
+        their_hidden, inside = slices(draw, layout)(theirs[0], rank), found.labels != -100
+        read_outs = (
+            CrossEntropy(found.labels),
+            KL(Teacher(teacher, their_hidden)),
+            Entropy(inside),
+            IsArgmax(found.labels),
+        )
+        weight, bias = (vocabulary.rows(x, rank) for x in (theirs[1], their_bias))
+        _, choices = LmHead(weight, group(draw), layout, bias=bias, vocab=target).read(their_hidden, TopK(1))
+        return [*head.read(mine[0], *read_outs), ~part.labels(choices.squeeze(-1)).outside]
 
     return Case(
         f"a draft head of {len(ids)} ids",
         [(hidden, slices(draw, layout)), (weight, rows)],
         truth,
         ours,
-        [draw.upstream(*lead) for _ in range(2)],
+        [*(draw.upstream(*lead) for _ in range(3)), None, None],
         logit_size=64.0 / temperature,
         grad_size=_gradient_size(lead, {"temperature": temperature}),
         roundings=ROUNDINGS,

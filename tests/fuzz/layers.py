@@ -6,6 +6,7 @@ dispatcher's part is played by mappings. Tolerances are a few roundings of the l
 
 import contextlib
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,14 +41,11 @@ class _Drawn:
     """What a case of a linear layer is made from.
 
     Attributes:
-        named: options of the constructor.
         weight, cuts: the whole weight, and how a rank's parts of weight and bias are cut out.
         weight_is_given: each call passes the weight.
-        gathers: whether the calls' outputs are gathered.
         main_grad: dtype of the buffer that weight gradients are added to; None: there is none.
         drains: who makes the weight gradients that were put off: the layer, the function; None: none are.
         loaded: whether the layer is a copy of another, or has loaded its state.
-        wants: whether inputs and weight want a gradient.
         made: the layer of this rank, once it is made.
         dispatched: another does what the layer would communicate, as the dispatcher of tokens to experts does.
         sequence: each rank has its slice of dim 0.
@@ -92,7 +90,6 @@ class _Drawn:
         return cls(inputs, outputs, **shared, **self.named)
 
     def make(self, weight: Tensor, bias: Tensor | None, rank: int) -> Any:
-        """The layer, with this rank's part of weight and bias in it."""
         layer = self.new(rank)
         if layer.weight is not None:
             if self.config.perform_initialization:
@@ -280,6 +277,7 @@ def linear(draw: Draw) -> Case:
         value_dtype=max((it.output_dtype, it.autocast or it.output_dtype), key=eps),
         wanted=[it.wants["input"]] * calls + [it.wants["weight"]] + [True] * (bias is not None),
         gradient_of=it.gradient_of,
+        grad_size=max(1.0, math.sqrt(calls * math.prod(lead))),  # of sums over so many tokens, on their way
         refused=refused,
         finish=it.finish,
         grad_rounding=max(map(eps, (it.dtype, it.autocast or it.dtype, it.output_dtype))),

@@ -66,7 +66,6 @@ UNEVEN = {  # by the name of the option that says how many rows each rank has
 
 
 def cut(held: str, ranks: int, rows: list[int] | None) -> Cut:
-    """How a rank gets what it holds out of what all hold."""
     return {
         "whole": whole,
         "each": lambda x, rank: x[rank],

@@ -30,10 +30,7 @@ class _Arrangement:
 
     Attributes:
         at: `[N]`, which of all tokens, in what order.
-        leading: their leading dims.
         ranks: how many share the vocabulary; the others read the same beside them.
-        layout: of hidden states.
-        settings: options of `LmHead`.
         counts: `[N]`, bool: others are left out; None: none is.
     """
 
@@ -199,10 +196,8 @@ def read(draw: Draw) -> Case:
     if dtype.itemsize == 2:
         facts |= draw.options(logit_dtype=(None, dtype))
     shared = Tokens(draw, (tokens,), vocabulary, facts.get("temperature", 1.0))
-    made = [drawn_read_outs.BY_NAME[name](shared) for name in names]
-    taught = bool(drawn_read_outs.OF_A_TEACHER & set(names))
+    made, taught, slopes = drawn_read_outs.read(shared, names)
     theirs, their_facts = _side(draw, tokens, columns, dtype) if taught else ({}, {})
-    slopes = [None if shape is None else draw.upstream(*shape) for one in made for shape in one.shapes]
     problem = _Problem(inputs, theirs, facts, their_facts, bits, _Sharding(bits, vocabulary), made, slopes)
 
     def arrangement(at: Tensor, counts: Tensor | None = None) -> _Arrangement:

@@ -1,7 +1,7 @@
 """Cases of NeMo-RL's functions of a sharded vocabulary alone: softmax, entropy, argmax, columns, top-k."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from tests.fuzz.draw import Draw
 
 
 def over_vocabulary(draw: Draw) -> Case:
-    """The functions of a sharded vocabulary alone."""
     kind = draw.one_of("of", *_OVER_VOCABULARY)
     columns = draw.integer(1, 8)
     vocabulary, dtype = columns * draw.ranks, draw.dtype()
@@ -104,78 +103,66 @@ def _sampled_log_probs(z: Tensor, own: dict[str, Any], group: Any) -> Tensor:
     return model_utils.ChunkedDistributedLogprobWithSampling.apply(*filters, own["chunk"])
 
 
-# Name: the truth, the call, whether results are pieces of the vocabulary, how many of them have a gradient, and how
-# many collectives there are forward and backward.
-_OVER_VOCABULARY: dict[str, tuple[Callable, Callable, bool, int, tuple[int, int]]] = {
-    "log softmax": (_log_softmax, _whole_or_part(model_utils.vocab_parallel_log_softmax), True, 1, (1, 1)),
-    "full log softmax": (_log_softmax, _whole_or_part(model_utils.vocab_parallel_full_log_softmax), False, 1, (2, 1)),
-    "log softmax of logits": (
+class _Kind(NamedTuple):
+    """The truth, the call, whether results are pieces of the vocabulary, how many of them have a gradient, and how many
+    collectives there are forward and backward."""
+
+    truth: Callable
+    call: Callable
+    sharded: bool = False
+    differentiable: int = 1
+    sent: tuple[int, int] = (1, 0)
+
+
+_OVER_VOCABULARY: dict[str, _Kind] = {
+    "log softmax": _Kind(
+        _log_softmax, _whole_or_part(model_utils.vocab_parallel_log_softmax), sharded=True, sent=(1, 1)
+    ),
+    "full log softmax": _Kind(_log_softmax, _whole_or_part(model_utils.vocab_parallel_full_log_softmax), sent=(2, 1)),
+    "log softmax of logits": _Kind(
         lambda z, own: [z.log_softmax(-1)],
         lambda z, own, group: model_utils._compute_distributed_log_softmax_with_grad(z, group),
-        True,
-        1,
-        (1, 1),
+        sharded=True,
+        sent=(1, 1),
     ),
-    "softmax of logits": (
+    "softmax of logits": _Kind(
         lambda z, own: [z.softmax(-1)],
         lambda z, own, group: model_utils._compute_distributed_softmax(z, group),
-        True,
-        1,
-        (1, 1),
+        sharded=True,
+        sent=(1, 1),
     ),
-    "columns": (
-        _columns,
-        lambda z, own, group: model_utils.vocab_parallel_gather_columns(z, own["ids"], tp_group=group),
-        False,
-        1,
-        (1, 0),
+    "columns": _Kind(
+        _columns, lambda z, own, group: model_utils.vocab_parallel_gather_columns(z, own["ids"], tp_group=group)
     ),
-    "log-probabilities": (
+    "log-probabilities": _Kind(
         _log_probs,
         lambda z, own, group: model_utils.DistributedLogprob.apply(z, own["labels"], own["start"], own["stop"], group),
-        False,
-        1,
-        (1, 0),
     ),
-    "log-probabilities in chunks": (
+    "log-probabilities in chunks": _Kind(
         _log_probs,
         lambda z, own, group: model_utils.ChunkedDistributedLogprob.apply(
             z, own["labels"], own["start"], own["stop"], own["chunk"], group
         ),
-        False,
-        1,
-        (1, 0),
     ),
-    "sampled log-probabilities": (_sampled, _sampled_log_probs, False, 1, (1, 0)),
-    "log-probabilities at ids": (
+    "sampled log-probabilities": _Kind(_sampled, _sampled_log_probs),
+    "log-probabilities at ids": _Kind(
         _at_ids,
         lambda z, own, group: model_utils.ChunkedDistributedGatherLogprob.apply(
             z, own["of_tokens"], own["start"], own["stop"], own["chunk"], group
         ),
-        False,
-        1,
-        (1, 0),
     ),
-    "argmax": (
+    "argmax": _Kind(
         lambda z, own: [z.argmax(-1)],
         lambda z, own, group: model_utils.vocab_parallel_argmax(z, tp_group=group),
-        False,
-        0,
-        (1, 0),
+        differentiable=0,
     ),
-    "top-k": (_topk, _distributed_topk, False, 1, (1, 0)),
-    "entropy": (
+    "top-k": _Kind(_topk, _distributed_topk),
+    "entropy": _Kind(
         lambda z, own: [-reference.entropy(z)],
         lambda z, own, group: model_utils.ChunkedDistributedEntropy.apply(z, own["chunk"], group),
-        False,
-        1,
-        (1, 0),
     ),
-    "cross entropy": (
+    "cross entropy": _Kind(
         lambda z, own: [reference.soft_cross_entropy(z, own["other"])],
         lambda z, own, group: model_utils.DistributedCrossEntropy.apply(z, own["other"], group),
-        False,
-        1,
-        (1, 0),
     ),
 }

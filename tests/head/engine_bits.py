@@ -54,13 +54,11 @@ def problem(dtype: torch.dtype, tokens: int, width: int, columns: int, device: s
 
 
 def theirs(kernels: Any, case: Case, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Log-probabilities by an engine's kernels."""
     z = case.theirs(kernels.matmul_persistent(hidden, weight.t()))
     return kernels.log_softmax(z).gather(1, labels.unsqueeze(1)).squeeze(1)
 
 
 def ours(case: Case, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The head's."""
     options = {"bits": "batch", "logit_dtype": hidden.dtype, **case.ours}
     if "vocab" in options:
         options["vocab"] = VocabShard(0, len(weight), options["vocab"])

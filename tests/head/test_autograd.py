@@ -99,7 +99,6 @@ def test_no_grad_and_inference_mode():
 @pytest.mark.parametrize("cache", [*CACHES, 1024.0])
 @pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
 def test_one_gradient_alone(wanted, cache, layout):
-    """Frozen tensors get no gradient, the other one its right one, also a bias beside a frozen weight."""
     group, problem = dist.group.WORLD, Problem(options={"bias": True, "label_smoothing": 0.1})
     leaves = dict(zip(("hidden", "weight", "bias"), problem.mine(group, layout), strict=True))
     for name, x in leaves.items():
@@ -113,7 +112,6 @@ def test_one_gradient_alone(wanted, cache, layout):
 
 
 def test_tied_weight():
-    """The weight also makes the hidden states: both gradients add up."""
     problem = Problem()
     ids = torch.arange(20).view(4, 5)
     for f in (linear_cross_entropy, lambda x, w, y: reference.cross_entropy(reference.logits(x, w), y)):

@@ -1,5 +1,7 @@
 """Each fault is a ValueError that names argument, value, rule and fix: on every rank, and no rank is left waiting."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from megatron_ext import (
 )
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.losses import GRPOLoss
+from tests.head.functions import OF_HIDDEN, OF_MADE_LOGITS, of_labels
 from tests.ranks import ranks
 
 T, D, V = 4, 6, 10
@@ -129,7 +132,7 @@ def test_a_fault_of_one_rank_is_raised_on_all(layout):
         own = {**good, **changed} if rank == 1 else good
         if rank != 1:
             message = "another rank of tp_group refused its arguments"
-        for call in (linear_cross_entropy, linear_log_probs):
+        for call in (linear_cross_entropy, linear_log_probs, partial(linear_cross_entropy, skip_ignored=True)):
             with count_collectives() as counts, pytest.raises(ValueError, match=message):
                 call(**own)
             assert counts.total() == (1 if layout == "replicated" else 2), "no exchange of its own"
@@ -146,34 +149,17 @@ def test_ids_outside_the_vocabulary_that_one_rank_alone_is_given(given, layout):
     vocab = VocabShard.equal(V, group) if given else None
     hidden, weight = torch.randn(T, D, generator=g), torch.randn(V, D, generator=g)
     good = torch.arange(T * size if layout == "sequence" else T)
-    logits, more = hidden @ weight.t(), {"tp_group": group, "vocab": vocab}
-    linear = {**more, "hidden_layout": layout}
-    calls = {
-        "labels": [
-            lambda ids: linear_cross_entropy(hidden, weight, ids, **linear),
-            lambda ids: linear_log_probs(hidden, weight, ids, **linear),
-            lambda ids: head.linear_sampled_log_probs(hidden, weight, ids, 3, **linear),
-            lambda ids: head.linear_sampled_log_probs(hidden, weight, ids, None, 0.5, **linear),
-        ],
-        "indices": [lambda ids: head.linear_gather_log_probs(hidden, weight, ids.unsqueeze(1), **linear)],
-    }
-    if layout == "replicated":
-        calls["labels"] += [
-            lambda ids: vocab_parallel_cross_entropy(logits, ids, **more),
-            lambda ids: token_log_probs(logits, ids, **more),
-        ]
-        calls["indices"].append(lambda ids: head.gather_logits(logits, ids.unsqueeze(1), **more))
-    for name, each in calls.items():
-        for call in each:
-            for wrong in (-1, size * V):
-                ids = good.clone()
-                ids[1] = wrong if rank == 1 else 0
-                said = (
-                    rf"{name} holds .* outside \[0, {size * V}\)" if rank == 1 else "another rank of tp_group refused"
-                )
-                with pytest.raises(ValueError, match=said):
-                    call(ids)
-            call(good)  # the ranks are still in step
+    more = {"tp_group": group, "vocab": vocab}
+    calls = of_labels(OF_MADE_LOGITS) if layout == "replicated" else {}
+    calls |= of_labels({name: partial(call, hidden_layout=layout) for name, call in OF_HIDDEN.items()})
+    for call, name in calls.values():
+        for wrong in (-1, size * V):
+            ids = good.clone()
+            ids[1] = wrong if rank == 1 else 0
+            said = rf"{name} holds .* outside \[0, {size * V}\)" if rank == 1 else "another rank of tp_group refused"
+            with pytest.raises(ValueError, match=said):
+                call(hidden, weight, ids, **more)
+        call(hidden, weight, good, **more)  # the ranks are still in step
 
 
 @ranks(2)
@@ -262,7 +248,6 @@ def test_logits(changed, message):
 
 
 def test_a_label_in_the_padding():
-    """The vocabulary ends before the columns do."""
     vocab, labels = VocabShard(0, V, V - 2), torch.tensor([0, V - 2, 1, -100])
     for call in (
         lambda: linear_cross_entropy(**arguments(vocab=vocab, labels=labels)),

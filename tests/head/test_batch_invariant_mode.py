@@ -141,7 +141,6 @@ def test_it_lasts_until_all_who_entered_have_left(first_to_leave, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_model_of_transformers(family):
-    """Hidden states of rows, and their log-probabilities, in batches of 1 to 3 rows."""
     model, ids = make(family), batch()["input_ids"]
     with batch_invariant_mode(), torch.no_grad():
         whole = model.model(input_ids=ids, use_cache=False)[0]

@@ -5,7 +5,6 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext import VocabShard, linear_cross_entropy, linear_log_probs
@@ -16,7 +15,6 @@ from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.losses import DPOLoss
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from tests.head.problems import Problem
-from tests.ranks import ranks
 
 
 def options(**chosen):
@@ -158,22 +156,6 @@ def test_auto_takes_no_more_than_what_is_free_on_cuda(monkeypatch, undecided):
     assert cached_columns(auto, 10, 1000, like, later=7000) == 3000 // 20
     assert cached_columns(auto, 10, 1000, like, later=20000) == 0
     assert cached_columns(auto, 10, 100, like) == 100
-
-
-@ranks(2)
-@pytest.mark.parametrize("tokens", [(2, 5), (8, 5)], ids=["all kept", "some kept"])
-@pytest.mark.parametrize("grads", [(True, True), (True, False)], ids=["both", "frozen weight"])
-def test_ranks_with_shards_of_other_widths_gather_alike(tokens, grads):
-    """One rank has 2 columns, fewer than eighths: it keeps fewer of them, and still does what the other waits for."""
-    group = dist.group.WORLD
-    problem = Problem(tokens, cuts=[39])
-    hidden, weight, _ = problem.mine(group, "sequence", grads)
-    want, want_grads = problem.truth("loss")
-    loss = linear_cross_entropy(hidden, weight, problem.labels, group, "sequence", vocab=problem.shard(group))
-    torch.testing.assert_close(loss, want[0])
-    leaves = [x for x in (hidden, weight) if x.requires_grad]
-    found = torch.autograd.grad(loss, leaves, problem.grad)
-    torch.testing.assert_close([*found], problem.pieces(want_grads, group, "sequence")[: len(leaves)])
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ The bounds are what the code takes today. They only go down: a change that short
 """
 
 import gc
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,14 @@ def assert_within(found: Run, bound: Counts) -> None:
     assert within, "\n".join([f"{found.counts} is above {bound}, by these calls:", *found.called])
 
 
+def assert_told(called: list[str]) -> None:
+    """The page that walks through a call names each file on the way, and no other."""
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    table = page[page.index("The table follows one call of") : page.index("## Communication")]
+    told = {name for name in re.findall(r"`([\w/]+\.py)`", table) if not name.startswith("tests/")}
+    assert told == {each.split(":")[0].removeprefix("/").removeprefix("head/") for each in called}
+
+
 def test_calls_of_a_cross_entropy_stay_within_bounds():
     torch.manual_seed(0)
     hidden, weight = torch.randn(T, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
@@ -77,6 +86,7 @@ def test_calls_of_a_cross_entropy_stay_within_bounds():
     _, backward = counted(loss.backward)
     assert_within(forward, Counts(calls=71, files=14, moves=55, first_product=54))
     assert_within(backward, Counts(calls=35, files=8, moves=21, first_product=19))
+    assert_told([*forward.called, *backward.called])
 
 
 @ranks(2)

@@ -14,12 +14,19 @@ from megatron_ext import (
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
-from megatron_ext.head import Entropy, LmHead
+from megatron_ext.head import KL, Entropy, LmHead, Teacher
 from megatron_ext.head.readouts import read_out
 from tests.head.problems import Problem
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.slow
+
+
+def divergence(hidden, weight, labels, group, layout, **options):
+    """The compiler refuses outputs of forward in whose memory its products lie: nothing is kept then."""
+    teacher = Teacher(LmHead(weight.detach() / 2, group, layout, vocab=options["vocab"]), hidden.detach())
+    return LmHead(weight, group, layout, **options).read(hidden, KL(teacher))
+
 
 BENDS = {"softcap": 2.0, "temperature": 0.7}
 EVERYTHING = {**BENDS, "label_smoothing": 0.1, "z_loss": 0.01}
@@ -29,6 +36,8 @@ CALLS = {
     "linear_log_probs": (linear_log_probs, {"return_entropy": True, "return_hits": True, "cache": 1}),
     "vocab_parallel_cross_entropy": (vocab_parallel_cross_entropy, {**EVERYTHING, "chunk_tokens": 10}),
     "token_log_probs": (token_log_probs, {**BENDS, "return_entropy": True, "return_hits": True}),
+    "linear, summed": (linear_cross_entropy, {**EVERYTHING, "chunk_tokens": 10, "reduction": "mean"}),
+    "linear, divergence": (divergence, BENDS),
 }
 
 
@@ -42,7 +51,6 @@ def call(name, problem, group, layout, *leaves):
 
 
 def run(function, leaves):
-    """Results and gradients."""
     results = function(*leaves)
     results = results if isinstance(results, tuple) else (results,)
     differentiable = [x for x in results if x.requires_grad]
@@ -75,6 +83,14 @@ def check(name, layout, dtype, backend, group):
 )
 def test_compiled_code(name, layout, dtype):
     check(name, layout, dtype, "inductor", dist.group.WORLD)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_that_forward_makes(dtype):
+    for layout in ("replicated", "sequence"):
+        check("linear, summed", layout, dtype, "aot_eager", dist.group.WORLD)
+    check("linear, divergence", "replicated", torch.float32, "aot_eager", dist.group.WORLD)
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")

@@ -7,14 +7,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext import (
-    VocabShard,
     head,
     linear_cross_entropy,
     linear_log_probs,
     token_log_probs,
-    vocab_parallel_cross_entropy,
 )
 from megatron_ext.distributed.counting import count_collectives
+from tests.head.functions import OF_HIDDEN, OF_MADE_LOGITS, of_labels
 from tests.ranks import ranks
 
 T, D, V = 6, 4, 10
@@ -34,20 +33,9 @@ def cut(x):
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-OF_LABELS = {
-    "cross entropy": lambda x, w, labels, **of: linear_cross_entropy(x, w, labels, **of),
-    "log-probs": lambda x, w, labels, **of: linear_log_probs(x, w, labels, **of),
-    "skipped": lambda x, w, labels, **of: linear_cross_entropy(x, w, labels, skip_ignored=True, **of),
-    "gathered": lambda x, w, labels, **of: head.linear_gather_log_probs(x, w, labels.unsqueeze(1), **of),
-    "top-k": lambda x, w, labels, **of: head.linear_sampled_log_probs(x, w, labels, 3, **of),
-    "top-p": lambda x, w, labels, **of: head.linear_sampled_log_probs(x, w, labels, None, 0.9, **of),
-    "of logits": lambda x, w, labels, **of: vocab_parallel_cross_entropy(x @ w.t(), labels, **of),
-    "gathered logits": lambda x, w, labels, **of: head.gather_logits(x @ w.t(), labels.unsqueeze(1), **of),
-    "top-k of logits": lambda x, w, labels, **of: head.sampled_log_probs(x @ w.t(), labels, 3, **of),
-    "top-p of logits": lambda x, w, labels, **of: head.sampled_log_probs(x @ w.t(), labels, None, 0.9, **of),
-    "top-p by chunks": lambda x, w, labels, **of: head.sampled_log_probs(
-        x @ w.t(), labels, None, 0.9, chunk_tokens=1, **of
-    ),
+OF_LABELS = {name: call for name, (call, _) in of_labels(OF_HIDDEN, OF_MADE_LOGITS).items()} | {
+    "skipped": partial(linear_cross_entropy, skip_ignored=True),
+    "top-p by chunks": partial(OF_MADE_LOGITS["top-p of logits"], chunk_tokens=1),
 }
 
 
@@ -84,14 +72,11 @@ def test_other_tokens_that_count(skip_ignored):
 
 @ranks(2)
 def test_labels_in_another_order_of_memory():
-    """The same tokens, whatever strides they have on each rank."""
     _, weight, _ = parts()
     g = torch.Generator().manual_seed(1)
     hidden, labels = torch.randn(3, 4, D, generator=g), torch.randint(2 * V, (3, 4), generator=g)
     z = hidden @ weight.t()
-    own = z.transpose(0, 1).contiguous().transpose(0, 1) if dist.get_rank() else z
-    found = token_log_probs(own, labels, dist.group.WORLD)
-    torch.testing.assert_close(found, linear_log_probs(hidden, weight, labels, dist.group.WORLD))
+    found = linear_log_probs(hidden, weight, labels, dist.group.WORLD)
     own = labels.t().contiguous().t() if dist.get_rank() else labels
     torch.testing.assert_close(token_log_probs(z, own, dist.group.WORLD), found)
     with pytest.raises(ValueError, match=LABELS):
@@ -179,13 +164,3 @@ def test_options_that_may_differ():
     for chosen in more:
         found = linear_cross_entropy(hidden, weight, labels, dist.group.WORLD, **{"z_loss": 1.0, **chosen})
         torch.testing.assert_close(found, want)
-
-
-@ranks(2)
-def test_a_fault_of_one_rank_comes_before_disagreement():
-    """A rank that refuses sends neither labels nor options."""
-    hidden, weight, labels = parts()
-    own = {"vocab": VocabShard(V, 2 * V - 1, 2 * V)} if dist.get_rank() else {}
-    message = "with 9 columns, weight has 10" if dist.get_rank() else "another rank of tp_group refused"
-    with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(hidden, weight, labels, dist.group.WORLD, skip_ignored=True, **own)

@@ -51,33 +51,6 @@ def test_products_of_layers(dtype, biased):
     torch.testing.assert_close(whole.double(), exact, **close)
 
 
-@pytest.mark.parametrize("kind", ["logits", "dx", "dW"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
-def test_products_by_themselves(kind, dtype):
-    """True values; a row's bits are those of any other place and number of rows, and a sum's those of two parts."""
-    from megatron_ext.numerics.fixed_order_kernels import product
-
-    g = torch.Generator().manual_seed(0)
-    m, k, n = 150, 70 + 64, 20
-    left, right = torch.randn(m, k, generator=g).to(GPU, dtype), torch.randn(k, n, generator=g).to(GPU, dtype)
-    a = left.t().contiguous().t() if kind == "dW" else left
-    b = right.t().contiguous().t() if kind == "logits" else right
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    whole, some = torch.empty(m, n, dtype=wide, device=GPU), torch.empty(3, n, dtype=wide, device=GPU)
-    product(a, b, whole)
-    close = 1e-12 if dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(whole, (left.double() @ right.double()).to(wide), rtol=close, atol=close)
-    product(a[[140, 2, 77]], b, some)
-    assert torch.equal(some, whole[[140, 2, 77]])
-    parts = torch.empty_like(whole)
-    product(a[:, :64], b[:64], parts)
-    product(a[:, 64:], b[64:], parts, goes_on=True)
-    assert torch.equal(parts, whole)
-    more = torch.ones(m, n, dtype=dtype, device=GPU)
-    product(a, b, more, adds=True)
-    assert torch.equal(more, (1 + whole).to(dtype))
-
-
 @pytest.mark.parametrize("more", OPTIONS, ids=["plain", "bent"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("bits", MODES)
@@ -133,31 +106,12 @@ def test_the_gradient_is_added_to_main_grad(bits):
 
 
 def test_a_vocabulary_that_ends_inside_a_leaf():
-    """Whose padding has neither a part in the results nor a gradient."""
     hidden, weight, labels, slopes, _ = problem(torch.bfloat16, "tensor_parallel")
     labels = labels.clamp(max=540)
     padded = computed("tensor_parallel", hidden, weight, labels, slopes, vocab=VocabShard(0, 544, 541))
     cut = computed("tensor_parallel", hidden, weight[:541], labels, slopes, vocab=VocabShard(0, 541, 541))
     same(padded[0] + [padded[1][0], padded[1][1][:541]], cut[0] + cut[1])
     assert not padded[1][1][541:].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-def test_sums_of_rows_and_segments(dtype):
-    """True values, by a row's or a segment's numbers alone; of more than a program adds at a time."""
-    from megatron_ext.head.kernels.fixed_order_sums import row_sums, segment_sums
-
-    x = torch.randn(7, 2500, generator=torch.Generator().manual_seed(0)).to(GPU, dtype)
-    whole = row_sums(x)
-    close = {torch.float64: 1e-12, torch.float32: 2e-4}[dtype]
-    torch.testing.assert_close(whole, x.double().sum(1), rtol=0, atol=close)
-    same([whole[[5]], whole[2:4]], [row_sums(x[[5]]), row_sums(x.t().contiguous().t()[2:4])])
-    lengths = torch.tensor([0, 3, 2400, 0, 97, 1], device=GPU)
-    numbers = x.flatten()[: int(lengths.sum())]
-    found = segment_sums(numbers, lengths)
-    parts = numbers.split(lengths.tolist())
-    torch.testing.assert_close(found.double(), torch.stack([part.double().sum() for part in parts]), rtol=0, atol=close)
-    same([found[2:3]], [segment_sums(parts[2], lengths[2:3])])
 
 
 READ_OUTS = test_fixed_bits_of_read_outs.NAMES
@@ -187,19 +141,13 @@ def test_read_outs_have_the_same_bits(name, bits, small):
 @pytest.mark.parametrize("bits", MODES)
 def test_chunks_and_lora_do_not_change_read_outs_bits(bits, monkeypatch):
     """Of more tokens than a chunk has, and a low rank beside the weight of head and teacher."""
-
     from megatron_ext.numerics import fixed_order
 
     monkeypatch.setattr(fixed_order, "TOKENS", 64)
     monkeypatch.setattr(test_fixed_bits_of_read_outs, "TOKENS", 80)
     given = test_fixed_bits_of_read_outs.Problem(torch.bfloat16, 80, GPU)
 
-    def read(some=slice(None), **options):
-        low = test_fixed_bits_of_read_outs.adapters(torch.bfloat16)
-        own = head.LoRA(*(x.detach().to(GPU).requires_grad_() for x in low[:2]), 0.5)
-        theirs = head.LoRA(torch.ones(3, 24).to(GPU, torch.bfloat16), low.B.detach()[:, :3].to(GPU))
-        return given.read("all at once", bits, some, lora=[own], theirs={"lora": theirs}, **options)
-
+    read = partial(given.read, "all at once", bits, adapted=True)
     found, of_weights = read()
     again, of_weights_again = read(chunk_tokens=64)
     same([*found, *of_weights], [*again, *of_weights_again])

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext import reference, token_log_probs, vocab_parallel_cross_entropy
+from megatron_ext import VocabShard, head, reference, token_log_probs, vocab_parallel_cross_entropy
 from megatron_ext.distributed.groups import UNSHARDED, group_rank, group_size
-from megatron_ext.head import gather_log_probs, kl_divergence, sampled_log_probs, vocab_parallel_log_softmax, vocab_topk
 from megatron_ext.head.engine import stored_logits
 from tests.head.problems import Problem
 from tests.marks import slow
@@ -38,27 +37,27 @@ CALLS = {
     "loss": (vocab_parallel_cross_entropy, reference.cross_entropy),
     "log-probs": (token_log_probs, reference.log_probs),
     "gathered": (
-        lambda z, y, **more: gather_log_probs(z, y.unsqueeze(-1), **more).squeeze(-1),
+        lambda z, y, **more: head.gather_log_probs(z, y.unsqueeze(-1), **more).squeeze(-1),
         reference.log_probs,
     ),
     "largest": (
-        lambda z, y, **more: valued(*vocab_topk(z, 3, **more)),
+        lambda z, y, **more: valued(*head.vocab_topk(z, 3, **more)),
         lambda z, y: valued(*z.topk(3)),
     ),
     "top-k": (
-        lambda z, y, **more: sampled_log_probs(z, y, top_k=z.shape[-1] - 1, **more),
+        lambda z, y, **more: head.sampled_log_probs(z, y, top_k=z.shape[-1] - 1, **more),
         lambda z, y: reference.sampled_log_probs(z, y, z.shape[-1] - 1),
     ),
     "top-p": (
-        lambda z, y, **more: sampled_log_probs(z, y, top_p=0.9, **more),
+        lambda z, y, **more: head.sampled_log_probs(z, y, top_p=0.9, **more),
         lambda z, y: reference.sampled_log_probs(z, y, None, 0.9),
     ),
     "divergence": (
-        lambda z, y, **more: kl_divergence(z, (z / 2).detach(), **more),
+        lambda z, y, **more: head.kl_divergence(z, (z / 2).detach(), **more),
         lambda z, y: reference.kl_divergence((z / 2).detach(), z),
     ),
     "divergence from a view": (
-        lambda z, y, **more: kl_divergence(z / 2, z.detach(), **more),
+        lambda z, y, **more: head.kl_divergence(z / 2, z.detach(), **more),
         lambda z, y: reference.kl_divergence(z.detach(), z / 2),
     ),
 }
@@ -119,48 +118,34 @@ def test_rows_stay_where_they_are(monkeypatch):
 
 
 def laid_out(z, order):
-    """The same values with the dims in this order in memory."""
     return z.permute(order).contiguous().permute(sorted(range(z.dim()), key=order.__getitem__)) * 1
+
+
+def log_probs_entropy_and_hits(z, y, t, **more):
+    return torch.stack(token_log_probs(z, y, return_entropy=True, return_hits=True, **more))
+
+
+READ_OUTS = {
+    "loss": lambda z, y, t, **more: vocab_parallel_cross_entropy(z, y.where(y % 2 > 0, -100), **more),
+    "log-probs": log_probs_entropy_and_hits,
+    "softmax": lambda z, y, t, **more: head.vocab_parallel_log_softmax(z, **more),
+    "gathered": lambda z, y, t, **more: head.gather_log_probs(z, y.unsqueeze(-1), **more),
+    "largest": lambda z, y, t, **more: head.vocab_topk(z, 3, **more)[0],
+    "top-k": lambda z, y, t, **more: head.sampled_log_probs(z, y, top_k=30, top_p=0.99, **more),
+    "top-p": lambda z, y, t, **more: head.sampled_log_probs(z, y, top_p=0.99, **more),
+    "top-p in chunks": lambda z, y, t, **more: head.sampled_log_probs(z, y, top_p=0.99, chunk_tokens=5, **more),
+    "divergence": lambda z, y, t, **more: head.kl_divergence(z, t, **more),
+    "Jensen-Shannon": lambda z, y, t, **more: head.js_divergence(z, t, **more),
+}
 
 
 @ranks(2, 4)
 @pytest.mark.parametrize("empty", [False, True])
-def test_ranks_whose_logits_lie_in_memory_in_different_orders(empty):
-    """What is exchanged is in the tokens' own order. An empty shard has no other: torch gives it back as it likes."""
-    group, problem = dist.group.WORLD, Problem((3, 2, 4))
-    if empty:
-        problem.cuts = [0] * (group_size(group) - 1)
-    whole = reference.logits(problem.hidden, problem.weight).requires_grad_()
-    want = problem.from_logits(whole)
-    shard = problem.shard(group)
-    own = whole.detach()[..., shard.start : shard.stop]
-    order = (1, 2, 0, 3) if empty else [(0, 1, 2, 3), (1, 0, 2, 3), (2, 1, 0, 3), (1, 2, 0, 3)][group_rank(group)]
-    leaf = laid_out(own, order).requires_grad_()
-    call = problem.labels, group, shard
-    loss = vocab_parallel_cross_entropy(leaf, *call)
-    log_probs, entropy, hits = token_log_probs(leaf, *call, return_entropy=True, return_hits=True)
-    torch.testing.assert_close([loss, log_probs, entropy], [x.detach() for x in want[:3]])
-    assert torch.equal(hits, want[3])
-    (grad,) = torch.autograd.grad(loss, leaf, problem.grad)
-    (want_grad,) = torch.autograd.grad(want[0], whole, problem.grad.double())
-    torch.testing.assert_close(grad, want_grad[..., shard.start : shard.stop])
-
-
-READ_OUTS = {
-    "gathered": lambda z, y, t, **more: gather_log_probs(z, y.unsqueeze(-1), **more),
-    "largest": lambda z, y, t, **more: vocab_topk(z, 3, **more)[0],
-    "top-k": lambda z, y, t, **more: sampled_log_probs(z, y, top_k=30, top_p=0.99, **more),
-    "top-p": lambda z, y, t, **more: sampled_log_probs(z, y, top_p=0.99, **more),
-    "top-p in chunks": lambda z, y, t, **more: sampled_log_probs(z, y, top_p=0.99, chunk_tokens=5, **more),
-    "divergence": lambda z, y, t, **more: kl_divergence(z, t, **more),
-}
-
-
-@ranks(2)
-@pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("name", READ_OUTS)
 def test_read_outs_of_ranks_with_different_orders(name, empty):
-    group, problem = dist.group.WORLD, Problem((3, 2, 4), columns=34)
+    """What is exchanged is in the tokens' own order. An empty shard has no other: torch gives it back as it likes."""
+    group, problem = dist.group.WORLD, Problem((3, 2, 4), columns=36)
+    size, rank = group_size(group), group_rank(group)
     whole = reference.logits(problem.hidden, problem.weight).requires_grad_()
     teacher = whole.detach().roll(1, -1) / 2
     labels = whole.argmax(-1)
@@ -168,28 +153,11 @@ def test_read_outs_of_ranks_with_different_orders(name, empty):
     grad = torch.randn(want.shape, dtype=want.dtype)
     (want_grad,) = torch.autograd.grad(want, whole, grad)
 
-    problem.cuts = [34 if empty else 17]
-    shard, order = problem.shard(group), [(0, 1, 2, 3), (1, 2, 0, 3)][group_rank(group)]
-    at = slice(shard.start, shard.stop)
+    width = 36 if empty else 36 // size
+    at = slice(min(width * rank, 36), min(width * (rank + 1), 36))
+    shard, order = VocabShard(at.start, at.stop, 36), [(0, 1, 2, 3), (1, 2, 0, 3), (2, 1, 0, 3), (1, 0, 2, 3)][rank]
     leaf = laid_out(whole.detach()[..., at], order).requires_grad_()
     got = READ_OUTS[name](leaf, labels, laid_out(teacher[..., at], order), tp_group=group, vocab=shard)
+    want, grad = (x[..., at] if name == "softmax" else x for x in (want.detach(), grad))
     (got_grad,) = torch.autograd.grad(got, leaf, grad)
-    torch.testing.assert_close([got, got_grad], [want.detach(), want_grad[..., at]])
-
-
-@ranks(2)
-def test_softmax_of_ranks_with_different_orders():
-    group = dist.group.WORLD
-    whole = torch.randn(3, 2, 4, 12, dtype=torch.float64).requires_grad_()
-    grad = torch.randn(whole.shape, dtype=torch.float64)
-    want = whole.log_softmax(-1)
-    (want_grad,) = torch.autograd.grad(want, whole, grad)
-    order = [(0, 1, 2, 3), (1, 2, 0, 3)][group_rank(group)]
-
-    def mine(x):
-        return x.detach().chunk(2, -1)[group_rank(group)]
-
-    leaf = laid_out(mine(whole), order).requires_grad_()
-    got = vocab_parallel_log_softmax(leaf, group)
-    (got_grad,) = torch.autograd.grad(got, leaf, mine(grad))
-    torch.testing.assert_close([got, got_grad], [mine(want), mine(want_grad)])
+    torch.testing.assert_close([got, got_grad], [want, want_grad[..., at]])

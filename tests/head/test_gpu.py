@@ -158,7 +158,6 @@ def test_no_host_sync(name):
 
 @pytest.mark.parametrize("name", [*CALLS, DEFAULT])
 def test_cuda_graph(name, no_look_at_memory):
-    """Captured once, replayed with other numbers: what a plain run makes of them."""
     (leaves, labels, grad), (others, other_labels, other_grad) = drawn(name), drawn(name, seed=1)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

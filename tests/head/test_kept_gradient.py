@@ -6,7 +6,7 @@ import torch
 from benchmarks import by_turns
 from benchmarks.meter import measure
 from megatron_ext import reference
-from megatron_ext.head import KL, AcceptanceRate, JensenShannon, LmHead, LogProbs, Teacher, TotalVariation
+from megatron_ext.head import KL, AcceptanceRate, JensenShannon, LmHead, LogProbs, LoRA, Teacher, TotalVariation
 
 T, D, V = 24, 8, 40
 DIVERGENCES = [
@@ -130,32 +130,22 @@ def test_infinite_divergence_keeps_its_finite_gradient():
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.slow
-def test_compiled():
-    """Nothing is kept then: the compiler refuses outputs of forward in whose memory its products lie."""
-    (hidden, weight, _), teacher = sides(torch.float32)
-
-    def loss(hidden, weight):
-        return LmHead(weight).read(hidden, KL(teacher)).sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    expected = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
-    found = torch.autograd.grad(compiled(hidden, weight), (hidden, weight))
-    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
-
-
+@pytest.mark.parametrize("dropout", [None, 0.0, 0.25], ids=["plain", "LoRA", "dropout"])
 @pytest.mark.parametrize("options", [{"cache": 1}, {"cache": 0.5}, {"cache": 0}, {"bits": "batch"}], ids=str)
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_a_token_of_nan_without_a_gradient_does_no_harm(softcap, options):
+def test_a_token_of_nan_without_a_gradient_does_no_harm(softcap, options, dropout):
     """Of a divergence, kept or not; the softmax's read-outs give 0 times NaN, as PyTorch does (docs/numerics.md)."""
     (hidden, weight, _), teacher = sides()
     g_T = torch.ones(T, dtype=hidden.dtype)
     g_T[5] = 0
+    low = [torch.randn(*shape, dtype=hidden.dtype, requires_grad=True) for shape in ((2, D), (V, 2))]
+    low = [] if dropout is None else low
 
     def grads(hidden):
-        found = LmHead(weight, softcap=softcap, **options).read(hidden, KL(teacher))
-        return torch.autograd.grad(found, (hidden, weight), g_T)
+        lora = LoRA(*low, dropout=dropout) if low else None
+        torch.manual_seed(1)
+        found = LmHead(weight, softcap=softcap, lora=lora, **options).read(hidden, KL(teacher))
+        return torch.autograd.grad(found, (hidden, weight, *low), g_T)
 
     expected = grads(hidden)
     hidden = hidden.detach().clone()

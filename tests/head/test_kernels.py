@@ -1,3 +1,4 @@
+import inspect
 import os
 import re
 import subprocess
@@ -29,6 +30,17 @@ def interpret(*command: str) -> str:
     return done.stdout
 
 
+def test_both_instances_of_row_passes_take_the_same_arguments():
+    """By name, order, default and type: callers know one of them."""
+    from megatron_ext.head.kernels import TRITON
+    from megatron_ext.head.row_passes.passes import PYTORCH, RowPasses
+
+    passes = [name for name in vars(RowPasses) if not name.startswith("_")]
+    assert vars(TRITON).keys() == set(passes)
+    for name in passes:
+        assert inspect.signature(getattr(TRITON, name)) == inspect.signature(getattr(PYTORCH, name)), name
+
+
 @pytest.mark.slow
 def test_twins_agree_under_the_interpreter():
     from tests.head import twins
@@ -46,7 +58,7 @@ CHOSEN = [
     "test_linear.py values_and_gradients all world2",
     "test_label_rows.py windows",
     *("test_lora.py sixteen_bits bfloat16", "test_lora.py dropout_leaves", "test_sampling.py top_p_beside"),
-    *("test_properties.py test_a_few world1", "test_fused_epilogue.py compiled", "test_fused_epilogue.py margin"),
+    *("test_read.py test_a_hundred world1", "test_fused_epilogue.py compiled", "test_fused_epilogue.py margin"),
     *(f"test_fused_epilogue.py pytorch {name}-world2" for name in ("layouts", "reach", "frozen", "one", "nothing")),
 ]
 
@@ -104,7 +116,6 @@ def launches(columns: int, dtype=torch.bfloat16, of_logits=False, **options):
 
 
 def by_name(found):
-    """The first launch of each kernel."""
     return {launch.name.removeprefix("_").removesuffix("_kernel"): launch for launch in reversed(found)}
 
 
@@ -146,7 +157,6 @@ def test_instructions_on_hopper(shard):
 @pytest.mark.parametrize("shard", ["V128256", "V152064/8", "V50257"])
 @pytest.mark.parametrize("of_logits", [False, True])
 def test_no_spills_on_hopper(shard, of_logits):
-    """With every option at once, from hidden states and from 16-bit logits."""
     found = launches(SHARDS[shard], of_logits=of_logits, cache=0.5, **EVERYTHING)
     assert found
     for launch in found:

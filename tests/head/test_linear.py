@@ -42,7 +42,6 @@ def compare(what, options, layout, cases):
 @pytest.mark.parametrize("options", quick_if({"plain", "softcap", "all"}.__contains__, OPTIONS))
 @pytest.mark.parametrize("what", ["loss", "log_probs"])
 def test_values_and_gradients(what, options, layout):
-    """Every option alone and all together equal the unsharded truth, at any cache and chunk count."""
     compare(what, options, layout, PAIRS)
 
 

@@ -8,16 +8,14 @@ from megatron_ext import reference, token_log_probs
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_ext.head import gather_log_probs, kl_divergence, sampled_log_probs
+from tests.marks import slow
 from tests.ranks import ranks
 
-pytestmark = pytest.mark.slow
-
 T, V, K = 1024, 1024, 6
-SIZES = pytest.mark.parametrize("scale, shift", [(0.1, 0), (1, 0), (2, 0), (8, 0), (1, 1000)])
+SIZES = pytest.mark.parametrize("scale, shift", [*slow((0.1, 0), (1, 0), (2, 0), (8, 0)), (1, 1000)])
 
 
 def mean_and_max(found, truth, group):
-    """Of the errors of all ranks' pieces."""
     away = (found.double() - truth).abs()
     mean = collectives.all_reduce(away.mean(), group) / group_size(group)
     return mean.item(), collectives.all_reduce(away.amax(), group, "max").item()
@@ -83,6 +81,7 @@ def test_log_probs_of_many_tokens(scale, shift, dtype):
         check(f"{kind} label and others", ours, theirs, z, grad, group)
 
 
+@pytest.mark.slow
 @ranks(1, 2)
 @pytest.mark.parametrize("ahead", [0, 8, 10])
 def test_an_id_asked_for_many_times(ahead):
@@ -108,6 +107,7 @@ def filtered(z, top_k, top_p, temperature):
     return z.double() / temperature >= last, ((mass - top_p).abs() > 1e-5).all(1) | (top_p == 1)
 
 
+@pytest.mark.slow
 @ranks(1, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale, shift", [(0.1, 0), (2, 0), (8, 0), (1, 1000)])
@@ -133,6 +133,7 @@ def test_sampling_filters_over_many_tokens(scale, shift, dtype):
             check(f"{chosen}", ours, plain, z, torch.randn(len(z), generator=generator), group)
 
 
+@pytest.mark.slow
 @ranks(1, 2)
 @SIZES
 def test_divergences_of_many_tokens(scale, shift):

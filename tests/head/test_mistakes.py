@@ -22,6 +22,7 @@ from megatron_ext import (
 )
 from megatron_ext.tensor_parallel import ColumnParallelLinear
 from megatron_ext.tensor_parallel._layers.linear_autograd import LinearPlan, parallel_linear
+from tests.head.functions import OF_HIDDEN, OF_MADE_LOGITS, of_labels
 from tests.ranks import ranks
 
 T, D, V = 6, 4, 10
@@ -37,17 +38,10 @@ def test_a_group_that_was_forgotten():
     """A shard in the place of the whole: its labels are too large for it, and the message says why that may be."""
     hidden, weight, labels = problem()
     labels[-1] = V - 1
-    own, ids = weight.chunk(2)[dist.get_rank()], labels.unsqueeze(1)
-    calls = [
-        lambda **of: linear_cross_entropy(hidden, own, labels, **of),
-        lambda **of: vocab_parallel_cross_entropy(hidden @ own.t(), labels, **of),
-        lambda **of: head.linear_gather_log_probs(hidden, own, ids, **of),
-        lambda **of: head.gather_logits(hidden @ own.t(), ids, **of),
-        lambda **of: head.linear_sampled_log_probs(hidden, own, labels, 2, **of),
-        lambda **of: head.sampled_log_probs(hidden @ own.t(), labels, 2, **of),
-        lambda **of: head.linear_topk_log_probs(hidden, own, V, **of)[0],
-        lambda **of: head.vocab_topk(hidden @ own.t(), V, **of)[0],
-    ]
+    own = weight.chunk(2)[dist.get_rank()]
+    calls = [partial(call, hidden, own, labels) for call, _ in of_labels(OF_HIDDEN, OF_MADE_LOGITS).values()]
+    calls.append(lambda **of: head.linear_topk_log_probs(hidden, own, V, **of)[0])
+    calls.append(lambda **of: head.vocab_topk(hidden @ own.t(), V, **of)[0])
     for call in calls:
         with pytest.raises(ValueError, match="tp_group is None, and 2 ranks run: if .* shard of the vocabulary, pass"):
             call()
@@ -135,7 +129,6 @@ def test_a_forgotten_group_of_a_weight_that_says_it_is_a_shard():
 
 @ranks(2)
 def test_dtensors():
-    """As weight, hidden states, logits and labels."""
     hidden, weight, labels = problem()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     sharded = distribute_tensor(weight, mesh, [Shard(0)])
@@ -177,23 +170,6 @@ def test_torch_func():
         for transform in (torch.func.grad(call), torch.func.vmap(lambda x, call=call: call(x.unsqueeze(0)))):
             with pytest.raises(ValueError, match=r"torch\.func.*use torch\.autograd\.grad"):
                 transform(x)
-
-
-def test_ids_of_one_token():
-    """`[K]` for hidden states `[D]` and logits `[V]`."""
-    hidden, weight, labels = problem()
-    want = reference.logits(hidden, weight).log_softmax(-1)[0, labels]
-    for with_entropy in (False, True):
-        x, z = hidden[0].clone().requires_grad_(), (hidden[0] @ weight.t()).detach().requires_grad_()
-        of_hidden = head.linear_gather_log_probs(x, weight, labels, return_entropy=with_entropy)
-        of_logits = head.gather_log_probs(z, labels, return_entropy=with_entropy)
-        for found in (of_hidden, of_logits):
-            found, entropy = found if with_entropy else (found, torch.zeros(()))
-            assert entropy.shape == ()
-            torch.testing.assert_close(found, want)
-            found.sum().backward()
-        torch.testing.assert_close(x.grad, z.grad @ weight)
-    assert head.linear_gather_log_probs(hidden[:0], weight, labels.expand(0, T)).shape == (0, T)
 
 
 @ranks(2, 4)
@@ -246,20 +222,30 @@ def test_gradient_into_the_memory_of_a_leaf():
         assert leaf.grad.data_ptr() != leaf.data_ptr()
 
 
-@ranks(2)
-def test_what_one_rank_has_of_two():
+@ranks(2, 4)
+def test_what_one_rank_has_of_several():
     """A vocab that is a part, and no group: named before any label is looked at. A whole weight, and a group."""
     hidden, weight, labels = problem()
     vocab = VocabShard.split(V, dist.group.WORLD)
     own = weight[vocab.start : vocab.stop]
-    with pytest.raises(
-        ValueError, match="on one rank: it must be the whole; pass the tp_group whose ranks hold the rest"
+    z, own_z = hidden @ weight.t(), hidden @ own.t()
+    for call in (
+        partial(linear_cross_entropy, hidden, own, labels),
+        partial(vocab_parallel_cross_entropy, own_z, labels),
     ):
-        linear_cross_entropy(hidden, own, labels, vocab=vocab)
-    calls = [partial(linear_cross_entropy, hidden, weight, labels)]
+        with pytest.raises(ValueError, match="on one rank: it must be the whole; pass the tp_group whose ranks hold"):
+            call(vocab=vocab)
+    with pytest.raises(ValueError, match="columns.* pass the VocabShard"):
+        vocab_parallel_cross_entropy(z, labels, dist.group.WORLD, vocab)
+    alike = vocab_parallel_cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, 2]), dist.group.WORLD)
+    torch.testing.assert_close(alike, torch.full((3,), 4.0 * dist.get_world_size()).log())
+    calls = [
+        partial(linear_cross_entropy, hidden, weight, labels),
+        partial(vocab_parallel_cross_entropy, z, labels),
+    ]
     for top_k, top_p, chunk_tokens in itertools.product((None, 3), (1.0, 0.9), (None, 1)):
         options = {"top_k": top_k, "top_p": top_p, "chunk_tokens": chunk_tokens}
-        calls.append(partial(head.sampled_log_probs, hidden @ weight.t(), labels, **options))
+        calls.append(partial(head.sampled_log_probs, z, labels, **options))
     for call in calls:
         with pytest.raises(ValueError, match=f"every rank of tp_group passed the same {V} columns"):
             call(tp_group=dist.group.WORLD)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext import VocabShard, head, linear_cross_entropy, linear_log_probs
-from megatron_ext.head import js_divergence, kl_divergence, sampled_log_probs, token_log_probs, vocab_topk
+from megatron_ext import VocabShard, head, linear_cross_entropy
+from tests.head.functions import OF_HIDDEN, OF_LOGITS
 from tests.ranks import ranks
 
 T, D, V = 5, 4, 8
@@ -43,29 +43,18 @@ def test_no_token_counts(dtype, fused, skip_ignored, tokens):
             assert torch.equal(weight.main_grad, before)
 
 
-HIDDEN = {
-    "log-probs": lambda x, w, labels, **of: linear_log_probs(x, w, labels, **of),
-    "gathered": lambda x, w, labels, **of: head.linear_gather_log_probs(x, w, labels.unsqueeze(1), **of),
+HIDDEN = OF_HIDDEN | {
     "with entropy": lambda x, w, labels, **of: sum(
         part.sum() for part in head.linear_gather_log_probs(x, w, labels.unsqueeze(1), return_entropy=True, **of)
     ),
-    "top-k": lambda x, w, labels, **of: head.linear_topk_log_probs(x, w, 3, **of)[0],
-    "sampled top-k": lambda x, w, labels, **of: head.linear_sampled_log_probs(x, w, labels, V, **of),
-    "sampled top-p": lambda x, w, labels, **of: head.linear_sampled_log_probs(x, w, labels, None, 0.999999, **of),
     "forward KL": lambda x, w, labels, **of: head.linear_kl_divergence(x, w, x.flip(0), w.flip(1), **of),
     "reverse KL": lambda x, w, labels, **of: head.linear_kl_divergence(x, w, x.flip(0), w.flip(1), "reverse", **of),
     "JS": lambda x, w, labels, **of: head.linear_js_divergence(x, w, x.flip(0), w.flip(1), **of),
 }
-LOGITS = {
-    "log-probs": lambda z, labels, **of: token_log_probs(z, labels, **of),
-    "gathered": lambda z, labels, **of: head.gather_log_probs(z, labels.unsqueeze(1), **of),
-    "logits": lambda z, labels, **of: head.gather_logits(z, labels.unsqueeze(1), **of),
-    "top-k": lambda z, labels, **of: vocab_topk(z, 3, **of)[0],
-    "sampled top-k": lambda z, labels, **of: sampled_log_probs(z, labels, V, **of),
-    "sampled top-p": lambda z, labels, **of: sampled_log_probs(z, labels, None, 0.999999, **of),
-    "forward KL": lambda z, labels, **of: kl_divergence(z, z.detach().flip(0), **of),
-    "reverse KL": lambda z, labels, **of: kl_divergence(z, z.detach().flip(0), "reverse", **of),
-    "JS": lambda z, labels, **of: js_divergence(z, z.detach().flip(0), **of),
+LOGITS = OF_LOGITS | {
+    "forward KL": lambda z, labels, **of: head.kl_divergence(z, z.detach().flip(0), **of),
+    "reverse KL": lambda z, labels, **of: head.kl_divergence(z, z.detach().flip(0), "reverse", **of),
+    "JS": lambda z, labels, **of: head.js_divergence(z, z.detach().flip(0), **of),
     "softmax": lambda z, labels, **of: head.vocab_parallel_softmax(z, **of).square(),
     "log-softmax": lambda z, labels, **of: head.vocab_parallel_log_softmax(z, **of),
 }
@@ -112,12 +101,3 @@ def test_logits_and_an_empty_shard(name, dtype):
     g = torch.Generator().manual_seed(0)
     leaf, labels = torch.randn(T, V, generator=g).to(dtype).requires_grad_(), torch.randint(V, (T,), generator=g)
     check_an_empty_shard(partial(LOGITS[name], labels=labels), [leaf], (1,))
-
-
-@ranks(4)
-def test_top_p_with_all_columns_on_one_of_four_ranks():
-    """The ranks cannot tell from such shards how wide the first is: refused on all, where it once was a crash."""
-    start = 0 if dist.get_rank() == 0 else V
-    vocab, labels = VocabShard(start, V, V), torch.zeros(T, dtype=torch.int64)
-    with pytest.raises(ValueError, match="top_p without top_k needs shards of equal width"):
-        sampled_log_probs(torch.randn(T, V - start), labels, None, 0.5, tp_group=dist.group.WORLD, vocab=vocab)

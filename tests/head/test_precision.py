@@ -23,7 +23,6 @@ def problem_of(tokens, width, columns, size, targets, grads):
 
 
 def over_ranks(got, truth, group):
-    """Distance of the whole gradient whose pieces the ranks hold."""
     return collectives.all_reduce((got.double() - truth).square().sum(), group).sqrt()
 
 

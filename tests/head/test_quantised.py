@@ -54,7 +54,6 @@ READ_OUTS = {
 
 
 def found(weight, hidden, labels, name, **facts):
-    """Results and dx."""
     x = hidden.clone().requires_grad_()
     results = LmHead(weight, **facts).read(x, *READ_OUTS[name](labels, Teacher(LmHead(weight), hidden * 2)))
     first = results[0] if isinstance(results, tuple) else results
@@ -89,7 +88,6 @@ def test_fixed_bits():
 
 
 def test_torchaos_weights():
-    """Optional: where torchao is installed."""
     quantization = pytest.importorskip("torchao.quantization")
     layer = torch.nn.Linear(D, V, bias=False).bfloat16()
     quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())

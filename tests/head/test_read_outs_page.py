@@ -41,7 +41,6 @@ def page():
 
 
 def excess_surprise(z, labels):
-    """What the page's own read-out should give."""
     return (-reference.log_probs(z, labels) - reference.entropy(z)).where(labels != -100, 0.0)
 
 
@@ -75,6 +74,8 @@ def test_a_read_out_of_ones_own_over_shards():
     true_dx, true_dw = torch.autograd.grad(truth.sum(), whole)
     torch.testing.assert_close(dx.double(), true_dx, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(dw.double(), true_dw[shard.start : shard.stop], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="labels"):
+        LmHead(w, dist.group.WORLD, vocab=shard).read(x, own(labels.clamp(min=0) + 21))
 
 
 @ranks(2)

@@ -8,19 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext import VocabShard, reference
+from megatron_ext import VocabShard, head, reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import group_size
-from megatron_ext.head import (
-    LmHead,
-    MeanLogit,
-    Sampled,
-    gather_log_probs,
-    linear_sampled_log_probs,
-    sampled_log_probs,
-    token_entropy,
-    vocab_parallel_log_softmax,
-)
 from megatron_ext.head.readouts import top_k_filter, top_p_filter
 from megatron_ext.head.row_passes import selection
 from tests.head.problems import error
@@ -72,7 +62,7 @@ def test_from_logits(tied):
             alone = top_k in (None, -1) and top_p < 1
             for chunk_tokens, few, chunks in ((None, 1000, 1), (4, 1000, 4), (None, 0, 2)):
                 with count_collectives() as counts, mock.patch.object(top_p_filter, "_TOO_FEW_TO_SHARE", few):
-                    found = sampled_log_probs(
+                    found = head.sampled_log_probs(
                         mine,
                         labels,
                         top_k,
@@ -101,7 +91,7 @@ def test_ties_of_narrow_logits(dtype):
     mine = z[..., own].clone().requires_grad_()
     for top_k, top_p in ((5, 1.0), (9, 0.77), (None, 0.77)):
         want, want_grad = truth(z, labels, top_k, top_p, upstream)
-        found = sampled_log_probs(mine, labels, top_k, top_p, TEMPERATURE, group)
+        found = head.sampled_log_probs(mine, labels, top_k, top_p, TEMPERATURE, group)
         assert torch.equal(found > -torch.inf, want > -torch.inf)
         torch.testing.assert_close(found, want.float(), rtol=2e-6, atol=2e-6)
         (grad,) = torch.autograd.grad(found, mine, upstream)
@@ -133,12 +123,12 @@ def check_more_equals_than_k():
         want, want_grad = truth(z, labels, top_k, top_p, upstream)
         assert want.isfinite().any()
         for chunk_tokens in (None, 4):
-            found = sampled_log_probs(mine, labels, top_k, top_p, TEMPERATURE, group, chunk_tokens=chunk_tokens)
+            found = head.sampled_log_probs(mine, labels, top_k, top_p, TEMPERATURE, group, chunk_tokens=chunk_tokens)
             torch.testing.assert_close(found, want)
             torch.testing.assert_close(torch.autograd.grad(found, mine, upstream.double())[0], want_grad[:, own])
         finite = want_grad.isfinite() & (z > -torch.inf).all(1, keepdim=True)
         with count_collectives() as counts:
-            found = linear_sampled_log_probs(eye, weight, labels, top_k, top_p, TEMPERATURE, group)
+            found = head.linear_sampled_log_probs(eye, weight, labels, top_k, top_p, TEMPERATURE, group)
         assert top_k is None or counts.total() == (dist.get_world_size() > 1)
         torch.testing.assert_close(found, want)
         (grad,) = torch.autograd.grad(found, weight, upstream.double())
@@ -156,7 +146,7 @@ def test_k_above_the_vocabulary_keeps_all_of_it(top_k):
     for top_p in (1.0, 0.8):
         want, want_grad = truth(z, labels, None, top_p, upstream)
         with count_collectives() as counts:
-            found = sampled_log_probs(mine, labels, top_k, top_p, TEMPERATURE, group)
+            found = head.sampled_log_probs(mine, labels, top_k, top_p, TEMPERATURE, group)
         assert counts.total() == (0 if group_size(group) == 1 else 1 + (top_k == 5000))
         torch.testing.assert_close(found, want)
         (grad,) = torch.autograd.grad(found, mine, upstream.double())
@@ -165,16 +155,16 @@ def test_k_above_the_vocabulary_keeps_all_of_it(top_k):
     if group_size(group) == 2:
         wrong = VocabShard(own.start, own.stop, 40 + rank)
         with pytest.raises(ValueError, match="vocab"):
-            sampled_log_probs(mine, labels, top_k, 1.0, 1.0, group, wrong)
+            head.sampled_log_probs(mine, labels, top_k, 1.0, 1.0, group, wrong)
         with pytest.raises(ValueError, match="outside" if rank else "another rank of tp_group refused"):
-            sampled_log_probs(mine, labels.clamp(min=0) + 99 * rank, top_k, 1.0, 1.0, group)
+            head.sampled_log_probs(mine, labels.clamp(min=0) + 99 * rank, top_k, 1.0, 1.0, group)
 
 
 @pytest.mark.slow
 def test_bytes():
     """Beyond logits and gradient at most a tenth of the logits, in chunks. Each filter alone: tests/model_utils."""
     tokens, columns = 512, 32768
-    call = partial(sampled_log_probs, top_k=50, top_p=0.9, temperature=0.7, chunk_tokens=8)
+    call = partial(head.sampled_log_probs, top_k=50, top_p=0.9, temperature=0.7, chunk_tokens=8)
     forward, backward = costs_on_logits(call, tokens, columns, 1)
     assert forward.peak_bytes <= 0.1 * 2 * tokens * columns
     assert backward.peak_bytes <= 1.1 * 2 * tokens * columns
@@ -187,7 +177,7 @@ def test_from_hidden_states_only_a_chunk_of_logits(top_k):
     tokens, width, columns = 1024, 256, 8192
 
     def call(hidden, weight, labels, group, layout):
-        return linear_sampled_log_probs(hidden, weight, labels, top_k, 0.9, 1.0, group, chunk_tokens=32)
+        return head.linear_sampled_log_probs(hidden, weight, labels, top_k, 0.9, 1.0, group, chunk_tokens=32)
 
     found = costs(call, sizes=(tokens, width, 2 * columns, 2))
     assert found.flops == 8 * tokens * width * columns
@@ -216,19 +206,20 @@ def test_from_hidden_states_only_a_chunk_of_logits(top_k):
 def test_bad_input(changed, message):
     labels = {"labels": torch.zeros(4).long()}
     with pytest.raises(ValueError, match=message):
-        sampled_log_probs(torch.zeros(4, 10), **(labels | changed))
+        head.sampled_log_probs(torch.zeros(4, 10), **(labels | changed))
     with pytest.raises(ValueError, match=message):
-        linear_sampled_log_probs(torch.zeros(4, 3), torch.zeros(10, 3), **(labels | changed))
+        head.linear_sampled_log_probs(torch.zeros(4, 3), torch.zeros(10, 3), **(labels | changed))
 
 
 @ranks(4)
 def test_top_p_of_four_shards_that_are_not_equal():
     group, rank, labels = dist.group.WORLD, dist.get_rank(), torch.zeros(4).long()
     middle = VocabShard(10 * rank + (rank > 1), 10 * rank + 10 + (rank > 0), 41)
-    for uneven in (VocabShard.split(41, group), middle):  # 11, 10, 10, 10 columns; 10, 11, 10, 10
+    first = VocabShard(0 if rank == 0 else 41, 41, 41)
+    for uneven in (VocabShard.split(41, group), middle, first):  # 11, 10, 10, 10 columns; 10, 11, 10, 10; 41, 0, 0, 0
         with pytest.raises(ValueError, match="needs shards of equal width"):
-            sampled_log_probs(torch.zeros(4, uneven.columns), labels, None, 0.5, 1.0, group, uneven)
-    found = sampled_log_probs(torch.zeros(4, 10), labels, 2, 1.0, 1.0, group)
+            head.sampled_log_probs(torch.zeros(4, uneven.columns), labels, None, 0.5, 1.0, group, uneven)
+    found = head.sampled_log_probs(torch.zeros(4, 10), labels, 2, 1.0, 1.0, group)
     torch.testing.assert_close(found, torch.full((4,), 1 / 40).log())  # all are still in step; all logits are equal
 
 
@@ -243,9 +234,9 @@ def test_top_p_of_shards_that_are_not_equal(chunk_tokens):
         rest = {"tp_group": group, "vocab": vocab, "chunk_tokens": chunk_tokens}
         with count_collectives() as counts:
             with pytest.raises(ValueError, match="vocab: ") as of_logits:
-                sampled_log_probs(torch.zeros(4, columns), labels, None, 0.5, **rest)
+                head.sampled_log_probs(torch.zeros(4, columns), labels, None, 0.5, **rest)
             with pytest.raises(ValueError, match="vocab: ") as of_hidden:
-                linear_sampled_log_probs(torch.zeros(4, 3), torch.zeros(columns, 3), labels, None, 0.5, **rest)
+                head.linear_sampled_log_probs(torch.zeros(4, 3), torch.zeros(columns, 3), labels, None, 0.5, **rest)
         assert counts.total() == 2
         assert str(of_logits.value) == str(of_hidden.value)
         return str(of_logits.value)
@@ -276,7 +267,7 @@ def test_a_refusal_is_of_the_dtype_that_others_wait_for(dtype):
                 hidden = torch.ones(tokens, 3, dtype=dtype)
                 for top_k, top_p in ((None, 0.5), (2, 0.5), (None, 1.0)):
                     with pytest.raises(ValueError, match=message):
-                        linear_sampled_log_probs(hidden, weight, labels, top_k, top_p, 1.0, group, layout)
+                        head.linear_sampled_log_probs(hidden, weight, labels, top_k, top_p, 1.0, group, layout)
 
 
 @ranks(1, 2)
@@ -289,10 +280,10 @@ def test_a_row_of_minus_infinity():
     z, hidden = whole[:, own].clone().requires_grad_(), torch.eye(4).double()
     for top_k, top_p in ((None, 1.0), (3, 1.0), (3, 0.5), (10, 0.9), (None, 0.5)):
         for chunk_tokens in (None, 1):
-            from_logits = sampled_log_probs(z, labels, top_k, top_p, 1.0, group, chunk_tokens=chunk_tokens)
+            from_logits = head.sampled_log_probs(z, labels, top_k, top_p, 1.0, group, chunk_tokens=chunk_tokens)
             weight = whole[:, own].t().nan_to_num(neginf=-1e308).requires_grad_()  # times 4 it is -inf
             x = 4 * hidden[1:3]
-            from_hidden = linear_sampled_log_probs(x, weight, labels[1:3], top_k, top_p, 1.0, group)
+            from_hidden = head.linear_sampled_log_probs(x, weight, labels[1:3], top_k, top_p, 1.0, group)
             assert from_logits[1].item() == from_hidden[0].item() == -torch.inf
             assert from_logits[2].item() == from_hidden[1].item() == 0
             (grad,) = torch.autograd.grad(from_logits.sum(), z)
@@ -301,18 +292,18 @@ def test_a_row_of_minus_infinity():
             assert not grad[1].any() or (top_k, top_p) == (None, 1.0)  # there a label at -inf has log_softmax's
             if grad[0].any():
                 assert from_logits[0].isfinite()
-    assert token_entropy(z, group)[1].item() == 0
-    picked = gather_log_probs(z, labels.clamp(min=0).unsqueeze(1), group)
+    assert head.token_entropy(z, group)[1].item() == 0
+    picked = head.gather_log_probs(z, labels.clamp(min=0).unsqueeze(1), group)
     assert picked[1].item() == -torch.inf
     assert torch.autograd.grad(picked[:2].sum(), z)[0].isfinite().all()
-    assert vocab_parallel_log_softmax(z, group)[1].isneginf().all()
+    assert head.vocab_parallel_log_softmax(z, group)[1].isneginf().all()
 
 
 @pytest.mark.parametrize("top_k", [None, 4, 5])
 def test_a_prefix_of_exactly_top_p_is_enough(top_k):
     """Probabilities of 1/2, 1/4, 1/8 and 1/8."""
     z, labels = torch.tensor([0.0, -1, -2, -2, -torch.inf], dtype=torch.float64).expand(4, 5), torch.arange(4)
-    found = sampled_log_probs(z, labels, top_k, 0.75, 1 / math.log(2))
+    found = head.sampled_log_probs(z, labels, top_k, 0.75, 1 / math.log(2))
     torch.testing.assert_close(found.exp(), torch.tensor([2 / 3, 1 / 3, 0, 0], dtype=torch.float64))
 
 
@@ -324,8 +315,8 @@ def test_top_p_beside_another_read_out_writes_no_padding_column():
     leaves = [x.requires_grad_() for x in (hidden, weight)]
 
     def gradients(rows, **options):
-        of = LmHead(weight[:rows], "unsharded", **options)
-        filtered, mean = of.read(hidden, Sampled(labels, top_p=0.9), MeanLogit())
+        of = head.LmHead(weight[:rows], "unsharded", **options)
+        filtered, mean = of.read(hidden, head.Sampled(labels, top_p=0.9), head.MeanLogit())
         return torch.autograd.grad(filtered.masked_fill(filtered == -torch.inf, 0.0).sum() + mean.sum(), leaves)
 
     before = torch.get_deterministic_debug_mode()

@@ -8,11 +8,13 @@ import torch.distributed as dist
 
 from benchmarks.meter import measure
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head import AcceptanceRate, CrossEntropy, LmHead, Teacher, TotalVariation
+from tests.fuzz import heads
+from tests.head.test_read import check_read
+from tests.marks import slow
 from tests.ranks import ranks
 
-S, B, D, V = 4, 3, 6, 20
+D, V = 6, 20
 
 
 def drawn(*shape, seed):
@@ -20,34 +22,11 @@ def drawn(*shape, seed):
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("predictions", [1, 2, 7])
-def test_with_the_loss_of_all_predictions(predictions):
-    """The target's product is made once for all of them; its hidden states get no gradient."""
-    group, world, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    drafts, target, weight = drawn(S, B, predictions, D, seed=0), drawn(S, B, D, seed=1), drawn(V, D, seed=2)
-    labels = torch.randint(V, (S, B, predictions), generator=torch.Generator().manual_seed(3))
-    labels[-1, :, -1] = -100
-    upstream, shard = drawn(2, S, B, predictions, seed=4), VocabShard.split(V, group)
-    leaves = [drafts.clone().requires_grad_(), weight.clone().requires_grad_()]
-    p, q = (leaves[0] @ leaves[1].t() / 0.7).softmax(-1), (target @ weight.t() / 0.7).softmax(-1).unsqueeze(-2)
-    wanted = (p - q).abs().sum(-1) / 2
-    loss = -p.log().gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).where(labels >= 0, 0.0)
-    counts = drawn(S, B, predictions, seed=5) > -0.7
-    for layout in ("replicated", "sequence"):
-        for only in (None, counts):
-            chosen = torch.ones_like(counts) if only is None else only
-            total = (torch.stack([loss, wanted]) * upstream * chosen).sum()
-            dx, dw = torch.autograd.grad(total, leaves, retain_graph=True)
-            rows = slice(S // world * rank, S // world * (rank + 1)) if layout == "sequence" else slice(None)
-            x = drafts[rows].clone().requires_grad_()
-            w = weight[shard.start : shard.stop].clone().requires_grad_()
-            head = LmHead(w, group, layout, vocab=shard, temperature=0.7, chunk_tokens=5)
-            found = head.read(x, CrossEntropy(labels), TotalVariation(Teacher(head, target[rows])), counts=only)
-            (torch.stack(found) * upstream).sum().backward()
-            torch.testing.assert_close(found[0], loss.where(chosen, 0.0))
-            torch.testing.assert_close(found[1], wanted.where(chosen, 0.0))
-            torch.testing.assert_close(x.grad, dx[rows])
-            torch.testing.assert_close(w.grad, dw[shard.start : shard.stop])
+@pytest.mark.parametrize("cases", [16, *slow(64)])
+def test_with_the_loss_of_all_predictions(cases):
+    """Of one draft of each target, or several; some of which count."""
+    for number in range(cases):
+        check_read(heads.read, number, ["loss", "total variation"])
 
 
 def test_the_target_is_projected_once():

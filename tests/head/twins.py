@@ -447,33 +447,50 @@ def comparisons():
         ]
     ]
     fused = [(compare_fused_products, case) for case in CASES if _ON_GPU]  # a rehearsal has no descriptors of tensors
-    return [*sampled, *terms, *passes, *fused]
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)
+    fixed = [(compare_products, case) for case in itertools.product(dtypes, ("logits", "dx", "dW"))]
+    fixed += [(compare_fixed_sums, (dtype,)) for dtype in dtypes[:2]]
+    return [*sampled, *terms, *passes, *fused, *fixed]
 
 
-def compare_products(device: str, dtype: torch.dtype, goes_on: bool, adds: bool) -> None:
-    """Sizes that are no multiples of a tile, operands of any strides, and an output that has gaps."""
+def compare_products(device: str, dtype: torch.dtype, kind: str) -> None:
+    """True values, of sizes that are no multiples of a tile, in an output that has gaps; a row's bits are those of any
+    other place and number of rows, and a sum's those of two parts. `kind`: whose operands' strides these are."""
     generator = torch.Generator().manual_seed(0)
-    wide, (rows, length, columns) = accumulation_dtype(dtype), (70, 2 * 64 + 5, 300)
-    a_MK = torch.randn(length, rows, generator=generator).to(device, dtype).t()
-    b_KN = torch.randn(length, columns, generator=generator).to(device, dtype)
-    out_MN = torch.randn(rows, columns + 3, generator=generator).to(device, wide)
-    want = out_MN.double()
-    product = a_MK.double() @ b_KN.double()
-    want[:, :columns] = product + want[:, :columns] * (goes_on or adds)
-    fixed_order_kernels.product(a_MK, b_KN, out_MN[:, :columns], goes_on=goes_on, adds=adds)
-    torch.testing.assert_close(out_MN.double(), want, rtol=1e-5, atol=1e-4 if wide is torch.float32 else 1e-12)
+    wide, (m, k, n) = accumulation_dtype(dtype), (150, 2 * 64 + 6, 20)
+    left, right = (torch.randn(*shape, generator=generator).to(device, dtype) for shape in ((m, k), (k, n)))
+    a_MK = left.t().contiguous().t() if kind == "dW" else left
+    b_KN = right.t().contiguous().t() if kind == "logits" else right
+    whole, parts = (torch.full((m, n + 3), 7.0, dtype=wide, device=device)[:, :n] for _ in range(2))
+    fixed_order_kernels.product(a_MK, b_KN, whole)
+    precise = 1e-12 if dtype is torch.float64 else 1e-5
+    torch.testing.assert_close(whole, (left.double() @ right.double()).to(wide), rtol=precise, atol=precise)
+    assert (whole._base[:, n:] == 7.0).all()
+    some = torch.empty(3, n, dtype=wide, device=device)
+    fixed_order_kernels.product(a_MK[[140, 2, 77]], b_KN, some)
+    assert some.equal(whole[[140, 2, 77]])
+    fixed_order_kernels.product(a_MK[:, :64], b_KN[:64], parts)
+    fixed_order_kernels.product(a_MK[:, 64:], b_KN[64:], parts, goes_on=True)
+    assert parts.equal(whole)
+    more = torch.ones(m, n, dtype=dtype, device=device)
+    fixed_order_kernels.product(a_MK, b_KN, more, adds=True)
+    assert more.equal((1 + whole).to(dtype))
 
 
 def compare_fixed_sums(device: str, dtype: torch.dtype) -> None:
-    """Rows longer than a block, segments of any length, and sums of an engine's softmax with their logarithms."""
-    generator = torch.Generator().manual_seed(0)
-    x_TN = torch.randn(3, 2500, generator=generator).to(device, dtype)
-    precise = {"rtol": 1e-5, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 1e-12, "atol": 1e-11}
-    torch.testing.assert_close(fixed_order_sums.row_sums(x_TN), x_TN.double().sum(1), **precise)
-    lengths_T = torch.tensor([0, 2000, 1, 1500], device=device)
-    x_n = x_TN.flatten()[:3501]
-    wanted = torch.stack([part.sum() for part in x_n.split(lengths_T.tolist())])
-    torch.testing.assert_close(fixed_order_sums.segment_sums(x_n, lengths_T), wanted, **precise)
+    """True values, by a row's or a segment's numbers alone; rows longer than a block, and segments of any length."""
+    x_TN = torch.randn(7, 2500, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    precise = {"rtol": 0.0, "atol": 1e-12 if dtype is torch.float64 else 2e-4}
+    whole_T = fixed_order_sums.row_sums(x_TN)
+    torch.testing.assert_close(whole_T, x_TN.double().sum(1), **precise, check_dtype=False)
+    assert whole_T[[5]].equal(fixed_order_sums.row_sums(x_TN[[5]]))
+    assert whole_T[2:4].equal(fixed_order_sums.row_sums(x_TN.t().contiguous().t()[2:4]))
+    lengths_T = torch.tensor([0, 3, 2400, 0, 97, 1], device=device)
+    parts = x_TN.flatten()[: int(lengths_T.sum())].split(lengths_T.tolist())
+    found_T = fixed_order_sums.segment_sums(torch.cat(parts), lengths_T)
+    wanted_T = torch.stack([part.double().sum() for part in parts])
+    torch.testing.assert_close(found_T, wanted_T, **precise, check_dtype=False)
+    assert found_T[2:3].equal(fixed_order_sums.segment_sums(parts[2], lengths_T[2:3]))
 
 
 def compare_engine_softmax(device: str, softcap: float | None, temperature: float, with_bias: bool) -> None:
@@ -507,12 +524,7 @@ QUICK = {
     ],
     "nucleus": [(compare_nucleus, (_FP32, 21, 3.0, temperature, (0.7,), 8)) for temperature in (0.7,)],
     "selection": [(compare_selection, (_FP32, 130, (5,)))],
-    "products": [
-        (compare_products, (_BF16, False, False)),
-        (compare_products, (_BF16, True, False)),
-        (compare_products, (_FP32, False, True)),
-        (compare_products, (torch.float64, False, False)),
-    ],
+    "products": [(compare_products, case) for case in ((_BF16, "logits"), (_FP32, "dx"), (torch.float64, "dW"))],
     "fused products": [(compare_fused_products, case) for case in CASES],
     "fixed sums": [(compare_fixed_sums, (dtype,)) for dtype in (_FP32, torch.float64)],
     "engine softmax": [

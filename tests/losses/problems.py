@@ -17,7 +17,6 @@ def drawn(*shape, scale=1.0, seed=0):
 
 
 def head():
-    """Hidden states `[B, S, D]` and weight `[V, D]`."""
     return drawn(B, S, D), drawn(V, D, seed=1)
 
 

@@ -70,7 +70,6 @@ OF_EACH = {
 
 
 def good(loss, layout):
-    """Arguments of a loss, on this rank."""
     generator = torch.Generator().manual_seed(0)
     own = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2) if layout == "sequence" else slice(None)
     hidden = torch.randn(B, S, D, generator=generator)[own]

@@ -190,12 +190,3 @@ def test_odds_near_certainty_lose_digits_as_derived(logit):
     allowed = 4 * torch.finfo(torch.float64).eps * factor
     assert abs(loss - true) <= allowed * max(true.item(), torch.sigmoid(torch.tensor(1 - logit)).item())
     assert (x.grad - true_x.grad).abs().max() <= allowed * true_x.grad.abs().max()
-
-
-def test_ipo_is_of_means_and_hinge_ends_at_0():
-    """Of sums -4 and -8, which are means -2 and -4."""
-    log_probs = torch.tensor([[-1.0, -3.0], [-4.0, -4.0]])
-    assert DPOLoss(loss_type="ipo", beta=0.5, reference_free=True).from_log_probs(log_probs)[0] == 1
-    hinge = DPOLoss(loss_type="hinge", beta=0.5, reference_free=True)
-    assert hinge.from_log_probs(log_probs)[0] == 0
-    assert hinge.from_log_probs(log_probs.flip(0))[0] == 3

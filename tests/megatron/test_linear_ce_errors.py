@@ -15,9 +15,10 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron import versions
-from tests.gpt import VOCAB, grouped
+from tests.gpt import VOCAB, LoRALinear, grouped
 from tests.marks import slow
 from tests.megatron.patching import SEQ, assert_fused_is_stock, batch, later_gpt, on_gpt, one_gpt, patch, patched, run
+from tests.megatron.test_linear_ce_foreign_code import subclass_that_calls_super
 from tests.programs import python
 
 
@@ -109,21 +110,6 @@ def custom_layer(model):
 
 
 def layer_with_an_adapter(model):
-    """As Megatron-Bridge wraps a layer: the weight, and what asks for it, are those of the layer inside."""
-
-    class LoRALinear(torch.nn.Module):
-        def __init__(self, to_wrap):
-            super().__init__()
-            self.to_wrap, self.adapter = to_wrap, torch.nn.Linear(to_wrap.input_size, to_wrap.output_size_per_partition)
-
-        def __getattr__(self, name):
-            inside = self.__dict__["_modules"]
-            return inside[name] if name in inside else getattr(inside["to_wrap"], name)
-
-        def forward(self, x, *args, **kwargs):
-            logits, bias = self.to_wrap(x, *args, **kwargs)
-            return logits + self.adapter(x), bias
-
     model.output_layer = LoRALinear(model.output_layer)
     return "is a LoRALinear, which adds an adapter to another layer's logits; leave output_layer out"
 
@@ -131,20 +117,6 @@ def layer_with_an_adapter(model):
 def layer_with_hooks(model):
     model.output_layer.register_full_backward_hook(lambda module, before, after: None)
     return "backward hooks"
-
-
-def instance_forward(model):
-    forward = model.output_layer.forward
-    model.output_layer.forward = lambda *args, **kwargs: (2 * forward(*args, **kwargs)[0], None)
-    return "put there by somebody else"
-
-
-def custom_loss(model):
-    def compute_language_model_loss(self, labels, logits):
-        return 3 * super(type(self), self).compute_language_model_loss(labels, logits)
-
-    model.__class__ = type("Custom", (type(model),), {"compute_language_model_loss": compute_language_model_loss})
-    return "compute_language_model_loss of its own"
 
 
 def function_layer(model):
@@ -171,6 +143,17 @@ def mxfp8_layer(model):
     kind = type("TELMHeadColumnParallelLinear", (type(model.output_layer),), {"softcap": None})
     model.output_layer.__class__ = vars(transformer_engine)[kind.__name__] = kind
     return r"multiplies in MXFP8 .fp8_output_proj.*set fp8_output_proj=False"
+
+
+def instance_forward(model):
+    forward = model.output_layer.forward
+    model.output_layer.forward = lambda *args, **kwargs: (2 * forward(*args, **kwargs)[0], None)
+    return "put there by somebody else"
+
+
+def custom_loss(model):
+    subclass_that_calls_super(model)
+    return "compute_language_model_loss of its own"
 
 
 @on_gpt(tp=2)

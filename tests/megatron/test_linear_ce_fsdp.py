@@ -22,12 +22,9 @@ SLOW = (pytest.mark.slow, pytest.mark.each_version)
 def shard(model, reshard: bool) -> None:
     """As Megatron's TorchFullyShardedDataParallel does: layers, embedding and output layer, then the whole."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    fully_shard(model.embedding, mesh=mesh, reshard_after_forward=reshard)
-    for layer in model.decoder.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    if model.output_layer.weight is not None:
-        fully_shard(model.output_layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    output = [] if model.output_layer.weight is None else [model.output_layer]
+    for module in (model.embedding, *model.decoder.layers, *output, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
 
 
 def own_step(model):

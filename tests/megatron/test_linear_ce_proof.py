@@ -15,11 +15,12 @@ from torch import distributed as dist
 
 from megatron_ext.distributed.collectives import all_gather_object
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.megatron.fused_loss.fusion_proof import compare as compare_both
+from megatron_ext.megatron.fused_loss import fusion_proof
 from megatron_ext.megatron.fusion_report import fusion_report
 from tests.gpt import VOCAB, grouped
 from tests.marks import slow
 from tests.megatron.patching import assert_same, batch, grads_of, on_gpt, one_gpt, patched, run
+from tests.ranks import ranks
 
 
 def twice(function):
@@ -150,17 +151,14 @@ def test_the_proof_leaves_nothing_behind(sequence_parallel, tied):
 
 @on_gpt()
 def test_modes_of_the_proof(model, labels):
-    with mock.patch("megatron_ext.megatron.fused_loss.fusion_proof.compare") as compare:
+    with mock.patch.object(fusion_proof, "compare") as compare:
         with patched(proof="off"):
             run(model, labels)
             with decorated_loss(model):
                 doubled = run(model, labels)
         assert compare.call_count == 0
     torch.testing.assert_close(doubled, 2 * run(model, labels), rtol=1e-6, atol=1e-6)
-    counted = mock.patch(
-        "megatron_ext.megatron.fused_loss.fusion_proof.compare",
-        side_effect=compare_both,
-    )
+    counted = mock.patch.object(fusion_proof, "compare", wraps=fusion_proof.compare)
     for mode, times in (("always", 2), ("first", 0)):  # all of the model is Megatron's own
         with counted as compare, patched(proof=mode):
             run(model, labels)
@@ -339,3 +337,57 @@ def test_threads_share_a_model(model, labels):
             thread.join()
         assert not faults, faults
         assert own == [vars(model), vars(model.output_layer)] == [before, layer]
+
+
+# -- verify= of the patch: the first losses both ways, side by side ----------------------------------------------------
+
+
+@grouped(1, 2)
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_first_losses_are_taken_both_ways(in_parts):
+    tp = torch.distributed.get_world_size()
+    if in_parts and tp == 1:
+        return
+    model = one_gpt(sequence_parallel=in_parts)
+    stock, gradients = step(model)
+    with patched(verify=2):
+        for _ in range(3):
+            loss, found = step(model)
+            torch.testing.assert_close(loss, stock)
+            assert_same(found, gradients)
+    (report,) = fusion_report().models
+    assert report.losses_fused == 3
+    assert report.logits_made.total() == 0
+    assert len(report.verified.stock) == len(report.verified.ours) == 2
+    loss, norm = report.verified.largest
+    assert loss < 1e-6
+    assert norm < 1e-5
+    assert report.verified.ours[0].loss == pytest.approx(stock.mean().item(), rel=1e-5)
+    assert "2 losses verified, largest relative difference: loss" in str(report)
+
+
+@on_gpt()
+def test_another_loss_is_told_with_both_runs(model):
+    own = fusion_proof.linear_training_loss
+
+    def doubled(*arguments):
+        found = own(*arguments)
+        return found._replace(loss=2 * found.loss)
+
+    with patched(verify=1), mock.patch.object(fusion_proof, "linear_training_loss", doubled):
+        with pytest.warns(UserWarning, match=r"the loss of a step differs by 1\.0e\+00, and at most 1\.0e-04"):
+            step(model)
+
+
+@grouped(1)
+def test_a_model_that_does_not_train_is_not_verified():
+    model = one_gpt().eval()
+    with patched(verify=1):
+        run(model, batch()[1])
+    assert fusion_report().models[0].verified is None
+
+
+@ranks(1)
+def test_number_of_losses_to_verify_has_a_rule():
+    with pytest.raises(ValueError, match="verify is -1: it must be a number of losses"), patched(verify=-1):
+        pass

@@ -13,6 +13,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+from megatron_ext.experimental.pipeline_vocabulary.vocabulary_sharing import output_layer_fault
+from megatron_ext.head import LmHead
 from megatron_ext.head.training_loss import TrainingLoss
 from megatron_ext.megatron.fused_loss import megatron_log
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
@@ -45,11 +47,11 @@ CHANGED = {"z_loss": 0.03, "label_smoothing": 0.2, "softcap": 0.4, "temperature"
 
 
 def reference(logits, labels, *, z_loss=0.0, label_smoothing=0.0, softcap=None, temperature=1.0):
-    """Losses `[B, S]` without z-loss, and the z-loss, of whole logits `[B, S, V]`."""
+    """Of whole logits `[B, S, V]` the losses `[B, S]` without z-loss, the z-loss, and the entropies."""
     z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     z = z / temperature
     loss = F.cross_entropy(z.transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing)
-    return loss, z_loss * z.logsumexp(-1).square()
+    return loss, z_loss * z.logsumexp(-1).square(), torch.distributions.Categorical(logits=z).entropy()
 
 
 def reads_logits(module, args, outputs):
@@ -70,7 +72,7 @@ def test_options_of_the_loss(build, made):
         model, labels = build(sequence_parallel=True), batch()[1]
         for options in (CHANGED, {"z_loss": 0.1}, {"softcap": 0.3}):
             logits = run(model, runtime_gather_output=True)
-            loss, z_loss = reference(logits, labels, **options)
+            loss, z_loss, entropy = reference(logits, labels, **options)
             weights = torch.rand_like(loss)
             # The reference gathers full logits on every rank, each of which gives their whole gradient.
             expected = grads_of(model, loss + z_loss, weights)
@@ -83,13 +85,9 @@ def test_options_of_the_loss(build, made):
             assert_same(grads, expected)
             (counters,) = fusion_report().models
             assert (counters.losses_fused, counters.logits_made.total()) == ((0, 1) if made else (1, 0))
-            z = logits if options.get("softcap") is None else options["softcap"] * (logits / options["softcap"]).tanh()
-            entropy = torch.distributions.Categorical(logits=z / options.get("temperature", 1.0)).entropy()
             assert counters.entropy == pytest.approx(entropy.mean().item(), rel=1e-5)
-            if options.get("z_loss"):
-                assert counters.z_loss == pytest.approx(z_loss.mean().item(), rel=1e-5)
-            else:
-                assert counters.z_loss is None
+            wanted = pytest.approx(z_loss.mean().item(), rel=1e-5) if "z_loss" in options else None
+            assert counters.z_loss == wanted
 
 
 @on_gpt()
@@ -97,11 +95,10 @@ def test_reported_z_loss_is_a_mean_over_labels_that_count(model):
     labels = batch()[1].clone()
     labels[0, :3] = -100
     counted = labels != -100
-    _, z_loss = reference(run(model), labels.where(counted, 0), z_loss=0.1)
+    _, z_loss, entropy = reference(run(model), labels.where(counted, 0), z_loss=0.1)
     with patched(z_loss=0.1, entropy=True, model=model):
         run(model, labels)
     (counters,) = fusion_report().models
-    entropy = torch.distributions.Categorical(logits=run(model)).entropy()
     assert counters.entropy == pytest.approx(entropy[counted].mean().item(), rel=1e-5)
     assert counters.z_loss == pytest.approx(z_loss[counted].mean().item(), rel=1e-5)
 
@@ -130,7 +127,7 @@ def hybrid_of_spec(**head):
 def test_options_in_the_layer_spec(build):
     plain, labels = build(), batch()[1]
     logits = run(plain, runtime_gather_output=True)
-    loss, z_loss = reference(logits, labels, **CHANGED)
+    loss, z_loss, _ = reference(logits, labels, **CHANGED)
     weights = torch.rand_like(loss)
     expected = grads_of(plain, loss + z_loss, weights)
     stock = run(plain, labels)
@@ -244,9 +241,8 @@ def test_z_loss_entropy_and_counts_in_megatrons_log():
             unpatch()
         for part, log in zip(tokens.split(2), logs, strict=True):
             logits = run(chunks[0], tokens=part[:, :-1], runtime_gather_output=True)
-            loss, z_loss = reference(logits, part[:, 1:], z_loss=0.1)
-            entropy = torch.distributions.Categorical(logits=logits).entropy()
-            for name, expected in (("lm loss", loss), ("z loss", z_loss), ("entropy", entropy)):
+            per_token = reference(logits, part[:, 1:], z_loss=0.1)
+            for name, expected in zip(("lm loss", "z loss", "entropy"), per_token, strict=True):
                 total = (expected * mask).sum()
                 torch.testing.assert_close(log[name], forms(total, mask.sum())[form], rtol=2e-6, atol=1e-6)
         assert not megatron_log._last, "a later step would log it again"
@@ -273,7 +269,7 @@ def test_logits_of_another_dtype(of_fp32):
     assert not made
     logits = gather_from_tensor_model_parallel_region(kept[0].float() @ layer.weight.detach().float().t())
     logits.requires_grad_()
-    expected, _ = reference(logits.transpose(0, 1), labels)
+    expected, *_ = reference(logits.transpose(0, 1), labels)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
     (dz,) = torch.autograd.grad(expected.sum(), logits)
     own = dz.chunk(2, dim=-1)[torch.distributed.get_rank()].flatten(0, 1)
@@ -395,3 +391,31 @@ def test_a_model_that_had_no_patch_is_not_called_unpatched(model):
     assert str(fusion_report()) == said
     unpatch(model=other)
     assert str(fusion_report()) == said
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@grouped(1)
+@pytest.mark.parametrize(
+    "layers, patchs, rounds",
+    [(None, None, False), (FP32, None, False), (BF16, None, True), (None, BF16, True), (BF16, FP32, False)],
+)
+def test_the_patchs_dtype_goes_before_the_output_layers(layers, patchs, rounds):
+    calls, resolved = [], LmHead.resolved
+    model, labels = one_gpt().bfloat16(), batch()[1]
+    model.config.params_dtype = BF16
+    model.output_layer.output_dtype = layers
+    with (
+        patched(logit_dtype=patchs),
+        mock.patch.object(LmHead, "resolved", lambda head: calls.append(resolved(head)) or calls[-1]),
+    ):
+        run(model, labels)
+        fault = output_layer_fault(model)
+    assert {each.rounds for each in calls} == {rounds}
+    assert ("logits are rounded to torch.bfloat16" in str(fault)) is rounds
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(ValueError, match="logit_dtype is 'bf16': it must be None or torch.float32"):
+        HeadSettings(logit_dtype="bf16")

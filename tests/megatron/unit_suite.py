@@ -129,15 +129,8 @@ def run_rank(file, *, pipe, log, folder, environment, ours, chosen):
         def tell(record):
             os.write(pipe, json.dumps(record).encode() + b"\n")
 
-        options = [f"--rootdir={os.getcwd()}", "--config-file=pyproject.toml", "--override-ini=addopts="]
-        options += [
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:randomly",
-            f"--basetemp={folder}/rank{environment['RANK']}",
-            "--quiet",
-        ]
+        options = [f"--rootdir={os.getcwd()}", "--config-file=pyproject.toml", "--override-ini=addopts=", "--quiet"]
+        options += ["-pno:cacheprovider", "-pno:randomly", f"--basetemp={folder}/rank{environment['RANK']}"]
         status = pytest.main([*options, file], plugins=[Recorder(tell, chosen)])
         tell({"end": int(status)})
     except BaseException:

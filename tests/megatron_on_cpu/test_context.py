@@ -226,11 +226,6 @@ assert torch.cuda.is_initialized() is False
 """
 
 
-@pytest.mark.slow
-def test_nothing_that_torch_remembers_is_left_behind():
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_USE], check=True, timeout=TIMEOUT_S)
-
-
 FIRST_IMPORT = """
 import sys
 from megatron_on_cpu import megatron_on_cpu
@@ -247,8 +242,11 @@ assert not [value for value in left if value.__globals__["__name__"].startswith(
 
 
 @pytest.mark.slow
-def test_modules_imported_inside_hold_originals_outside():
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_IMPORT], check=True, timeout=TIMEOUT_S)
+@pytest.mark.parametrize(
+    "program", [FIRST_USE, FIRST_IMPORT], ids=["torch remembers nothing", "modules hold originals"]
+)
+def test_nothing_is_left_behind_in_a_new_process(program):
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("entered", ["before", "after"])

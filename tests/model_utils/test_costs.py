@@ -23,13 +23,6 @@ VOCAB = (0, COLUMNS)
 CHUNK = 24
 
 
-def _gather_logits(z, tokens, ids, group):
-    start, stop = VOCAB
-    return gather_logits_at_global_indices(
-        z, ids, group, vocab_start_index=start, vocab_end_index=stop, chunk_size=CHUNK
-    )
-
-
 CALLS = {
     "log-prob": lambda z, tokens, ids, group: ChunkedDistributedLogprob.apply(z, tokens, *VOCAB, CHUNK, group),
     "next token": lambda z, tokens, ids, group: from_parallel_logits_to_logprobs(
@@ -39,7 +32,9 @@ CALLS = {
     "gathered log-probs": lambda z, tokens, ids, group: ChunkedDistributedGatherLogprob.apply(
         z, ids, *VOCAB, CHUNK, group
     ),
-    "gathered logits": _gather_logits,
+    "gathered logits": lambda z, tokens, ids, group: gather_logits_at_global_indices(
+        z, ids, group, vocab_start_index=0, vocab_end_index=COLUMNS, chunk_size=CHUNK
+    ),
     "top-k": lambda z, tokens, ids, group: ChunkedDistributedLogprobWithSampling.apply(
         z, tokens, group, 20, 1.0, CHUNK
     ),

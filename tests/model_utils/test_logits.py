@@ -20,7 +20,6 @@ SOFTER = TrainingSamplingParams(temperature=0.7)  # the caller's part: the logit
 
 
 def call(grid: Grid, logits, tokens, vocabulary=24, **more):
-    """Of what this rank holds."""
     arguments = grid.vocab(vocabulary) | grid.groups | more
     return from_parallel_logits_to_logprobs(logits, tokens, **arguments)
 
@@ -80,7 +79,6 @@ def test_masked_columns_have_no_probability():
 @ranks(1, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_worse_than_plain_pytorch(dtype):
-    """Against fp64, the error is at most that of torch's log_softmax in the same dtype."""
     logits, tokens = problem(batch=4, length=64, vocabulary=512, dtype=dtype)
     truth = next_log_probs(logits.double(), tokens)
     plain = (next_log_probs(logits, tokens).double() - truth).norm()

@@ -91,42 +91,21 @@ CLASSES = {
 }
 
 
-def plain(parameters) -> str:
-    """A parameter list without annotations."""
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
-    return str(inspect.Signature(bare))[1:-1]
-
-
-def assert_begins_with(parameters, wanted: str) -> None:
-    """The parameters are those of `wanted`; what comes after them is keyword-only or has a default."""
-    count = len([name for name in wanted.split(", ") if name != "*"])
-    assert plain(parameters[:count]) == wanted
+@pytest.mark.parametrize("name", FUNCTIONS | CLASSES)
+def test_parameters(name):
+    """Ours begin with NeMo-RL's; what comes after them is keyword-only or has a default."""
+    ours, context, wanted = getattr(model_utils, name), name in CLASSES, (FUNCTIONS | CLASSES)[name]
+    assert not context or issubclass(ours, torch.autograd.Function)
+    parameters = [*inspect.signature(ours.forward if context else ours).parameters.values()][context:]
+    count = len([word for word in wanted.split(", ") if word != "*"])
+    bare = [p.replace(annotation=p.empty) for p in parameters[:count]]
+    assert str(inspect.Signature(bare))[1:-1] == wanted
     assert all(p.default is not p.empty for p in parameters[count:]), "a caller of NeMo-RL's does not know of it"
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name):
-    parameters = [*inspect.signature(getattr(model_utils, name)).parameters.values()]
-    assert_begins_with(parameters, FUNCTIONS[name])
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_autograd_functions(name):
-    cls = getattr(model_utils, name)
-    assert issubclass(cls, torch.autograd.Function)
-    assert callable(cls.apply)
-    _ctx, *parameters = inspect.signature(cls.forward).parameters.values()
-    assert_begins_with(parameters, CLASSES[name])
 
 
 def test_the_patch_has_its_one_option():
     option = inspect.signature(model_utils.patch_gpt_model_forward_for_linear_ce_fusion).parameters["chunk_size"]
     assert option.kind is option.KEYWORD_ONLY
-
-
-def test_sampling_parameters():
-    params = model_utils.TrainingSamplingParams()
-    assert (params.top_k, params.top_p, params.temperature) == (None, 1.0, 1.0)
 
 
 FILES = sorted(Path(model_utils.__file__).parent.glob("*.py"))

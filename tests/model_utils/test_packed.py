@@ -6,7 +6,6 @@ Of random packs: `tests.fuzz.model_utils`.
 import pytest
 import torch
 
-from benchmarks.meter import one_rank_of
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.model_utils import from_parallel_logits_to_logprobs_packed_sequences
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
@@ -32,7 +31,6 @@ def pack(grid: Grid):
 
 
 def call(grid: Grid, mine, tokens, padded, longest=LONGEST, **more):
-    """Of what this rank holds."""
     groups = {"group": grid.tp_group, "cp_group": grid.cp_group}
     return from_parallel_logits_to_logprobs_packed_sequences(
         mine, tokens, cumulative(padded), longest, **grid.vocab(24), **groups, **more
@@ -118,23 +116,6 @@ def test_logits_that_are_too_short_on_one_context_parallel_rank(rolled):
             call(grid, mine, parts.split(tokens, 1) if rolled else tokens, padded, target_is_pre_rolled=rolled)
 
 
-@pytest.mark.slow
-@ranks(2, rules="gloo")  # its group takes fake tensors
-def test_nothing_waits_for_the_device():
-    """On fake tensors whoever reads a value fails: cu_seqlens may lie on a GPU."""
-    grid = next(g for g in grids() if g.cp == 2)
-    with one_rank_of(1):  # fake tensors; the group is a real one
-        logits = torch.empty(1, 8, 24, dtype=torch.bfloat16, requires_grad=True)
-        tokens, cu_seqlens = torch.zeros(1, 16, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
-        for more in ({}, {"cu_seqlens": cu_seqlens.clone()}):
-            found = from_parallel_logits_to_logprobs_packed_sequences(
-                logits, tokens, cu_seqlens, 8, 0, 24, None, cp_group=grid.cp_group, **more
-            )
-            assert found.shape == (3, 7)
-            found.sum().backward()
-            assert logits.grad.shape == logits.shape
-
-
 @pytest.mark.gpu
 @pytest.mark.rehearsed
 def test_on_a_gpu_nothing_waits():
@@ -152,7 +133,6 @@ def test_on_a_gpu_nothing_waits():
 
 
 def test_time_does_not_depend_on_the_number_of_documents():
-    """As many operations for 100 documents as for 2: there is no loop over them."""
     counts = []
     for documents in (2, 100):
         tokens = torch.arange(400)[None]

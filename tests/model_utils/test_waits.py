@@ -53,7 +53,6 @@ def on_gpus(monkeypatch):
 
 @contextmanager
 def device_of(ranks):
-    """The device that stands for a GPU, and the group."""
     if ranks == 1:
         yield "meta", None
         return
@@ -76,6 +75,12 @@ def pack(device, group, places_at=None, ends_at=None):
     places, ends = (torch.arange(0, 12, 4, device=at or device) for at in (places_at, ends_at))
     call = (logits(device, 1), ids(device, 1, S), places, S, 0, COLUMNS, group)
     return from_parallel_logits_to_logprobs_packed_sequences(*call, cu_seqlens=ends if ends_at else None)
+
+
+def pack_over_cp(device, group, **more):
+    tokens = ids(device, 1, S * (1 if group is None else 2))
+    call = (logits(device, 1), tokens, ids(device, 3), S, 0, COLUMNS, None)
+    return from_parallel_logits_to_logprobs_packed_sequences(*call, cp_group=group, **more)
 
 
 def sampled(device, group, *sampling):
@@ -110,6 +115,8 @@ CALLS = {
     "pack, lengths on the CPU": lambda device, group: pack(device, group, device, "cpu"),
     "pack, places on the CPU": lambda device, group: pack(device, group, "cpu", device),
     "pack, both on the CPU": lambda device, group: pack(device, group, "cpu", "cpu"),
+    "pack over ranks": pack_over_cp,
+    "pack over ranks, lengths known": lambda device, group: pack_over_cp(device, group, cu_seqlens=ids(device, 3)),
     "entropy": lambda device, group: ChunkedDistributedEntropy.apply(logits(device), 4, group),
     "gathered": lambda device, group: ChunkedDistributedGatherLogprob.apply(
         logits(device), ids(device, B, S, K), 0, COLUMNS, 4, group

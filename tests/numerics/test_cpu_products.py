@@ -89,7 +89,6 @@ def test_what_is_not_of_16_bits_on_a_cpu_is_torchs():
 @DTYPES
 @pytest.mark.parametrize("options", [{"cache": 1}, {"cache": 0}, {"chunk_tokens": 7}], ids=str)
 def test_the_head_errs_as_with_16_bit_products(options, dtype):
-    """Loss, dx, dW and db beside fp64; the errors of both ways beside each other."""
     hidden, weight = randn(90, 33, dtype=dtype), randn(700, 33, dtype=dtype, seed=1)
     bias = randn(700, dtype=dtype, seed=2)
     labels, grad = torch.arange(90) * 7, randn(90, dtype=torch.float32, seed=3)

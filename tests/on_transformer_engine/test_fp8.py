@@ -9,7 +9,7 @@ from tests.gpt import EXPERTS, model_parallel, tiny_batches
 from tests.marks import quick_if
 from tests.on_transformer_engine.models import ENGINE, losses_and_norms, te_spec
 from tests.ranks import ranks
-from tests.tensor_parallel.rng import no_tracker
+from tests.tensor_parallel.sharded import no_tracker
 
 # Sizes that FP8 asks for: multiples of 128 for blocks, of 32 for MXFP8.
 SIZES = {"hidden_size": 128, "ffn_hidden_size": 256, "num_layers": 1}

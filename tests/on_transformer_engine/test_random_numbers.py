@@ -7,7 +7,7 @@ import torch
 
 from tests.gpt import ours_everywhere, tiny_batches, tiny_gpt
 from tests.marks import slow
-from tests.megatron_on_cpu.test_resume import DROPOUT
+from tests.megatron_on_cpu.test_resume import DROPOUT, assert_goes_on
 from tests.on_transformer_engine.models import ENGINE, any_tracker, plain_loss, te_spec
 from tests.ranks import ranks
 
@@ -45,3 +45,9 @@ def test_recomputed_activations_have_the_same_dropout(how, ours):
     with any_tracker(), ours_everywhere() if ours else nullcontext():
         kept, recomputed = loss_and_grads(ours), loss_and_grads(ours, **how)
     torch.testing.assert_close(recomputed, kept, rtol=0, atol=0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("tracker", [False, *slow(True)], ids=["megatrons", "te"])
+def test_a_resumed_run_goes_on_bit_by_bit(tracker, tmp_path):
+    assert_goes_on(tmp_path, te_spec, tracker, **ENGINE)

@@ -12,20 +12,25 @@ from tests.on_transformer_engine.models import any_tracker
 from tests.ranks import ranks
 
 
+def draw(x):
+    from megatron.core import tensor_parallel
+
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        return x * torch.rand(4, device="cuda")
+
+
+def seed():
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(5, te_rng_tracker=True, force_reset_rng=True)
+
+
 @ranks(1)
 def test_a_tracker_made_before_goes_on_in_ours_and_is_given_back():
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import random as megatrons
 
     one = torch.ones(4, requires_grad=True)
-
-    def draw(x):
-        with tensor_parallel.get_cuda_rng_tracker().fork():
-            return x * torch.rand(4, device="cuda")
-
-    def seed():
-        tensor_parallel.model_parallel_cuda_manual_seed(5, te_rng_tracker=True, force_reset_rng=True)
-
     with any_tracker():
         seed()
         expected = [draw(one).detach() for _ in range(3)]
@@ -48,20 +53,13 @@ def test_a_tracker_made_in_ours_is_one_in_megatrons():
     from megatron.core import tensor_parallel
     from megatron.core.extensions.transformer_engine import TECudaRNGStatesTracker
 
-    def draw():
-        with tensor_parallel.get_cuda_rng_tracker().fork():
-            return torch.rand(4, device="cuda")
-
-    def seed():
-        tensor_parallel.model_parallel_cuda_manual_seed(5, te_rng_tracker=True, force_reset_rng=True)
-
     with any_tracker():
         with ours_everywhere():
             seed()
         assert type(tensor_parallel.get_cuda_rng_tracker()) is TECudaRNGStatesTracker
-        found = draw()
+        found = draw(1)
         seed()
-        assert torch.equal(found, draw())
+        assert torch.equal(found, draw(1))
 
 
 @ranks(1)
@@ -73,8 +71,7 @@ def test_tracker_asked_for_before_is_seeded_by_default():
         initialize(use_te_rng_tracker=True, force_reset=True)
         tensor_parallel.model_parallel_cuda_manual_seed(5)
         assert tensor_parallel.is_graph_safe_cuda_rng_tracker(tensor_parallel.get_cuda_rng_tracker())
-        with tensor_parallel.get_cuda_rng_tracker().fork():
-            return torch.rand(4, device="cuda")
+        return draw(1)
 
     with any_tracker():
         expected = draws(stock_initialize)

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.policy import BatchedDataDict, ClippedPGLoss, DTensorPolicyWorker, NLLLoss
-from megatron_ext.policy.data.agreement_of_ranks import agree
 from tests.marks import slow
 from tests.policy.problems import (
     VOCAB,
@@ -21,6 +20,13 @@ from tests.policy.problems import (
     whole,
 )
 from tests.ranks import ranks, shared_folder
+
+
+def made(**config):
+    """A worker, and its rows of a batch."""
+    worker = DTensorPolicyWorker(tiny_config(**config), init_reference_model=False)
+    return worker, shard(tiny_batch(), worker)
+
 
 PLATEAU = {"name": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
 
@@ -48,8 +54,7 @@ BAD_DATA = {
 
 @ranks(2)
 def test_bad_data_of_one_rank_is_an_error_on_all():
-    worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
-    data = shard(tiny_batch(), worker)
+    worker, data = made()
     own_fault = dist.get_rank() == 1
     for message, change in BAD_DATA.items():
         with pytest.raises(ValueError, match=message) as error:
@@ -74,9 +79,9 @@ def test_bad_data_of_one_rank_is_an_error_on_all():
 )
 @ranks(2)
 def test_sizes_that_do_not_divide(gbs, mbs, message):
-    worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
+    worker, data = made()
     with pytest.raises(ValueError, match=message):
-        worker.train(shard(tiny_batch(), worker), NLLLoss(), gbs=gbs, mbs=mbs)
+        worker.train(data, NLLLoss(), gbs=gbs, mbs=mbs)
 
 
 @pytest.mark.parametrize("kind", ["tp", "cp"])
@@ -124,20 +129,19 @@ def returns(what, *given):
 
 @ranks(2)
 def test_what_a_loss_must_return_is_told_in_a_sentence():
-    worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
+    worker, data = made()
     own = ValueError, "loss_fn.* must "
     expected, message = (RuntimeError, r"failed on ranks \[1\]") if dist.get_rank() == 0 else own
     for what in RETURNED:
         with pytest.raises(expected, match=message):
-            worker.train(shard(tiny_batch(), worker), partial(returns, what))
-    worker.train(shard(tiny_batch(), worker), NLLLoss())
+            worker.train(data, partial(returns, what))
+    worker.train(data, NLLLoss())
 
 
 @pytest.mark.parametrize("how", ["nan", *slow("inf", "raises")])
 @ranks(2)
 def test_a_loss_that_is_none_changes_nothing(how):
-    worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
-    data = shard(tiny_batch(), worker)
+    worker, data = made()
     worker.train(data, partial(spoilt, how))
     data["advantages"][0, 0] = 7
     if how != "raises":
@@ -195,9 +199,9 @@ def steep(log_probs_BS, *_):
 
 @ranks(2)
 def test_a_gradient_that_is_not_finite_changes_nothing():
-    worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
+    worker, data = made()
     with unchanged(worker), pytest.raises(ValueError, match="gradient norm of global batch 0 is nan"):
-        worker.train(shard(tiny_batch(), worker), steep)
+        worker.train(data, steep)
 
 
 LR_AS_TEXT = {"name": "torch.optim.AdamW", "kwargs": {"lr": "3e-4"}}
@@ -265,16 +269,3 @@ def test_weights_are_sent_to_nobody():
     with pytest.raises(ValueError, match="init_collective"):
         worker.broadcast_weights_for_collective()
     assert worker.get_logprobs(tiny_batch())["logprobs"].isfinite().all()  # no rank waits for another
-
-
-@ranks(2)
-def test_agree_tells_every_rank_what_failed_on_one():
-    def act():
-        if dist.get_rank() == 1:
-            raise FileNotFoundError("no such thing")
-        return 5
-
-    with pytest.raises(OSError, match="no such thing") as told:
-        agree(act)
-    assert (told.type is FileNotFoundError) == (dist.get_rank() == 1)  # elsewhere: an error that says where
-    assert agree(dist.get_rank) == [0, 1]

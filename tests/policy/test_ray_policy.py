@@ -1,5 +1,6 @@
 """A policy as Ray actors: what one worker computes, errors that name the rank, and life after death."""
 
+import contextlib
 import os
 import time
 import traceback

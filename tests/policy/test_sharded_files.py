@@ -3,13 +3,10 @@
 import os
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_ext.policy.checkpoint import sharded_files
 from megatron_ext.policy.checkpoint.atomic_folders import FACTS
 from megatron_ext.policy.checkpoint.sharded_files import Part, find, must_hold, read, save_together
 from tests.ranks import ranks
@@ -98,18 +95,6 @@ def test_tensors_that_a_checkpoint_does_not_hold_are_named(own, words, tmp_path)
     found = find(**saved(tmp_path))
     with pytest.raises(ValueError, match=re.compile(words)):
         must_hold(found[0], own)
-
-
-@ranks(2)
-def test_ranks_wait_until_all_see_the_same():
-    looks = []
-
-    def look():
-        looks.append(dist.get_rank() == 0 or len(looks) > 1)
-        return looks[-1:]
-
-    assert sharded_files._seen_alike([Path("checkpoint")], look) == [True]
-    assert len(looks) == 3
 
 
 @ranks(1)

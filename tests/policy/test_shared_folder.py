@@ -103,7 +103,6 @@ def test_files_that_one_rank_does_not_see_are_not_published(how):
         assert not list(folder.glob("weights?*"))
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_file_system_that_shows_new_files_late_to_one_rank():
     with in_a_hurry() as (folder, patch):

@@ -77,7 +77,6 @@ def check_number(stages: int, chunks: int, micro_batches: int, further: bool) ->
 
 
 def check_stages(stages: int) -> tuple[int, Counter]:
-    """Of all with this number of stages."""
     gc.disable()  # it would look through all that was imported again and again
     found: Counter = Counter()
     for chunks in CHUNKS:

@@ -28,8 +28,6 @@ class Use(NamedTuple):
 
 
 class Memory:
-    """One allocation."""
-
     def __init__(self, place: Place, line: str):
         self.place, self.line = place, line
         self.uses: dict[tuple, Use] = {}  # the last one of each kind on each stream

@@ -11,24 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_ext import linear_cross_entropy
+from megatron_ext import head, linear_cross_entropy
 from megatron_ext.distributed.group_between_jobs import JobsGroup
-from megatron_ext.head import (
-    KL,
-    CrossEntropy,
-    Entropy,
-    Gather,
-    IsArgmax,
-    JensenShannon,
-    LmHead,
-    Logits,
-    LogProbs,
-    Sampled,
-    SumOfSquares,
-    Teacher,
-    TopK,
-    ZLoss,
-)
 from megatron_ext.policy.refit.weight_transfer import receive_weights, send_weights
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.gpt import data_parallel, model_parallel, ours_everywhere, run_schedule, stock_spec, tiny_batches, tiny_gpt
@@ -57,20 +41,26 @@ def loss(record, layout="replicated", **options):
 
 
 def read_outs(record, layout="replicated", of_logits=False):
-    """All of one head, in one pass."""
     (hidden, weight), others = hidden_and_weight(part=layout == "sequence"), hidden_and_weight(3, layout == "sequence")
     labels, ids, group = torch.arange(T) * 2, torch.arange(2 * T).view(T, 2), dist.group.WORLD
     z, teachers = piece(numbers(T, V, seed=7), 1).requires_grad_(), piece(numbers(T, V, seed=8), 1)
     with record():
         if of_logits:
-            head, x, teacher = Logits(z, group), (), Logits(teachers, group)
+            lm_head, x, teacher = head.Logits(z, group), (), head.Logits(teachers, group)
         else:
-            head, x = LmHead(weight, group, layout), (hidden,)
-            teacher = Teacher(LmHead(others[1].detach(), group, layout), others[0].detach())
-        filters = [Sampled(labels, 3), Sampled(labels, 3, 0.8), Sampled(labels, top_p=0.7)]
-        of_both = [KL(teacher), KL(teacher, "reverse"), JensenShannon(teacher)]
-        sums = [CrossEntropy(labels), LogProbs(labels), IsArgmax(labels), Entropy(), ZLoss(), SumOfSquares()]
-        found = head.read(*x, *sums, Gather(ids), TopK(2), *filters, *of_both)
+            lm_head, x = head.LmHead(weight, group, layout), (hidden,)
+            teacher = head.Teacher(head.LmHead(others[1].detach(), group, layout), others[0].detach())
+        filters = [head.Sampled(labels, 3), head.Sampled(labels, 3, 0.8), head.Sampled(labels, top_p=0.7)]
+        of_both = [head.KL(teacher), head.KL(teacher, "reverse"), head.JensenShannon(teacher)]
+        sums = [
+            head.CrossEntropy(labels),
+            head.LogProbs(labels),
+            head.IsArgmax(labels),
+            head.Entropy(),
+            head.ZLoss(),
+            head.SumOfSquares(),
+        ]
+        found = lm_head.read(*x, *sums, head.Gather(ids), head.TopK(2), *filters, *of_both)
         flat = [part for one in found for part in (one if isinstance(one, tuple) else (one,))]
         sum(one.sum() for one in flat if one.requires_grad).backward()
 
@@ -120,7 +110,6 @@ def through_symmetric_memory(record):
 
 
 def refit(record):
-    """Weights to a generator, in several buckets."""
 
     class OverTheWorld:
         def broadcast(self, tensors, options):

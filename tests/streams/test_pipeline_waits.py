@@ -95,26 +95,14 @@ def test_with_tensor_parallelism(overrides):
         check_this_world((2, 1, 4), **overrides)
 
 
-def test_some_orders():
-    for stages, chunks, micro_batches in (
-        (2, 1, 1),
-        (2, 4, 9),
-        (3, 2, 7),
-        (4, 3, 8),
-        (5, 1, 4),
-        (8, 2, 17),
-        (16, 1, 9),
-    ):
-        for forward_only, further, head in ((False, False, 0.3), (False, True, 4.0), (True, True, 0.3)):
-            check_shape(Shape(stages, chunks, micro_batches, stages, forward_only, further), head)
-
-
 @pytest.mark.parametrize("stages", range(2, 17))
 def test_many_orders(stages):
     """2 to 16 stages and 1 to 4 chunks, with the micro-batches at which orders change; `every_order` has all."""
     for chunks in range(1, 5):
         for micro_batches in sorted({1, 2, stages - 1, stages, stages + 1, 2 * stages + 1, 64}):
-            check_number(stages, chunks, micro_batches, further=micro_batches % 3 == 0)
+            further = micro_batches % 3 == 0
+            if check_number(stages, chunks, micro_batches, further) and micro_batches < 64:
+                check_shape(Shape(stages, chunks, micro_batches, stages, forward_only=True, further=further), 0.3)
 
 
 def test_a_program_in_another_order_is_a_hang():

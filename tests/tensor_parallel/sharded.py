@@ -1,4 +1,4 @@
-"""What the layer tests share: a config, shards of full tensors, and how close is close."""
+"""What the tests share: a config, shards of full tensors, how close is close, and trackers of random streams."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory
 
 from megatron_ext.distributed import symmetric_matmul
-from megatron_ext.tensor_parallel import layers
+from megatron_ext.tensor_parallel import layers, random
+from megatron_ext.tensor_parallel._random.process_tracker import Process
 
 
 @dataclass
@@ -33,6 +34,9 @@ class Config:
     cpu_offloading_activations: bool = True
     tp_comm_overlap: bool = False
     batch_invariant_mode: bool = False
+    normalization: str = "RMSNorm"  # of the layers for decoding
+    layernorm_epsilon: float = 1e-5
+    layernorm_zero_centered_gamma: bool = False
 
 
 CLASSES = {  # of each kind of layer, and what its constructor demands
@@ -117,3 +121,28 @@ def plain_linear(dtype, x, w, b, dy):
     x, w, b = (t.detach().to(dtype, copy=True).requires_grad_() for t in (x, w, b))
     y = F.linear(x, w, b)
     return y.detach(), *torch.autograd.grad(y, (x, w, b), dy.to(dtype))
+
+
+@contextmanager
+def no_tracker() -> Iterator[None]:
+    """Inside, as in a process that never asked for a tracker; afterwards the one that there was."""
+    before = Process.tracker, Process.kind
+    Process.tracker = None
+    try:
+        yield
+    finally:
+        Process.tracker, Process.kind = before
+
+
+@contextmanager
+def seeded(seed: int = 1234, **options) -> Iterator[random.CudaRNGStatesTracker]:
+    """A new tracker over the CPU's generator, seeded."""
+    with no_tracker():
+        random.model_parallel_cuda_manual_seed(seed, device="cpu", **options)
+        yield random.get_cuda_rng_tracker()
+
+
+def drawn(seed: int, *counts: int, device: str = "cpu") -> list[torch.Tensor]:
+    """What a generator seeded with `seed` draws, in pieces of these lengths."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return [torch.rand(count, generator=generator, device=device) for count in counts]

@@ -74,6 +74,8 @@ def test_weights_and_padding():
         with pytest.raises(ValueError, match=said):
             padded_vocab_size(*arguments)
     assert padded_vocab_size(5, 2, 4) == 8
+    assert [padded_vocab_size(50257, tp_size, 128) for tp_size in (1, 8)] == [50304, 51200]
+    assert padded_vocab_size(24, 4) == 24
 
 
 @ranks(1)

@@ -103,8 +103,7 @@ def test_the_switches_reach_layers_and_functions(monkeypatch):
     layer, weight, bias = layer_of(LAYOUTS[0], torch.float32, Config())
     for on in (lambda: switch(True), batch_invariant_mode):
         batch_invariance.say_once.cache_clear()
-        with on(), warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with on(), warnings.catch_warnings(record=True, action="always") as said:
             found = [linear_with_grad_accumulation_and_async_allreduce(x[:n], *given) for n in (1, 3, S)]
             assert layer.plan().invariant
             assert torch.equal(layer(x[:3])[0], fixed_order.mm(x[:3], weight.t(), bias))
@@ -137,7 +136,6 @@ def test_on_cuda_forward_calls_what_megatrons_mode_replaces(layouts, output_dtyp
 @DTYPES
 def test_layers_for_decoding(dtype):
     config = Config(batch_invariant_mode=True, params_dtype=dtype, sequence_parallel=True)
-    config.normalization, config.layernorm_epsilon = "RMSNorm", 1e-5
     common = {"config": config, "init_method": lambda w: None, "tp_group": world(), "bias": False}
     row = InferenceRowParallelLinear(D, N, input_is_parallel=True, skip_bias_add=False, **common).eval()
     column = InferenceLayerNormColumnParallelLinear(N, D, gather_output=False, **common).eval()

@@ -67,7 +67,6 @@ def test_nothing_to_send():
 
 @ranks(4)
 def test_the_groups_first_rank_is_the_source():
-    """Two tensor-parallel groups side by side: each gets its own first rank's batch, nobody waits for the other."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     expected = batch(seed=rank // 2)
@@ -112,9 +111,3 @@ def test_alone():
     data._check_data_types(["text"], expected, torch.int64)
     with pytest.raises(ValueError, match=r"data\['text'\] is torch.int64: it must be torch.float32"):
         data._check_data_types(["text"], expected, torch.float32)
-
-
-@ranks(2)
-def test_needs_a_group():
-    with pytest.raises(ValueError, match="tp_group is None"):
-        data.broadcast_data(["x"], {"x": torch.zeros(1)}, torch.float32)

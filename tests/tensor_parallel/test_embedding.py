@@ -106,12 +106,6 @@ def test_uneven_vocabulary_names_the_padded_size():
     assert embedding(padded_vocab_size(25, 4)).weight.shape == (7, D)
 
 
-def test_padded_vocab_size():
-    assert padded_vocab_size(50257, 1, 128) == 50304
-    assert padded_vocab_size(50257, 8, 128) == 51200
-    assert padded_vocab_size(24, 4) == 24
-
-
 @ranks(1, 2)
 def test_what_others_ask_of_it():
     for perform in (True, False):
@@ -129,9 +123,3 @@ def test_what_others_ask_of_it():
     assert vars(clone.weight) == vars(layer.weight)
     assert clone.weight.data_ptr() != layer.weight.data_ptr()
     assert list(layer.state_dict()) == ["weight"]
-
-
-def test_in_a_process_without_process_group():
-    layer = VocabParallelEmbedding(V, D, init_method=torch.nn.init.normal_, config=Config())
-    ids = token_ids(2, 4)
-    torch.testing.assert_close(layer(ids), F.embedding(ids, layer.weight))

@@ -20,8 +20,7 @@ from megatron_ext.head.lm_head import LmHead
 from megatron_ext.tensor_parallel import layers
 from megatron_ext.tensor_parallel.inference_layers import InferenceLinear
 from tests.ranks import ranks
-from tests.tensor_parallel.rng import no_tracker
-from tests.tensor_parallel.sharded import CLASSES, Config, alone, build
+from tests.tensor_parallel.sharded import CLASSES, Config, alone, build, no_tracker
 from tests.tensor_parallel.test_newer_surface import WHOLE
 
 MODULE = "megatron.core.tensor_parallel.gtp_api"
@@ -175,7 +174,6 @@ def test_gradient_is_summed_and_sent_in_the_dtype_of_main_grad():
 @ranks(4)
 @with_megatrons_module
 def test_pieces_of_tensor_parallel_shards():
-    """Tensor parallelism and sequence parallelism over two ranks, each of whose shards is cut over two."""
     rank = dist.get_rank()
     tp_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     gtp_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]

@@ -21,7 +21,12 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_a
 RECOMPUTED = {"full": ["TransformerLayer"], "selective": ["DotProductAttention", "MLP", "Norm"]}
 SEQUENCE = {"sequence_parallel": True}
 ON_DEVICE = {"use_cpu_initialization": False}  # Megatron's default
+UNTIED = {"tied": False}
 EXPERTS = gpt.EXPERTS | {"moe_ffn_hidden_size": 32}
+WHOLE = {"expert_tensor_parallel_size": 1}
+# Without Apex. Deferred are gradients of the output layer, which Megatron's schedule has ours compute.
+FUSED, DEFERRED = {"gradient_accumulation_fusion": True}, {"defer_embedding_wgrad_compute": True}
+TP2, PP2, EP2 = {"tp": 2}, {"pp": 2}, {"ep": 2}
 
 
 def trained(ours, sizes, options):
@@ -80,50 +85,36 @@ def test_one_rank(options):
 
 @ranks(2)
 @pytest.mark.parametrize(
-    "options",
+    "sizes, options",
     [
-        SEQUENCE | SELECTIVE,
-        *slow({}, FULL, SELECTIVE, SEQUENCE | FULL, {"tied": False}, ON_DEVICE | {"tied": False}),
+        (TP2, SEQUENCE | SELECTIVE),
+        *slow((TP2, {}), (TP2, FULL), (TP2, SELECTIVE), (TP2, SEQUENCE | FULL), (TP2, UNTIED)),
+        *slow((TP2, ON_DEVICE | UNTIED), (TP2, FUSED | UNTIED | SEQUENCE)),
+        (PP2, {}),
+        *slow((PP2, FULL)),
+        # With multi-token prediction the last stage looks embeddings up too: those gradients were dropped.
+        (PP2, FUSED | {"mtp_num_layers": 1}),
+        *slow((PP2, FUSED), (PP2, FUSED | UNTIED | DEFERRED | {"wgrad_deferral_limit": 0})),
+        *slow((PP2, FUSED | DEFERRED | {"wgrad_deferral_limit": 1})),
+        *slow((PP2 | {"vp": 2}, FUSED | UNTIED | DEFERRED | {"wgrad_deferral_limit": 0, "num_layers": 4})),
+        *slow((EP2, EXPERTS), (EP2, EXPERTS | ON_DEVICE)),
     ],
-    ids=["sequence-selective", "plain", "full", "selective", "sequence-full", "untied", "on-device"],
+    ids="-".join,
 )
-def test_tensor_parallel_2(options):
-    check({"tp": 2}, **options)
-
-
-@ranks(2)
-@pytest.mark.parametrize("options", [{}, *slow(FULL)], ids=["plain", "full"])
-def test_pipeline_parallel_2(options):
-    check({"pp": 2}, **options)
-
-
-@ranks(2)
-@pytest.mark.parametrize("heads", [1, *slow(0)])
-def test_tied_embeddings_over_a_pipeline_with_fused_gradients(heads):
-    """With multi-token prediction the last stage looks embeddings up too: those gradients were dropped."""
-    check({"pp": 2}, gradient_accumulation_fusion=True, mtp_num_layers=heads or None)
-
-
-@ranks(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("where", [{}, ON_DEVICE], ids=["on-cpu", "on-device"])
-def test_expert_parallel_2(where):
-    check({"ep": 2}, **EXPERTS, **where)
+def test_two_ranks(sizes, options):
+    check(sizes, **options)
 
 
 @ranks(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, SEQUENCE, FULL, SEQUENCE | SELECTIVE], ids=["plain", "sequence", "full", "selective"]
+    "sizes, options",
+    [
+        *(({"tp": 4}, options) for options in ({}, SEQUENCE, FULL, SEQUENCE | SELECTIVE)),
+        (TP2 | PP2, SEQUENCE | FULL),
+        *((TP2 | EP2 | WHOLE, SEQUENCE | EXPERTS | WHOLE | where) for where in ({}, ON_DEVICE)),
+    ],
+    ids="-".join,
 )
-def test_tensor_parallel_4(options):
-    check({"tp": 4}, **options)
-
-
-@ranks(4)
-@pytest.mark.slow
-def test_tensor_pipeline_and_expert_parallel():
-    check({"tp": 2, "pp": 2}, **SEQUENCE, **FULL)
-    whole_experts = EXPERTS | {"expert_tensor_parallel_size": 1}
-    check({"tp": 2, "ep": 2, "expert_tensor_parallel_size": 1}, **SEQUENCE, **whole_experts)
-    check({"tp": 2, "ep": 2, "expert_tensor_parallel_size": 1}, **SEQUENCE, **whole_experts, **ON_DEVICE)
+def test_four_ranks(sizes, options):
+    check(sizes, **options)

@@ -1,4 +1,4 @@
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
@@ -10,21 +10,13 @@ from megatron_ext.distributed import collectives
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel import InferenceLayerNormColumnParallelLinear, InferenceRowParallelLinear
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import alone, numbers, piece
+from tests.tensor_parallel.sharded import Config, alone, numbers, piece
 
 S, B, H, F = 8, 2, 16, 32
 EPS = 1e-3
 
 
-def config(**overrides):
-    settings = {
-        "sequence_parallel": True,
-        "use_cpu_initialization": True,
-        "params_dtype": torch.float64,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": EPS,
-    }
-    return SimpleNamespace(**settings | overrides)
+config = partial(Config, sequence_parallel=True, params_dtype=torch.float64, layernorm_epsilon=EPS)
 
 
 def build(config, group=None):

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers as stock
-from megatron.core.tensor_parallel import random as megatrons
 from megatron.core.tensor_parallel import random as stock_random
 
 from megatron_ext.distributed.collectives import all_gather
@@ -20,8 +19,7 @@ from megatron_ext.tensor_parallel.random import get_cuda_rng_tracker, model_para
 from tests.gpt import grouped, model_parallel, tiny_config
 from tests.marks import slow
 from tests.ranks import ranks
-from tests.tensor_parallel.rng import no_tracker
-from tests.tensor_parallel.sharded import Config, alone, build, world
+from tests.tensor_parallel.sharded import Config, alone, build, no_tracker, world
 
 D, N = 16, 24
 
@@ -73,7 +71,7 @@ def test_each_rank_draws_from_its_own_stream(is_expert, whose):
     """In a program that seeds by Megatron's own function too."""
     size, rank = dist.get_world_size(), dist.get_rank()
     with model_parallel(tp=size, expert_tensor_parallel_size=size), no_tracker():
-        seed = model_parallel_cuda_manual_seed if whose == "ours" else megatrons.model_parallel_cuda_manual_seed
+        seed = model_parallel_cuda_manual_seed if whose == "ours" else stock_random.model_parallel_cuda_manual_seed
         seed(3)
         layer = build("column", D, N, is_expert=is_expert, config=Config(use_cpu_initialization=False))
         generator = torch.Generator().manual_seed(3 + (1024 if is_expert else 2718) + rank)

@@ -7,10 +7,25 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import layers as stock
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.tensor_parallel import layers as ours
+from tests.gpt import model_parallel, tiny_config
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import Config, assert_pieces_as_good, build, numbers, piece, plain_linear, world
+from tests.tensor_parallel.sharded import (
+    CLASSES,
+    Config,
+    assert_pieces_as_good,
+    build,
+    numbers,
+    piece,
+    plain_linear,
+    world,
+)
+from tests.tensor_parallel.test_linear import DIM, LAYOUTS, cut
 
 S, B, D, N = 8, 3, 16, 24
 
@@ -38,6 +53,30 @@ def set_bias(layer, dim=None):
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
+def check(layer, layouts, *, lead=(S, B), dtype=torch.float32, frozen=False, **asked):
+    """Output and gradients beside torch's linear of the whole, without a warning; the collectives of the forward."""
+    source, target = layouts
+    dim = layer.weight.partition_dim
+    b = set_bias(layer, None if dim else 0)
+    layer.weight.requires_grad_(not frozen)
+    w, full, dy = (numbers(*s, seed=i, dtype=dtype) for s, i in (((N, D), 7), ((*lead, D), 1), ((*lead, N), 2)))
+    x = cut(full, source).requires_grad_()
+    with warnings.catch_warnings(action="error"):
+        with count_collectives() as counts:
+            y, bias = layer(x, **asked)
+        y.backward(cut(dy, target))
+    assert bias is None
+    assert (layer.weight.grad is None) == frozen
+    if target == "sequence":
+        dist.all_reduce(layer.bias.grad)  # as Megatron does for parameters with that mark
+    results = (y.detach(), x.grad, layer.weight.grad, layer.bias.grad)
+    cuts = (DIM[target], DIM[source], dim, None if dim else 0)
+    plain, truth = (plain_linear(kind, full, w, b, dy) for kind in (dtype, torch.float64))
+    there = (0, 1, 3) if frozen else (0, 1, 2, 3)
+    assert_pieces_as_good(*([each[i] for i in there] for each in (results, cuts, plain, truth)))
+    return sum(counts.values())
+
+
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("built, asked", [(False, None), (True, None), (True, False), (False, True)])
@@ -45,41 +84,29 @@ def set_bias(layer, dim=None):
 def test_column(sequence_parallel, built, asked, dtype):
     gather = built if asked is None else asked
     layer = column(gather_output=built, config=Config(sequence_parallel=sequence_parallel, params_dtype=dtype))
-    b = set_bias(layer, 0)
-    w, full, dy = (numbers(*s, seed=i, dtype=dtype) for s, i in (((N, D), 7), ((S, B, D), 1), ((S, B, N), 2)))
-    x = (piece(full, 0) if sequence_parallel else full.clone()).requires_grad_()
-    with count_collectives() as counts:
-        y, bias = layer(x, runtime_gather_output=asked)
-    y.backward(dy if gather else piece(dy, -1))
-    assert bias is None
-    alone = dist.get_world_size() == 1
-    assert sum(counts.values()) == (0 if alone else sequence_parallel + gather)
-    cuts = (None if gather else -1, 0 if sequence_parallel else None, 0, 0)
-    results = (y.detach(), x.grad, layer.weight.grad, layer.bias.grad)
-    plain, truth = (plain_linear(kind, full, w, b, dy) for kind in (dtype, torch.float64))
-    assert_pieces_as_good(results, cuts, plain, truth)
+    layouts = "sequence" if sequence_parallel else "replicated", "replicated" if gather else "sharded"
+    sent = check(layer, layouts, dtype=dtype, runtime_gather_output=asked)
+    assert sent == (0 if dist.get_world_size() == 1 else sequence_parallel + gather)
 
 
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["parallel", "whole", "sequence"])
-def test_row(kind, dtype):
-    config = Config(sequence_parallel=kind == "sequence", params_dtype=dtype)
-    layer = row(input_is_parallel=kind != "whole", config=config)
-    b = set_bias(layer)
-    w, full, dy = (numbers(*s, seed=i, dtype=dtype) for s, i in (((N, D), 7), ((S, B, D), 1), ((S, B, N), 2)))
-    x = (full.clone() if kind == "whole" else piece(full, -1)).requires_grad_()
-    y, bias = layer(x)
-    y.backward(piece(dy, 0) if kind == "sequence" else dy)
-    assert bias is None
-    assert layer.bias.sequence_parallel == (kind == "sequence")
-    db = layer.bias.grad
-    if kind == "sequence":
-        dist.all_reduce(db)  # as Megatron does for parameters with that mark
-    cuts = (0 if kind == "sequence" else None, None if kind == "whole" else -1, 1, None)
-    results = (y.detach(), x.grad, layer.weight.grad, db)
-    plain, truth = (plain_linear(kind, full, w, b, dy) for kind in (dtype, torch.float64))
-    assert_pieces_as_good(results, cuts, plain, truth)
+@pytest.mark.parametrize("source, target", [("sharded", "replicated"), ("replicated",) * 2, ("sharded", "sequence")])
+def test_row(source, target, dtype):
+    config = Config(sequence_parallel=target == "sequence", params_dtype=dtype)
+    layer = row(input_is_parallel=source == "sharded", config=config)
+    check(layer, (source, target), dtype=dtype)
+    assert layer.bias.sequence_parallel == (target == "sequence")
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("lead", [(), (4,), (4, 2, 3), (2, 1, 2, 3), (0,)], ids=str)
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+def test_any_leading_dimensions(layouts, lead, frozen):
+    if lead or "sequence" not in layouts:
+        layer = column if layouts[1] == "sharded" else row
+        check(layer(config=Config(sequence_parallel="sequence" in layouts)), layouts, lead=lead, frozen=frozen)
 
 
 @ranks(2)
@@ -129,8 +156,7 @@ def test_input_gradient_is_summed_after_sequence_parallel():
 @ranks(1)
 def test_sequence_parallel_alone_is_nothing():
     config = Config(sequence_parallel=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         layers = column(config=config), row(config=config)
         outputs = [layer(torch.randn(S, D, requires_grad=True))[0] for layer in layers]
         sum(outputs).sum().backward()
@@ -138,15 +164,16 @@ def test_sequence_parallel_alone_is_nothing():
     assert not layers[0].sequence_parallel
 
 
-def test_in_a_process_without_process_group():
-    layer = build("column", D, N, config=SimpleNamespace())
-    x = torch.randn(S, D)
-    torch.testing.assert_close(layer(x)[0], F.linear(x, layer.weight, layer.bias))
+@pytest.mark.parametrize("kind", CLASSES)
+def test_in_a_process_without_process_group(kind):
+    layer = build(kind, 4, 6, config=SimpleNamespace())
+    x = torch.arange(3) if kind == "embedding" else torch.randn(3, 4)
+    y, expected = layer(x), F.embedding(x, layer.weight) if kind == "embedding" else F.linear(x, layer.weight)
+    torch.testing.assert_close(y if kind == "embedding" else y[0], expected)
 
 
 @ranks(4)
 def test_group_of_some_of_the_ranks():
-    """Two groups of two ranks, no parallel_state: each pair is a world of its own, sequence parallelism too."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair, place = divmod(dist.get_rank(), 2)
     layer = column(tp_group=pairs[pair], config=Config(sequence_parallel=True), bias=False)
@@ -179,3 +206,82 @@ def test_other_refusals():
     with count_collectives() as counts, pytest.raises(ValueError, match="last dimension is 8"):
         row()(torch.randn(S, D))
     assert not counts
+
+
+# -- what is sent ------------------------------------------------------------------------------------------------------
+
+FLOAT = 4  # bytes
+
+
+class Sent(TorchDispatchMode):
+    """Collectives, and the bytes of the tensors that this rank gives to them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            # All-reduce works in place; the others take the output first and the input after it.
+            given = args[0] if func._opname.strip("_") == "allreduce" else args[1]
+            self.calls += 1
+            self.bytes += sum(t.nbytes for t in tree_leaves(given) if isinstance(t, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def traffic(layer, x):
+    """((collectives, bytes) forward, the same backward)."""
+    with Sent() as forward:
+        y = layer(x)
+        y = y[0] if isinstance(y, tuple) else y
+    with Sent() as backward:
+        y.backward(torch.ones_like(y))
+    return (forward.calls, forward.bytes), (backward.calls, backward.bytes)
+
+
+# Bytes that one rank gives: an all-gather's are its slice, a reduce-scatter's and an all-reduce's the whole tensor.
+X, Y = S * B * D * FLOAT, S * B * N * FLOAT
+EXPECTED = {
+    ("column", False): ((0, 0), (1, X)),
+    ("column", True): ((1, X // 2), (2, X // 2 + X)),
+    ("row", False): ((1, Y), (0, 0)),
+    ("row", True): ((1, Y), (1, Y // 2)),
+    ("embedding", False): ((1, X), (0, 0)),
+    ("embedding", True): ((1, X), (1, X // 2)),
+}
+CASES = [
+    (kind, sequence_parallel, wanted)
+    for kind, sequence_parallel in EXPECTED
+    for wanted in ("all gradients", "no input gradient", "frozen weight")
+    if kind != "embedding" or wanted == "all gradients"
+]
+
+
+@pytest.mark.slow
+@ranks(2, rules="gloo")  # its operators are counted
+@pytest.mark.parametrize("kind,sequence_parallel,wanted", CASES)
+def test_collectives_and_bytes(kind, sequence_parallel, wanted):
+    with model_parallel(tp=2):
+        results = []
+        scattered = {"reduce_scatter_embeddings": sequence_parallel} if kind == "embedding" else {}
+        sizes = (N, D) if kind == "embedding" else (D, N)
+        config = tiny_config(sequence_parallel=sequence_parallel)
+        for package in (ours, stock):
+            layer = build(kind, *sizes, package=package, config=config, **scattered)
+            layer.weight.requires_grad_(wanted != "frozen weight")
+            if kind == "embedding":
+                x = torch.randint(N, (B, S))
+            else:
+                shape = (S // 2 if sequence_parallel and kind == "column" else S, B, D // 2 if kind == "row" else D)
+                x = torch.randn(shape, requires_grad=wanted != "no input gradient")
+            results.append(traffic(layer, x))
+    forward, backward = EXPECTED[kind, sequence_parallel]
+    if kind == "column" and wanted == "no input gradient":
+        backward = (1, X // 2) if sequence_parallel else (0, 0)
+    if kind == "column" and wanted == "frozen weight" and sequence_parallel:
+        backward = (1, X)
+    mine, theirs = results
+    assert mine == (forward, backward)
+    for a, b in zip(mine, theirs, strict=True):
+        assert a[0] <= b[0]
+        assert a[1] <= b[1]

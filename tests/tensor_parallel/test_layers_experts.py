@@ -47,7 +47,6 @@ def test_sharded_experts_leave_communication_to_the_dispatcher(sequence_parallel
 
 @grouped(2, tp=2, ep=2, expert_tensor_parallel_size=1)
 def test_experts_of_expert_parallelism():
-    """Expert tensor parallel size 1 within tensor parallel size 2: whole experts, kept out of data-parallel sums."""
     up, down = expert_layers(Config(expert_model_parallel_size=2), bias=True)
     assert up.weight.shape == (N, D)
     assert [p.allreduce for layer in (up, down) for p in layer.parameters()] == [False] * 3
@@ -72,7 +71,6 @@ def test_expert_row_without_bias_needs_no_skip_bias_add():
 
 @grouped(2, tp=2, expert_tensor_parallel_size=1)
 def test_experts_cut_otherwise_have_a_dp_group_of_their_own():
-    """Tensor parallel size 2 for dense layers and 1 for experts: both ranks hold whole experts."""
     config = tiny_config(expert_tensor_parallel_size=1, sequence_parallel=True)
     experts = torch.nn.ModuleList(expert_layers(config, bias=True, skip_bias_add=False))
     assert [p.allreduce for p in experts.parameters()] == [False] * 3

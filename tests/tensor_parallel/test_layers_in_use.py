@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel import layers as stock
 
+from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel import layers as ours
 from megatron_ext.tensor_parallel import vocab_parallel_cross_entropy
 from megatron_ext.tensor_parallel.layers import (
@@ -28,6 +29,7 @@ from tests.gpt import grouped, ours_everywhere, tiny_config
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import CLASSES, Config, build, numbers, piece, world
 from tests.tensor_parallel.test_layers import B, D, N, S, column, init, row
+from tests.tensor_parallel.test_linear import cut
 from tests.tensor_parallel.test_recompute import saved_tensors
 
 
@@ -36,8 +38,9 @@ from tests.tensor_parallel.test_recompute import saved_tensors
 @pytest.mark.parametrize("perform", [True, False])
 def test_attributes_are_always_there(perform, on_cpu):
     config = Config(perform_initialization=perform, use_cpu_initialization=on_cpu)
-    for layer, dim in ((column(config=config, stride=2), 0), (row(config=config, stride=2), 1)):
+    for layer, dim in ((column(config=config, stride=2, name="fc"), 0), (row(config=config, stride=2, name="fc"), 1)):
         weight, bias = layer.weight, layer.bias
+        assert layer.name == "fc"
         assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (True, dim, 2)
         assert weight.allreduce is bias.allreduce is True
         assert getattr(bias, "tensor_model_parallel", False) == (dim == 0)
@@ -82,9 +85,8 @@ def test_repr_is_true():
                 (row, "Row", "forward all-reduce", "forward reduce-scatter"),
             ):
                 text = repr(layer(bias=bias, config=config))
-                assert text.startswith(
-                    f"{name}ParallelLinear(in_features={D}, out_features={N}, bias={bias}, TP={tp}, "
-                )
+                begins = f"{name}ParallelLinear(in_features={D}, out_features={N}, bias={bias}, TP={tp}, "
+                assert text.startswith(begins)
                 assert f"communication={'none' if tp == 1 else sent[config.sequence_parallel]}" in text
 
 
@@ -122,29 +124,39 @@ def test_state_dict_has_extra_state_of_te_layers():
 
 
 @ranks(1, 2)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("limit", [0, 2])
 @pytest.mark.parametrize(
     "shape, sequence_parallel", [((D,), False), ((S, D), False), ((S, B, D), False), ((S, B, D), True)], ids=str
 )
-def test_deferred_weight_gradient_of_the_output_layer(shape, sequence_parallel):
-    """The buffers of GPTModel, an evaluation in between, and the layer's own way to finish."""
-    config = Config(sequence_parallel=sequence_parallel, gradient_accumulation_fusion=True)
-    config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, 2
+def test_deferred_weight_gradient_of_the_output_layer(shape, sequence_parallel, limit, fused):
+    """As many as the limit allows wait in GPTModel's buffers, none of an evaluation; drained, they are summed."""
+    config = Config(sequence_parallel=sequence_parallel, gradient_accumulation_fusion=fused)
+    config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, limit
     inputs, grads = [], []
     layer = column(config=config, bias=False, embedding_activation_buffer=inputs, grad_output_buffer=grads)
     other = column(config=config, bias=False)  # a layer without buffers defers nothing
-    layer.weight.main_grad, other.weight.main_grad = torch.zeros(layer.weight.shape), torch.zeros(layer.weight.shape)
+    w, expected = numbers(N, D, seed=7), torch.zeros(N, D)
+    for each in (layer, other):
+        each.weight.main_grad = torch.zeros(each.weight.shape)
     for step in range(3):
         full, dy = numbers(*shape, seed=step), numbers(*shape[:-1], N, seed=10 + step)
-        x = piece(full, 0) if sequence_parallel else full
+        expected += dy.view(-1, N).t() @ full.view(-1, D)
+        x = (piece(full, 0) if sequence_parallel else full).requires_grad_()
         with torch.no_grad():
             layer(x)
         for each in (layer, other):
+            x.grad = None
             each(x)[0].backward(piece(dy, -1))
-        assert len(inputs) == len(grads) == min(step + 1, 2)
-    assert not torch.allclose(layer.weight.main_grad, other.weight.main_grad)
-    layer.backward_dw()
+            torch.testing.assert_close(x.grad, cut(dy @ w, "sequence" if sequence_parallel else "replicated"))
+        assert len(inputs) == len(grads) == min(step + 1, limit or 3)
+    with count_collectives() as counts:
+        layer.backward_dw()
+    assert counts.total() == (limit or 3) * (sequence_parallel and dist.get_world_size() > 1)
     assert inputs == grads == []
-    torch.testing.assert_close(layer.weight.main_grad, other.weight.main_grad, rtol=1e-5, atol=1e-4)
+    for each in (layer, other):
+        found = each.weight.main_grad if fused else each.weight.grad
+        torch.testing.assert_close(found, piece(expected, 0), rtol=1e-5, atol=1e-4)
     layer.backward_dw()  # nothing left to do
 
 

@@ -1,14 +1,17 @@
 """Every mapping, forward and backward, against the same arithmetic on all ranks' tensors in one process."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings as stock
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel import mappings
 from tests.fuzz.mappings import MAPPINGS, UNEVEN, cut
+from tests.gpt import grouped
 from tests.ranks import ranks
 
 ROWS = [3, 0, 5, 1]  # rows of each rank where they differ
@@ -50,7 +53,6 @@ class Problem:
         return self._function(x, group=dist.group.WORLD, **self._options)
 
     def truth(self, x):
-        """The same of what all ranks hold, in one process."""
         return self._made(x, dist.get_world_size())
 
 
@@ -106,19 +108,13 @@ def test_values_and_gradients(name, uneven, dtype, layout):
 def test_the_gradient_of_the_gradient_is_the_mapping_again(name, uneven):
     problem = Problem(name, uneven)
     whole, other = draw([problem.shape] * 2, seed=1)
+    assert not problem.run(problem.own(whole)).requires_grad, "the input decides whether a gradient is sent"
     x = problem.own(whole).clone().requires_grad_()
     y = problem.run(x)
     upstream = torch.ones_like(y, requires_grad=True)
     (dx,) = torch.autograd.grad(y, x, upstream, create_graph=True)
     (again,) = torch.autograd.grad(dx, upstream, problem.own(other))
     assert torch.equal(again, problem.own_result(problem.truth(other)))
-
-
-@ranks(2, 4)
-@by_case
-def test_the_input_decides_whether_a_gradient_is_sent(name, uneven):
-    problem = Problem(name, uneven)
-    assert not problem.run(problem.own(*draw([problem.shape], seed=1))).requires_grad
 
 
 @ranks(2)
@@ -156,32 +152,18 @@ def test_results_share_no_buffer():
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("sizes", ["none", "list", "tensor"])
-def test_all_to_all(sizes):
-    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    # rows that rank i sends to rank j
-    rows = (
-        [[2 for _ in range(size)] for _ in range(size)]
-        if sizes == "none"
-        else [ROWS[i:size] + ROWS[:i] for i in range(size)]
-    )
-    sends = rows[rank]
-    receives = [rows[i][rank] for i in range(size)]
-    xs = draw([(sum(rows[i]), 3) for i in range(size)], seed=1)
-    ys = [torch.cat([xs[i].split(rows[i])[j] for i in range(size)]) for j in range(size)]
-    gs = draw([y.shape for y in ys], seed=2)
-    dx = torch.cat([gs[j].split([rows[i][j] for i in range(size)])[rank] for j in range(size)])
-
-    x = xs[rank].t().contiguous().t().requires_grad_()
-    make = {"none": lambda _: None, "list": list, "tensor": torch.tensor}[sizes]
+@pytest.mark.parametrize("make", [list, torch.tensor], ids=["list", "tensor"])
+def test_all_to_all_sends_once(make):
+    """Each rank sends rank i as many rows as it gets from it; other numbers, and gradients: `tests.fuzz.mappings`."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    rows = [ROWS[(i + rank) % size] for i in range(size)]
+    x = torch.full((sum(rows), 3), float(rank), requires_grad=True)
     with count_collectives() as counts:
-        y = mappings.all_to_all(group, x, make(receives), make(sends))
-    assert sent(counts) == ("alltoall_base" if size > 1 else "")
-    assert torch.equal(y, ys[rank])
-    with count_collectives() as counts:
-        y.backward(gs[rank])
-    assert sent(counts) == ("alltoall_base" if size > 1 else "")
-    assert torch.equal(x.grad, dx)
+        y = mappings.all_to_all(dist.group.WORLD, x, make(rows), make(rows))
+        y.backward(y.detach())
+    assert y[:, 0].tolist() == [i for i in range(size) for _ in range(rows[i])]
+    assert torch.equal(x.grad, x)
+    assert sent(counts) == ("alltoall_base,alltoall_base" if size > 1 else "")
 
 
 @ranks(1, 2, 4)
@@ -195,7 +177,6 @@ def test_leading_dims_are_tokens_too():
 
 
 def test_alone_without_a_group():
-    """A process that stands alone needs no torch.distributed."""
     x = torch.randn(3, 5, requires_grad=True)
     for name in SENT:
         assert torch.equal(MAPPINGS[name][0](x, group=None), x)
@@ -221,10 +202,8 @@ def test_what_does_not_fit_is_refused():
         (mappings.all_to_all_hp2sp, "first", 3),
         (lambda x, group: mappings.all_to_all(group, x), "first", 3),
     ):
-        with pytest.raises(
-            ValueError,
-            match=f"shape \\(3, 5\\): the length {length} of its {dim} dim must divide.*pad it to {length + 1}",
-        ):
+        said = rf"shape \(3, 5\): the length {length} of its {dim} dim must divide.*pad it to {length + 1}"
+        with pytest.raises(ValueError, match=said):
             mapping(x, group)
     for name in SENT.keys() - {"copy", "reduce"}:
         with pytest.raises(ValueError, match="input_ is a scalar"):
@@ -269,3 +248,47 @@ def test_compiles_without_graph_breaks():
         results.append((y.detach(), own_x.grad))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+CLASSES = {  # shapes of what `forward` and `backward` take
+    "_CopyToModelParallelRegion": ((4, 6), (4, 6)),
+    "_ReduceFromModelParallelRegion": ((4, 6), (4, 6)),
+    "_ScatterToModelParallelRegion": ((4, 6), (4, 3)),
+    "_GatherFromModelParallelRegion": ((4, 3), (4, 6)),
+    "_ScatterToSequenceParallelRegion": ((4, 6), (2, 6)),
+    "_GatherFromSequenceParallelRegion": ((2, 6), (4, 6)),
+    "_ReduceScatterToSequenceParallelRegion": ((4, 6), (2, 6)),
+    "_AllGatherFromTensorParallelRegion": ((4, 3), (4, 6)),
+    "_ReduceScatterToTensorParallelRegion": ((4, 6), (4, 3)),
+    "_AllToAll": ((4, 6), (4, 6)),
+}
+
+
+@grouped(2)
+def test_the_parts_by_themselves_as_megatrons():
+    """As Megatron's own tests call them. Clones, since it reduces its arguments in place."""
+    for name, shapes in CLASSES.items():
+        theirs, ours = (list(parts(getattr(module, name), shapes)) for module in (stock, mappings))
+        assert [type(part) for part in theirs] == [type(part) for part in ours], name
+        for a, b in zip(theirs, ours, strict=True):
+            assert a is None or torch.equal(a, b), name
+
+
+def parts(function, shapes):
+    """What `symbolic`, `forward` and `backward` give, the last for either kind of context."""
+    group = dist.group.WORLD
+    (x,), (g,) = ([t + dist.get_rank() for t in draw([shape], 4)] for shape in shapes)
+    options = {"group": group, "output_split_sizes": None, "input_split_sizes": None, "use_global_buffer": False}
+    contexts = [SimpleNamespace(tensor_parallel_output_grad=t, **options) for t in (True, False)]
+    written = SimpleNamespace()
+    if function.__name__ == "_AllToAll":
+        yield function.forward(written, group, x, None, None)
+    else:
+        yield function.symbolic(None, x.clone(), group)
+        yield function.forward(written, x.clone(), group)
+    assert vars(written).keys() <= vars(contexts[0]).keys()
+    for context in contexts:
+        gradients = list(function.backward(context, g.clone()))
+        while gradients and gradients[-1] is None:  # of arguments that only one side has
+            gradients.pop()
+        yield from gradients

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from megatron_ext import tensor_parallel as tp
 from megatron_ext.tensor_parallel import inference_layers, random
 from tests.ranks import ranks
-from tests.tensor_parallel.rng import no_tracker
-from tests.tensor_parallel.sharded import Config, alone, build
+from tests.tensor_parallel.sharded import Config, alone, drawn, no_tracker
 from tests.tensor_parallel.test_recompute import assert_as_without
 
 WHOLE = {
@@ -23,10 +22,6 @@ WHOLE = {
     "skip_weight_param_allocation": False,
     "is_expert": False,
 }
-
-
-def test_a_layer_keeps_its_name():
-    assert build("column", 8, 4, name="fc1").name == "fc1"
 
 
 def test_a_layer_with_all_the_weight_for_decoding():
@@ -116,13 +111,10 @@ def test_streams_of_generalized_tensor_parallelism():
     assert random.get_gtp_remat_rng_tracker_name() in tracker.get_states()
     assert random.get_gtp_remat_rng_tracker_name(is_expert=True) not in tracker.get_states()
     with tracker.fork(random.get_gtp_remat_rng_tracker_name()):
-        drawn = torch.rand(3)
-    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(7 + 2718 + 1 + 2 * 65536)))
+        assert torch.equal(torch.rand(3), drawn(7 + 2718 + 1 + 2 * 65536, 3)[0])
     random.model_parallel_cuda_manual_seed(7, **places, egtp_remat_rank=0, egtp_remat_world_size=2)
     with tracker.fork(random.get_gtp_remat_rng_tracker_name(is_expert=True)):
-        drawn = torch.rand(3)
-    seed = 7 + 1024 + 200 + 32768 + 65536
-    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(seed)))
+        assert torch.equal(torch.rand(3), drawn(7 + 1024 + 200 + 32768 + 65536, 3)[0])
     random.model_parallel_cuda_manual_seed(7, **places)
     assert random.get_gtp_remat_rng_tracker_name() not in tracker.get_states()
 

@@ -1,6 +1,7 @@
 """CUDA: the device's generator, states that CUDA graphs carry on, and recomputation in the engine's own threads."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -8,15 +9,14 @@ import torch.nn.functional as F
 
 from megatron_ext.tensor_parallel import random
 from megatron_ext.tensor_parallel.random import CheckpointWithoutOutput, CudaRNGStatesTracker, checkpoint
-from tests.tensor_parallel.rng import no_tracker
+from tests.tensor_parallel.sharded import drawn as drawn_on
+from tests.tensor_parallel.sharded import no_tracker
 
 pytestmark = pytest.mark.gpu
 GRAPH_SAFE = pytest.mark.parametrize("graph_safe", [False, True], ids=["bytes", "generators"])
 
 
-def drawn(seed, *counts):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return [torch.rand(count, generator=generator, device="cuda") for count in counts]
+drawn = partial(drawn_on, device="cuda")
 
 
 @pytest.fixture
@@ -77,6 +77,15 @@ def test_draws_on_the_cpu_inside_a_fork_are_reported(seeded, caplog):
     assert "drawn on the CPU" in caplog.text
 
 
+def captured(step):
+    graph = torch.cuda.CUDAGraph()
+    for state in random.get_all_rng_states().values():
+        graph.register_generator_state(state)
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
 @pytest.mark.parametrize("graph_safe", [True])
 def test_a_cuda_graph_goes_on_in_every_replay(seeded):
     out = torch.zeros(3, 4, device="cuda")
@@ -90,12 +99,7 @@ def test_a_cuda_graph_goes_on_in_every_replay(seeded):
 
     before = seeded.get_states()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    for state in random.get_all_rng_states().values():
-        graph.register_generator_state(state)
-    with torch.cuda.graph(graph):
-        step()
-
+    graph = captured(step)
     seeds = 5 + 2718, 5 + 1024, 5
     expected = [[torch.stack(row) for row in zip(*(drawn(seed, 4, 4, 4) for seed in seeds), strict=True)]][0]
     replays = []
@@ -175,12 +179,7 @@ def test_recomputation_can_be_captured(seeded):
     torch.cuda.current_stream().wait_stream(stream)
     expected = w.grad.clone(), x.grad.clone()
     w.grad = x.grad = None
-    graph = torch.cuda.CUDAGraph()
-    for state in random.get_all_rng_states().values():
-        graph.register_generator_state(state)
-    with torch.cuda.graph(graph):
-        step()
-    graph.replay()
+    captured(step).replay()
     torch.testing.assert_close(w.grad, expected[0], rtol=0, atol=0)
     torch.testing.assert_close(x.grad, expected[1], rtol=0, atol=0)
 

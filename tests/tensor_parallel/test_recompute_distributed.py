@@ -11,8 +11,7 @@ from megatron_ext.tensor_parallel.random import checkpoint
 from tests.gpt import grouped, model_parallel
 from tests.marks import slow
 from tests.ranks import ranks
-from tests.tensor_parallel.rng import no_tracker, seeded
-from tests.tensor_parallel.sharded import Config, alone, build, numbers, world
+from tests.tensor_parallel.sharded import Config, alone, build, no_tracker, numbers, seeded, world
 from tests.tensor_parallel.test_gpt_parity import FULL, check
 from tests.tensor_parallel.test_recompute import assert_as_without, assert_equal, grads_of, saved_tensors
 

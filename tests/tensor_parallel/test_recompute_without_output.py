@@ -35,7 +35,6 @@ def used(recompute, function, use, *args, **kwargs):
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
 @ranks(1, 2, 4)
 def test_bitwise_as_without_with_dropout_and_forks(sequence_parallel):
-    """A norm with dropout before a tensor-parallel MLP, layer after layer, under sequence parallelism inside a fork."""
     norms = torch.nn.ParameterList(numbers(8, seed=10 + i) for i in range(3))
     blocks = torch.nn.ModuleList(Block(sequence_parallel) for _ in range(3))
 
@@ -57,7 +56,6 @@ def gelu_times(x, recompute):
 
 
 def test_again_and_again():
-    """Backward twice over one graph, and one object for several calls."""
     x = numbers(4, 4, seed=0).requires_grad_()
 
     def twice(recompute):

@@ -13,7 +13,7 @@ from megatron_ext.tensor_parallel._random.seeds import stream_seeds
 from megatron_on_cpu import megatron_on_cpu
 from tests.gpt import model_parallel
 from tests.ranks import ranks
-from tests.tensor_parallel.rng import drawn, no_tracker, seeded
+from tests.tensor_parallel.sharded import drawn, no_tracker, seeded
 
 TP, EP, ETP, PP = 8, 24, 4, 3
 

@@ -1,11 +1,13 @@
 """Graph-safe states as CUDA has them, on a stand-in for its generator: what a graph was given goes on being used."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from megatron_ext.tensor_parallel import random
 from megatron_ext.tensor_parallel._random import generator_state, process_tracker, rng_tracker, seeds
-from tests.tensor_parallel.rng import drawn, no_tracker
+from tests.tensor_parallel.sharded import drawn, no_tracker
 
 
 class Cuda:
@@ -123,11 +125,7 @@ def test_a_moment_comes_again_in_the_same_states(inside):
             own = rand(2)
         return torch.cat([expert, own, rand(2)])
 
-    if inside:
-        with tracker.fork():
-            moment = process_tracker.RandomMoment()
-            first = draw()
-    else:
+    with tracker.fork() if inside else nullcontext():
         moment = process_tracker.RandomMoment()
         first = draw()
     states = {name: state.state for name, state in tracker.states_.items()}

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import random as stock
 from megatron_ext.tensor_parallel import random
 from megatron_ext.tensor_parallel.random import CudaRNGStatesTracker
 from megatron_on_cpu import megatron_on_cpu
-from tests.tensor_parallel.rng import drawn, no_tracker, seeded
+from tests.tensor_parallel.sharded import drawn, no_tracker, seeded
 
 GRAPH_SAFE = pytest.mark.parametrize("graph_safe", [False, True], ids=["bytes", "generators"])
 
@@ -21,6 +21,11 @@ def tracker_of(graph_safe=False, **seeds) -> CudaRNGStatesTracker:
     for name, seed in seeds.items():
         tracker.add(name, seed)
     return tracker
+
+
+def draw(tracker, count, name="a"):
+    with tracker.fork(name):
+        return torch.rand(count)
 
 
 @GRAPH_SAFE
@@ -39,8 +44,7 @@ def test_forks_nest_and_a_stream_goes_on_where_it_was(graph_safe):
             b.append(torch.rand(2))
         a.append(torch.rand(5))
     default.append(torch.rand(6))
-    with tracker.fork("a"):
-        a.append(torch.rand(1))
+    a.append(draw(tracker, 1))
     assert torch.equal(torch.cat(a), torch.cat(drawn(1, 2, 4, 1, 5, 1)))
     assert torch.equal(torch.cat(b), torch.cat(drawn(2, 3, 2)))
     assert torch.equal(torch.cat(default), torch.cat(drawn(3, 2, 6)))
@@ -53,8 +57,7 @@ def test_an_exception_in_a_fork_brings_the_outer_stream_back(graph_safe):
     with pytest.raises(KeyError), tracker.fork("a"):
         {}[torch.rand(2)]
     assert torch.equal(torch.rand(4), drawn(3, 4)[0])
-    with tracker.fork("a"):
-        assert torch.equal(torch.rand(3), drawn(1, 2, 3)[1])
+    assert torch.equal(draw(tracker, 3), drawn(1, 2, 3)[1])
 
 
 def test_a_fork_that_fails_leaves_all_streams_alone():
@@ -65,8 +68,7 @@ def test_a_fork_that_fails_leaves_all_streams_alone():
     with pytest.raises(RuntimeError, match="CPUGeneratorImplState"), tracker.fork("a"):
         pass
     tracker.set_states(good)
-    with tracker.fork("a"):
-        assert torch.equal(torch.rand(3), drawn(1, 3)[0])
+    assert torch.equal(draw(tracker, 3), drawn(1, 3)[0])
     assert torch.equal(torch.rand(4), drawn(3, 4)[0])
 
 
@@ -74,16 +76,13 @@ def test_a_fork_that_fails_leaves_all_streams_alone():
 def test_states_are_copies_both_ways(graph_safe):
     tracker = tracker_of(graph_safe, a=1)
     kept = tracker.get_states()
-    with tracker.fork("a"):
-        first = torch.rand(5)
+    first = draw(tracker, 5)
     tracker.set_states(kept)
     kept["b"] = kept.pop("a")  # the caller's dict stays the caller's
     assert list(tracker.get_states()) == ["a"]
-    with tracker.fork("a"):
-        assert torch.equal(torch.rand(5), first)
+    assert torch.equal(draw(tracker, 5), first)
     tracker.set_states({"a": kept["b"]})  # and its states were not drawn from
-    with tracker.fork("a"):
-        assert torch.equal(torch.rand(5), first)
+    assert torch.equal(draw(tracker, 5), first)
 
 
 @GRAPH_SAFE
@@ -91,8 +90,7 @@ def test_states_are_taken_in_either_form(graph_safe):
     tracker, other = tracker_of(graph_safe, a=1), tracker_of(not graph_safe, a=2)
     tracker.set_states(other.get_states())
     assert isinstance(tracker.states_["a"], torch.Generator) == graph_safe
-    with tracker.fork("a"):
-        assert torch.equal(torch.rand(5), drawn(2, 5)[0])
+    assert torch.equal(draw(tracker, 5), drawn(2, 5)[0])
 
 
 def test_get_states_sees_the_stream_that_is_in_use():
@@ -175,8 +173,7 @@ def test_seeding_by_default_takes_the_tracker_that_there_is(graph_safe):
         for _ in range(2):
             random.model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
             assert random.get_cuda_rng_tracker() is tracker
-            with tracker.fork():
-                assert torch.equal(torch.rand(4), drawn(1 + 2718, 4)[0])
+            assert torch.equal(draw(tracker, 4, "model-parallel-rng"), drawn(1 + 2718, 4)[0])
 
 
 def test_a_tracker_without_streams_does_not_do_for_training():
@@ -239,6 +236,8 @@ def test_one_generators_state():
     for back in (state, generator):
         random._set_cuda_rng_state(back, "cpu", graph_safe=back is generator)
         assert torch.equal(torch.rand(4), first)
+    with pytest.raises(ValueError, match="cuda:99"):
+        random._get_cuda_rng_state(99)
 
 
 def test_states_are_converted_both_ways():
@@ -254,12 +253,8 @@ def test_states_are_converted_both_ways():
         random.convert_cuda_rng_state(5)
 
 
-def test_a_device_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="cuda:99"):
-        random._get_cuda_rng_state(99)
-
-
 def test_the_modules_variables_are_live_and_can_be_set():
+    """By `mock.patch` too, which sets them back."""
     with no_tracker():
         assert random._CUDA_RNG_STATE_TRACKER is None
         assert not random._CUDA_RNG_STATE_TRACKER_INITIALIZED
@@ -269,17 +264,6 @@ def test_the_modules_variables_are_live_and_can_be_set():
         random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
         assert random._CUDA_RNG_STATE_TRACKER is None
         random._CUDA_RNG_STATE_TRACKER = tracker
-        assert random.get_cuda_rng_tracker() is tracker
-    assert not random.IS_CHECKPOINTING
-    random.IS_CHECKPOINTING = True
-    assert random.is_checkpointing()
-    random._unset_checkpointing()
-    assert not random.IS_CHECKPOINTING
-
-
-def test_mock_patch_sets_the_modules_variables_back():
-    with no_tracker():
-        tracker = random.get_cuda_rng_tracker()
         with mock.patch("megatron_ext.tensor_parallel.random._CUDA_RNG_STATE_TRACKER", None):
             assert random.get_cuda_rng_tracker() is not tracker
         assert random.get_cuda_rng_tracker() is tracker
@@ -289,15 +273,15 @@ def test_mock_patch_sets_the_modules_variables_back():
             assert random.is_checkpointing() is not before
         assert random.is_checkpointing() is before
     random._unset_checkpointing()
+    assert not random.IS_CHECKPOINTING
 
 
 def test_transformer_engines_tracker_is_missed_in_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     assert not random.HAVE_TE
     with no_tracker():
-        with pytest.raises(
-            ImportError, match="use_te_rng_tracker=True needs Transformer Engine, which is not installed"
-        ):
+        said = "use_te_rng_tracker=True needs Transformer Engine, which is not installed"
+        with pytest.raises(ImportError, match=said):
             random.model_parallel_cuda_manual_seed(1, te_rng_tracker=True)
         assert random._CUDA_RNG_STATE_TRACKER is None
 
@@ -318,13 +302,9 @@ def test_transformer_engines_tracker_is_used_when_asked_for(beside_megatron, mon
         def get_states(self):
             return dict(self.states_)
 
-    modules = {name: ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch")}
-    distributed = modules["transformer_engine.pytorch.distributed"] = ModuleType(
-        "transformer_engine.pytorch.distributed"
-    )
-    distributed.CudaRNGStatesTracker = Theirs
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[name].CudaRNGStatesTracker = Theirs
     # Megatron's CUDA graphs look for Megatron's own class; without Transformer Engine there is a mock in its place.
     wrapped = type("TECudaRNGStatesTracker", (Theirs,), {}) if beside_megatron else mock.Mock()
     extension = SimpleNamespace(TECudaRNGStatesTracker=wrapped)
@@ -350,7 +330,6 @@ def test_draws_what_megatrons_tracker_draws(monkeypatch):
     """Any nesting of forks and draws, seeded alike."""
 
     def program(module, depth, path, out):
-        """Draws and forks at random, but the same for both modules."""
         generator = torch.Generator().manual_seed(hash(path) % 2**31)
         for i in range(3):
             length = int(torch.randint(1, 4, (), generator=generator))

@@ -21,14 +21,12 @@ AXES = {"column.weight": 0, "column.bias": 0, "row.weight": 1, "table.weight": 0
 
 
 def one_of_each(kind):
-    """A module of one layer of each kind."""
     options = {"package": {"ours": ours, "stock": stock}[kind], "config": tiny_config()}
     kinds = {"column": ("column", D, N), "row": ("row", D, N), "table": ("embedding", N, D)}
     return torch.nn.ModuleDict({name: build(*given, **options) for name, given in kinds.items()})
 
 
 def expected(name):
-    """This rank's shard of the full tensor."""
     full = numbers(*FULL[name], seed=sum(map(ord, name)))
     if name not in AXES:
         return full
@@ -106,8 +104,6 @@ def test_the_same_objects_as_megatrons_layers(offsets):
 
 @ranks(2)
 def test_each_copy_of_an_object_has_its_own_number():
-    from megatron.core import dist_checkpointing  # noqa: F401  # of which objects are made
-
     world, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
     alone = torch.distributed.new_group([rank], use_local_synchronization=True)
     for number in (0, 1):

@@ -27,7 +27,7 @@ from megatron_ext.tensor_parallel.random import (
     model_parallel_cuda_manual_seed,
 )
 from tests.pages import DOCS
-from tests.tensor_parallel.rng import no_tracker
+from tests.tensor_parallel.sharded import no_tracker
 from tests.tensor_parallel.signatures import MODULES, recorded, signatures
 
 SOURCE = Path(find_spec("megatron.core").submodule_search_locations[0]) / "tensor_parallel"
@@ -116,17 +116,11 @@ def find(name):
     return found
 
 
-def parameter(kind, name, default=MISSING):
-    mark = {"*": "*", "**": "**"}.get(kind, "")
-    return kind, mark + name + ("" if default is MISSING else f"={default!r}")
-
-
 def parameters_of(function):
-    kinds = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**", "KEYWORD_ONLY": "keyword"}
-    return [
-        parameter(kinds.get(p.kind.name, ""), p.name, MISSING if p.default is p.empty else p.default)
-        for p in inspect.signature(function).parameters.values()
-    ]
+    """Without annotations; those that are by position alone as others by position."""
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    given = inspect.signature(function).parameters.values()
+    return [p.replace(annotation=p.empty, kind=either if p.kind < either else p.kind) for p in given]
 
 
 def recorded_parameters(text, module):
@@ -134,16 +128,6 @@ def recorded_parameters(text, module):
     names = {"torch": torch, **vars(module)}
     exec(f"def function{text}: pass", names)
     return parameters_of(names["function"])
-
-
-def written(parameters):
-    words, keyword = [], False
-    for kind, word in parameters:
-        if kind == "keyword" and not keyword and not any(k == "*" for k, _ in parameters):
-            words.append("*")
-        keyword = keyword or kind == "keyword"
-        words.append(word)
-    return f"({', '.join(words)})"
 
 
 def compared(names):
@@ -158,7 +142,7 @@ def compared(names):
         elif theirs:
             module = importlib.import_module(f"megatron_ext.tensor_parallel.{name.split('.')[0]}")
             if parameters_of(ours) != recorded_parameters(theirs, module):
-                different = written(parameters_of(ours))
+                different = str(inspect.Signature(parameters_of(ours)))
         yield name, different
 
 
@@ -171,7 +155,7 @@ def history(name):
     known = None
     for version in having:
         text = RECORDED[version][name]
-        arguments = [word.split("=")[0] for _, word in recorded_parameters(text, module)] if text else []
+        arguments = [str(p).split("=")[0] for p in recorded_parameters(text, module)] if text else []
         said += [f"`{new}` {short[version]}" for new in arguments if known is not None and new not in known]
         known = arguments
     last = next(reversed(RECORDED))
@@ -223,18 +207,17 @@ def test_what_fits_megatrons_signatures_fits_ours(version):
         if ours is MISSING or not text:
             continue
         theirs, own = recorded_parameters(text, module), parameters_of(ours)
-        by_name = {word.split("=")[0]: (kind, word) for kind, word in own}
-        for kind, word in theirs:
-            mine = by_name.get(word.split("=")[0])
-            assert mine is not None, f"{name} does not take {word}"
-            assert mine[0] == kind, f"{name}: {word} is of another kind"
-            assert mine[1] == word or "=" not in word, f"{name}: {mine[1]} should be {word}"
-        places = [word.split("=")[0] for kind, word in theirs if kind in ("", "*")]
-        mine = [word.split("=")[0] for kind, word in own if kind in ("", "*")]
+        by_name = {p.name: p for p in own}
+        for p in theirs:
+            mine = by_name.get(p.name)
+            assert mine is not None, f"{name} does not take {p}"
+            assert mine.kind is p.kind, f"{name}: {p} is of another kind"
+            assert mine.default == p.default or p.default is p.empty, f"{name}: {mine} should be {p}"
+        places, mine = ([p.name for p in each if p.kind < p.KEYWORD_ONLY] for each in (theirs, own))
         assert name in REORDERED or mine[: len(places)] == places, f"{name}: their positional parameters, in order"
-        named = {word.split("=")[0] for _, word in theirs}
-        extra = [(kind, word) for kind, word in own if word.split("=")[0] not in named]
-        assert all("=" in word or kind.startswith("*") for kind, word in extra), f"{name}: needs more"
+        extra = [p for p in own if p.name not in {each.name for each in theirs}]
+        variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        assert all(p.default is not p.empty or p.kind in variable for p in extra), f"{name}: needs more"
         checked += 1
     assert checked > 60
 

@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.tensor_parallel import utils
+from megatron_ext.tensor_parallel import data, utils
 from tests.ranks import ranks
 
 
@@ -19,9 +19,8 @@ def test_split_along_last_dim(contiguous):
     (whole,) = utils.split_tensor_along_last_dim(x, 1, contiguous_split_chunks=contiguous)
     assert torch.equal(whole, x)
     for bad in (5, 0):
-        with pytest.raises(
-            ValueError, match=f"shape \\(2, 12\\) and num_partitions is {bad}: the last dim must divide"
-        ):
+        said = rf"shape \(2, 12\) and num_partitions is {bad}: the last dim must divide"
+        with pytest.raises(ValueError, match=said):
             utils.split_tensor_along_last_dim(x, bad)
 
 
@@ -55,10 +54,10 @@ def test_chunks_of_a_group():
     x = torch.arange(3.0)
     part = utils.split_tensor_into_1d_equal_chunks(x, tp_group=group)
     assert torch.equal(utils.gather_split_1d_tensor(part, tp_group=group), x)
-    with pytest.raises(ValueError, match="tp_group is None"):
-        utils.split_tensor_into_1d_equal_chunks(x)
-    with pytest.raises(ValueError, match="tp_group is None"):
-        utils.gather_split_1d_tensor(x)
+    functions = utils.split_tensor_into_1d_equal_chunks, utils.gather_split_1d_tensor
+    for function in (*functions, lambda x: data.broadcast_data(["x"], {"x": x}, torch.float32)):
+        with pytest.raises(ValueError, match="tp_group is None"):
+            function(x)
 
 
 def test_divide():

@@ -270,7 +270,8 @@ def _say_that_logits_are_made(model: Any, why: str, read: Read) -> None:
 
 def _decision(model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict[str, Any]) -> Decision:
     path = output_head_path(model)
-    head, mode, group = model.get_submodule(path), proof_mode(fused.proof), vars(model).get(VOCABULARY)
+    head, group = model.get_submodule(path), vars(model).get(VOCABULARY)
+    mode = proof_mode(fused.proof)
     reason = not_fusable(model, path, head)
     if reason is not None and group is None:
         return Proof.not_comparable(reason), None
@@ -333,7 +334,8 @@ def _answer(
     model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict[str, Any], anew: Callable[[], Proof] | None
 ) -> Any:
     """Return what `own` gives, with our loss and without logits. `anew`: see `Decision`."""
-    path, read, as_before = output_head_path(model), fused.read, with_arguments(fused.read, fused.arguments)
+    path, read = output_head_path(model), fused.read
+    as_before = with_arguments(read, fused.arguments)
     head = model.get_submodule(path)
     calls: list[HeadCall] = []
 

@@ -161,9 +161,9 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
 
 
 class SampleHead(HeadLike):
-    """In the place of an lm head: makes logits of given hidden states by another head, whatever those are that come.
+    """Stand-in for an lm head that makes logits of given hidden states, whatever hidden states it is called with.
 
-    Without any given it makes those of what it is called with, and keeps that.
+    Without given hidden states it makes the logits of those that it is called with, and keeps these hidden states.
     """
 
     def __init__(self, head: nn.Module, hidden: Tensor | None = None):
@@ -182,9 +182,9 @@ class SampleHead(HeadLike):
 
 
 class SampleDecoder(nn.Module):
-    """In the place of a decoder whose ranks share its layers: gives hidden states `[B, S, D]` and nothing else.
+    """Stand-in for a decoder whose ranks share its layers: gives hidden states `[B, S, D]` and nothing else.
 
-    It has the decoder's attributes; so does each module inside of it.
+    The stand-in has the decoder's attributes; so does each module inside of the stand-in.
     """
 
     def __init__(self, decoder: nn.Module, hidden: Tensor):

@@ -205,7 +205,8 @@ class HeadCall:
         """`given`: the arguments of the forward; `is_copy`: of a copy of the head that is sharded no longer."""
         weight = unwrapped(head)[0].weight
         self.head, self.read, self.hidden, self.is_copy = head, read, hidden, is_copy
-        self.tokens, self.columns, self.in_slices, ranks = tuple(hidden.shape[:-1]), weight.shape[0], False, 1
+        self.tokens, self.columns = tuple(hidden.shape[:-1]), weight.shape[0]
+        self.in_slices, ranks = False, 1
         if isinstance(weight, DTensor) and hidden.dim() == 3:
             group = local_shard(weight, 0)[1]
             labels = next(given[name] for name in ("labels", "shift_labels") if given.get(name) is not None)

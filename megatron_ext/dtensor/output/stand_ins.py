@@ -210,7 +210,8 @@ def fused_class(base: type, dispatch: Dispatch) -> type:
         return dispatch(self, own_forward(self), args, kwargs)
 
     own: Any = base.forward  # type: ignore[attr-defined]
-    forward.__doc__, forward.__module__, forward.__qualname__ = own.__doc__, base.__module__, own.__qualname__
+    forward.__doc__, forward.__qualname__ = own.__doc__, own.__qualname__
+    forward.__module__ = base.__module__
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # trainers look which columns it takes
 
     def reduce(self: Any, protocol: Any) -> Any:

@@ -31,7 +31,7 @@ class AskLosses(NamedTuple):
     labels: Tensor
 
 
-class Known(NamedTuple):
+class StepContext(NamedTuple):
     """Context that the schedule gives to a forward step at its begin.
 
     Attributes:
@@ -75,7 +75,7 @@ def check_installed() -> None:
 class PausedForward:
     """A call of `function` under way. `go` runs it until it asks for something or ends."""
 
-    def __init__(self, function: Callable[[], Any], known: Known):
+    def __init__(self, function: Callable[[], Any], known: StepContext):
         self._coroutine = greenlet.greenlet(function)
         self._coroutine.gr_context = contextvars.copy_context()
         self._coroutine.known = known
@@ -85,7 +85,7 @@ class PausedForward:
         return self._coroutine.switch() if not self._coroutine else self._coroutine.switch(answer)
 
 
-def known() -> Known:
+def known() -> StepContext:
     """Within a paused forward: what it was told; refused where the model was called outside of the schedule."""
     told = getattr(greenlet and greenlet.getcurrent(), "known", None)
     if told is None:

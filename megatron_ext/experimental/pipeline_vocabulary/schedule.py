@@ -13,7 +13,7 @@ from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import NoOrd
 from megatron_ext.experimental.pipeline_vocabulary.order.passes import Shape
 from megatron_ext.experimental.pipeline_vocabulary.order.stage_programs import stage_programs
 from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers import Sharing
-from megatron_ext.experimental.pipeline_vocabulary.stage_run import Call, StageRun
+from megatron_ext.experimental.pipeline_vocabulary.stage_run import ScheduleArguments, StageRun
 from megatron_ext.experimental.pipeline_vocabulary.vocabulary_sharing import SHARED
 from megatron_ext.megatron.fused_loss.module_calls import attribute
 
@@ -49,8 +49,8 @@ def forward_backward(*, model: Any, data_iterator: Any, **arguments: Any) -> lis
     models = model if isinstance(model, list) else [model]
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
     config = get_model_config(models[0])
-    known = {name: value for name, value in arguments.items() if name in Call._fields}
-    call = Call(model=models, data_iterator=iterators, **known)
+    known = {name: value for name, value in arguments.items() if name in ScheduleArguments._fields}
+    call = ScheduleArguments(model=models, data_iterator=iterators, **known)
     num_microbatches, forward_only = call.num_microbatches, call.forward_only
     stages = sharing.groups.stages
     group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
@@ -82,7 +82,9 @@ def forward_backward(*, model: Any, data_iterator: Any, **arguments: Any) -> lis
     return found
 
 
-def _require_same_order(call: Call, shape: Shape, times: Times, sharing: Sharing, fault: ValueError | None) -> None:
+def _require_same_order(
+    call: ScheduleArguments, shape: Shape, times: Times, sharing: Sharing, fault: ValueError | None
+) -> None:
     """Programs follow from `shape` and `times` alone: ranks that have the same ones send in one order."""
     require_same(
         "the schedule of a vocabulary shared over pipeline stages",

@@ -39,7 +39,7 @@ class SharedRows(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """For Megatron's dist_checkpointing: the same entry as of Megatron's own layer, cut into more pieces."""
+        """Return the entry of Megatron's dist_checkpointing, as of Megatron's own layer, cut into more pieces."""
         key = f"{prefix}weight"
         weight = self.state_dict(keep_vars=True)["weight"]
         pieces = {0: (self.vocab.start // self.vocab.columns, self.pieces)}
@@ -48,9 +48,10 @@ class SharedRows(nn.Module):
 
 
 class SharedEmbedding(SharedRows):
-    """In the place of a model's `word_embeddings`, which it answers from all stages' rows.
+    """Stand-in for a model's `word_embeddings`, which looks token ids up in all stages' rows.
 
-    On the first stage that is the model itself; on the last one its `mtp_layers` layers of multi-token prediction.
+    The first stage's model asks for all embeddings, the last stage's `mtp_layers` layers of multi-token prediction
+    for theirs.
     """
 
     def __init__(self, *rows: Any, in_slices: bool, mtp_layers: int):
@@ -69,7 +70,7 @@ class SharedEmbedding(SharedRows):
 
 
 class SharedOutputLayer(SharedRows):
-    """In the place of a model's `output_layer`. On the last stage it promises logits, which the loss redeems.
+    """Stand-in for a model's `output_layer`. On the last stage it promises logits, which the loss redeems.
 
     `tied`: the rows are the embedding's, whose parameter is not this module's.
     """

@@ -12,7 +12,7 @@ def has_streams(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class Aside(NamedTuple):
+class SideStreamResult(NamedTuple):
     """Result of work beside the passes, and the event after which the result is there."""
 
     found: Any
@@ -20,35 +20,35 @@ class Aside(NamedTuple):
 
 
 class SideWork:
-    """On a CUDA stream of its own; on the CPU, which has none, or if it is not `wanted`, on that of the passes.
+    """Work on a CUDA stream of its own; on a CPU, or if the stream is not `wanted`, on the stream of the passes.
 
-    What the work reads must not be changed before it is done.
+    Tensors that the work reads must not be changed before the work is done.
     """
 
     def __init__(self, device: torch.device, wanted: bool = True):
         self._stream = torch.cuda.Stream(device) if wanted and has_streams(device) else None
 
     def now(self) -> Any:
-        """For `run`: what has been begun on the current stream so far."""
+        """Return an event of all work begun on the current stream so far, for `after` of `run`."""
         return None if self._stream is None else torch.cuda.current_stream().record_event()
 
-    def run(self, work: Callable[[], Any], after: Any = None, reads: Iterable[Any] = ()) -> Aside:
+    def run(self, work: Callable[[], Any], after: Any = None, reads: Iterable[Any] = ()) -> SideStreamResult:
         """Begins `work` after what was begun before, and after what `now` gave.
 
         `reads`: what it reads and was not made here; what is no tensor does not matter.
         """
         stream = self._stream
         if stream is None:
-            return Aside(work(), None)
+            return SideStreamResult(work(), None)
         if after is not None:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
             found = work()
             done = stream.record_event()
         _keep(reads, stream)  # the allocator may not give their memory away while this stream reads
-        return Aside(found, done)
+        return SideStreamResult(found, done)
 
-    def take(self, aside: Aside) -> Any:
+    def take(self, aside: SideStreamResult) -> Any:
         """Return the result of the work; the current stream waits for it."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_event(aside.done)

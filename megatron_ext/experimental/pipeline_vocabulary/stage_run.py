@@ -30,9 +30,9 @@ from megatron_ext.experimental.pipeline_vocabulary.order.stage_programs import E
 from megatron_ext.experimental.pipeline_vocabulary.paused_forward import (
     AskEmbedding,
     AskLosses,
-    Known,
     Losses,
     PausedForward,
+    StepContext,
 )
 from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers import Sharing
 from megatron_ext.experimental.pipeline_vocabulary.stage_messages import StageMessages
@@ -40,7 +40,7 @@ from megatron_ext.experimental.pipeline_vocabulary.vocabulary_passes import Voca
 from megatron_ext.megatron.fused_loss.module_calls import call_known
 
 
-class Call(NamedTuple):
+class ScheduleArguments(NamedTuple):
     """Arguments of Megatron's training loop for the schedule, by Megatron's names; lists: an entry a chunk."""
 
     forward_step_func: Callable[..., Any]
@@ -57,7 +57,7 @@ class Call(NamedTuple):
 class StageRun:
     """Runs a stage's program. `config` is Megatron's."""
 
-    def __init__(self, call: Call, shape: Shape, config: Any, sharing: Sharing):
+    def __init__(self, call: ScheduleArguments, shape: Shape, config: Any, sharing: Sharing):
         self.call, self.shape, self.config = call, shape, config
         self.groups, self.output = sharing.groups, sharing.output
         self.backward = not call.forward_only
@@ -134,7 +134,7 @@ class StageRun:
         }
         self._enter_chunk(micro_batch, chunk)
         step = partial(call_known, schedules.forward_step, **arguments)
-        return PausedForward(step, Known(self.marks.expect, further))
+        return PausedForward(step, StepContext(self.marks.expect, further))
 
     def _enter_chunk(self, micro_batch: int, chunk: int) -> None:
         if len(self.call.model) > 1:

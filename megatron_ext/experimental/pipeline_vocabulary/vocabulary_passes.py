@@ -18,7 +18,7 @@ from megatron_ext.distributed.collectives import Pending
 from megatron_ext.experimental.pipeline_vocabulary import linear_steps
 from megatron_ext.experimental.pipeline_vocabulary.order.passes import Exchange, Pass, Sent, Shape
 from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers import Sharing
-from megatron_ext.experimental.pipeline_vocabulary.side_stream import Aside, SideWork
+from megatron_ext.experimental.pipeline_vocabulary.side_stream import SideStreamResult, SideWork
 from megatron_ext.experimental.pipeline_vocabulary.stage_messages import StageMessages
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.readouts.read_out import CrossEntropy, IsArgmax, ReadOut
@@ -63,9 +63,9 @@ class VocabularyPasses:
         self.parts: dict[int, list[Tensor]] = {}
         self.sums: dict[int, Pending] = {}
         self.products: dict[int, linear_steps.Products] = {}
-        self.statistics: dict[int, Aside] = {}
-        self.results: dict[int, Aside] = {}
-        self.sums_of_dx: dict[int, Aside] = {}
+        self.statistics: dict[int, SideStreamResult] = {}
+        self.results: dict[int, SideStreamResult] = {}
+        self.sums_of_dx: dict[int, SideStreamResult] = {}
         self._part_of_dx: Pending | None = None  # on its way to the last stage
         self._grad_parts: dict[int, dict[int, Tensor]] = {}
         self.grad_embeddings: dict[int, Tensor] = {}
@@ -117,14 +117,14 @@ class VocabularyPasses:
         return found if slices else collectives.all_reduce(found, self.groups.tp, in_place=True)
 
     def further(self, n: int) -> tuple[Tensor, Tensor, Callable[[Tensor], None]]:
-        """For the layers of multi-token prediction: their token ids, embeddings, and who takes the gradient."""
+        """Return for the layers of multi-token prediction the token ids, the embeddings, and who takes the gradient."""
         ids = self.ids[n][self.messages.sizes(n).batch :]
         if not self.backward:
             del self.ids[n]
         return ids, self.embedding_of(n), lambda grad: self.take_embedding_gradient(n, grad)
 
     def no_hidden(self, n: int) -> tuple[Tensor, Tensor]:
-        """In the place of hidden states and labels of a micro-batch that failed."""
+        """Return zeros and ignored labels for the hidden states and labels of a micro-batch that failed."""
         _, sequence, piece, width, _ = sizes = self.messages.sizes(n)
         weight = self.output.weight
         labels = torch.full((sequence, sizes.sequences), IGNORE_INDEX, dtype=torch.int64, device=weight.device)
@@ -156,7 +156,7 @@ class VocabularyPasses:
         self.statistics[n] = self.side.run(begin, self.side.now(), [found.first.stats_KT])
 
     def make_result(self, what: Pass) -> None:
-        """Beside the passes, or as one of them."""
+        """Make the result of a micro-batch beside the passes, or as one of them."""
         n = what.micro_batch
         found, statistics = self.products.pop(n), self.statistics.pop(n).found
         failures: list[Exception] = []
@@ -191,7 +191,7 @@ class VocabularyPasses:
     def sum_dx(self, n: int) -> None:
         """Begin `Sent.SUM`."""
         result, done = self.results[n]
-        self.results[n] = Aside(result._replace(unit_dx_TD=None), done)
+        self.results[n] = SideStreamResult(result._replace(unit_dx_TD=None), done)
 
         def begin() -> Pending:
             if self._part_of_dx is not None:
@@ -205,11 +205,11 @@ class VocabularyPasses:
             self._part_of_dx = pending.found
 
     def result_of(self, n: int) -> tuple[Any, Tensor | None]:
-        """On the last stage, of all stages: `linear_steps.Result`, and the hidden states' gradient of losses of 1."""
+        """Return on the last stage all stages' `linear_steps.Result`, and hidden states' gradient of losses of 1."""
         if not self.backward:
             return self.side.take(self.results.pop(n)), None
         pending, done = self.sums_of_dx.pop(n)
-        unit = self.side.take(Aside(pending.wait(), done))
+        unit = self.side.take(SideStreamResult(pending.wait(), done))
         unit = unit if self.output.sequence_parallel else collectives.all_reduce(unit, self.groups.tp, in_place=True)
         return self.side.take(self.results[n]), unit
 
@@ -222,7 +222,7 @@ class VocabularyPasses:
         return grad_SB[start : start + piece]
 
     def put_loss_gradient(self, n: int) -> None:
-        """For all stages, when the last one's backward pass has ended; zeros for what has none."""
+        """Hand all stages the losses' gradient, or zeros, once the last stage's backward pass has ended."""
         batch, sequence, *_ = self.messages.sizes(n)
         parts = self._grad_parts.pop(n, {})
         nothing = torch.zeros(sequence, batch, device=self.output.weight.device)
@@ -247,7 +247,8 @@ class VocabularyPasses:
         self.grad_embeddings[n] = grad.detach().to(self.output.weight.dtype)
 
     def put_embedding_gradient(self, n: int, sequences: int) -> None:
-        """For all stages, when this one's backward pass has ended: of so many sequences, zeros if it has none."""
+        """Hand all stages the gradient of the embeddings of `sequences` sequences once this stage's backward pass has
+        ended; zeros if the pass has made none."""
         grad = self.grad_embeddings.pop(n, None)
         if grad is None:
             grad = self.output.weight.new_zeros(self.messages.embedding_shape(n, sequences))

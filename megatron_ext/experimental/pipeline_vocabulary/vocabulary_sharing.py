@@ -29,7 +29,7 @@ SHARED = "megatron_ext_shared_vocabulary"  # marks a model whose vocabulary is s
 
 
 class _Holder(nn.Module):
-    """In the place of an embedding on a stage that has none of its own."""
+    """Stand-in for the embedding on a stage that has no embedding of its own."""
 
     def __init__(self, word_embeddings: SharedEmbedding):
         super().__init__()

@@ -209,7 +209,7 @@ def tiles(
 
 
 def cached_columns(call: ResolvedHead, tokens: int, columns: int, like: Tensor, later: int = 0) -> int:
-    """For how many of the first columns the exponentials are kept for backward, of hidden states `[T, D]` like `like`.
+    """Count the first columns whose exponentials are kept for backward, of hidden states `[T, D]` like `like`.
 
     "bounded" keeps as many eighths of the columns as take no more memory than the weight and an fp32 gradient of it do.
     They follow from the shapes alone, so they are the same in every call and on every rank, and so are the bits.
@@ -261,7 +261,7 @@ def kept_of_leaf(share: float, columns: int, call: ResolvedHead, x_TD: Tensor) -
 
 
 def kept_tokens(call: ResolvedHead, tokens: int, columns: int, like: Tensor) -> int:
-    """For how many of the first tokens the gradient of logits is kept, where forward can make it.
+    """Count the first tokens of which the gradient of logits is kept, where forward can make this gradient.
 
     "bounded" keeps on CPU what two chunks of `_CHUNK` logits take, and nothing on CUDA or where the caller says how
     large chunks are; else as `cached_columns`.

@@ -157,7 +157,8 @@ def token_gradient(
         basis: the gradients of what was read out.
         labelled: the caller knows that every label is this rank's.
     """
-    coef, dtype, inside = coefficients(stats, kept_T, basis, call.temperature), stats.shift.dtype, None
+    coef, inside = coefficients(stats, kept_T, basis, call.temperature), None
+    dtype = stats.shift.dtype
     target, offset, through = coef.target, coef.d, None
     if call.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
         target = bent_at_target(target if offset is None else target + offset, stats)

@@ -238,13 +238,13 @@ class ChunkGradient:
         )
 
     def _add_at_places(self, token_n: Tensor, column_n: Tensor, grad_n: Tensor, out_tV: Tensor) -> None:
-        """In fp64, rounded once beside what is there."""
+        """Add gradients at single places of `out_tV`: the sum is made in fp64, and rounded once."""
         at = token_n, self.plan.call.place(column_n)
         value_n = out_tV[at].double() + grad_n / self.plan.call.temperature
         out_tV.index_put_(at, value_n.to(out_tV.dtype))
 
     def _add_at_columns(self, found: Sequence[tuple[Tensor, Tensor]], z_tV: Any, rows: slice, out_tV: Tensor) -> None:
-        """At the ids in fp64, rounded once: there the terms cancel where the model is sure of one."""
+        """Add gradients at token ids in fp64, rounded once: the terms cancel where the model is sure of one id."""
         call = self.plan.call
         ids_tK, grad_tK = found[0] if len(found) == 1 else (torch.cat(each, 1) for each in zip(*found, strict=True))
         for part in blocks(ids_tK, 0.25):

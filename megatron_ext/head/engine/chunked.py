@@ -103,7 +103,8 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of hidden states, weight, bias and low rank, of the logits' `gradients`, and of what is
     `kept` of the first read-out's, whose upstream gradient is `first`."""
-    plan, chosen, (_, weight_VD, bias_V, low_VR, *_) = ctx.plan, ctx.plan.call.chosen, inputs
+    plan, chosen = ctx.plan, ctx.plan.call.chosen
+    _, weight_VD, bias_V, low_VR, *_ = inputs
     need_dx, need_dw, need_db, need_dlow = ctx.needs_input_grad[4:8]
     source, fused_VD = made[0][0], None
     if ctx.parameter is not None and need_dw:

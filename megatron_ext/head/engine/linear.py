@@ -99,7 +99,8 @@ class LinearHead(torch.autograd.Function):
             else:
                 stats = plan.passes.combined(stats_RKT, own_KT, first[0].shift_T, plan.call)
             results, saved = plan.results(stats, stats_RKT, own_KT)
-        ctx.plan, ctx.sizes, ctx.parameter = plan, sizes, weight_VD if plan.call.fuse_main_grad else None
+        ctx.plan, ctx.sizes = plan, sizes
+        ctx.parameter = weight_VD if plan.call.fuse_main_grad else None
         given_TD = hidden_TD if plan.held is None else hidden_TD.to(plan.held)  # widened from it
         _, exps, shifts = zip(*first, strict=True)
         save_groups(ctx, (given_TD, weight_VD, bias_V, low_VR), stats, exps, shifts[1:], *saved)
@@ -257,7 +258,8 @@ def statistics_pass(
 ) -> list[FirstPass]:
     """Logits of each leaf of the weight `w`, their statistics, and what is kept of them. `sizes`, `keep`, and what is
     communicated: see `LinearHead`, which has the exchange of statistics besides."""
-    call, tokens, columns, dtype = plan.call, plan.tokens, leaves[0].w_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
+    call, tokens, columns = plan.call, plan.tokens, leaves[0].w_VD.shape[0]
+    dtype = accumulation_dtype(hidden_TD.dtype)
     arithmetic, on_gpu = plan.arithmetic, hidden_TD.is_cuda
     later, cached = kept_columns(call, tokens, w_VD, hidden_TD, keep)
     fixed = plan.fixed

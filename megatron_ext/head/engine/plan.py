@@ -22,7 +22,7 @@ from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.resolved_head import FAST, FIXED, ResolvedHead, leaf_count, leaves_of
 from megatron_ext.head.call.statistics import Statistics
-from megatron_ext.head.readouts.read_out import Found, ReadOut
+from megatron_ext.head.readouts.read_out import ReadOut, ReadOutResults
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.tensors import has_values
@@ -330,7 +330,7 @@ class Plan:
             chunks = [(rows, *each) for each in zip(sides, stats_Kt.chunk(count), own, strict=True)]
             r.scan_leaves([part.readouts[at] for part in self.leaves], chunks)
 
-    def _results_of_leaves(self, at: int, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def _results_of_leaves(self, at: int, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         """Return the results of read-out `at`; each leaf's saved tensors follow, where leaves keep others."""
         count, each = self.leaf_count, [part.readouts[at] for part in self.leaves]
         stats_NKT = stats_RKT.unflatten(1, (count, -1)).flatten(0, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.kernels import blocks
-from megatron_ext.head.kernels.logits import kernel_options, logits, packed, rowwise, writable
+from megatron_ext.head.kernels.logits import bends, logits, packed, rowwise, writable
 from megatron_ext.numerics.launches import launch
 
 _BLOCK = tl.constexpr(1024)  # columns of an engine
@@ -107,7 +107,7 @@ def write_sums(
         stats_KT[SUM_EXP],
         z_TV.stride(0),
         counted=counted,
-        **kernel_options(softcap, temperature),
+        **bends(softcap, temperature),
         # Of fp32 logits in rows of a multiple of 16 columns Triton has a thread load 16 bytes at a time.
         TOGETHER=4 if counted % 16 == 0 else 1,
         num_warps=4,

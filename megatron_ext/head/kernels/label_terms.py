@@ -174,7 +174,7 @@ def add_label_rows(
     in_order: bool = False,
     labelled: bool = False,
 ) -> None:
-    """At most T rows are read and written, all of them only with `common`. See `row_passes/label_terms.py`.
+    """Add as `row_passes/label_terms.py` says. At most T rows are read and written, all rows only with `common_D`.
 
     A stable sort on the device brings the tokens of a row together, in their own order. However many those are, no
     program adds up more than a window of them, or of the windows' sums. Where windows begin depends on the other
@@ -264,7 +264,7 @@ def finish_dx(
 
 
 def scale_rows(out_TD: Tensor, x_TD: Tensor, scale_T: Tensor) -> None:
-    """At the speed of memory. See `megatron_ext.head.row_passes.label_terms.scale_rows`."""
+    """Scale rows at the speed of memory, as `megatron_ext.head.row_passes.label_terms.scale_rows` says."""
     (tokens, width), x_TD = x_TD.shape, rowwise(x_TD)
     block_d, warps = blocks.sizes(blocks.WIDTH, width, scale_T.dtype == torch.float64)
     grid, strides = (tokens, triton.cdiv(width, block_d)), (out_TD.stride(0), x_TD.stride(0))

@@ -104,13 +104,10 @@ def packed(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def kernel_options(softcap: float | None = None, temperature: float = 1.0, **others: Any) -> dict[str, Any]:
-    """The options of a pass as its kernel has them, by their names: tensors without gaps, and beside softcap and
-    temperature whether there are such. `labelled` tells a kernel nothing."""
-    others.pop("labelled", None)
-    bends = {"softcap": 1.0 if softcap is None else softcap, "temperature": temperature}
+def bends(softcap: float | None, temperature: float) -> dict[str, Any]:
+    """Softcap and temperature by the names that kernels have for them, and whether there are such."""
     flags = {"HAS_SOFTCAP": softcap is not None, "HAS_TEMPERATURE": temperature != 1.0}
-    return bends | flags | {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in others.items()}
+    return {"softcap": 1.0 if softcap is None else softcap, "temperature": temperature, **flags}
 
 
 def rowwise(x_ND: Tensor) -> Tensor:

@@ -148,7 +148,8 @@ def nucleus_kernel(
     places = key((peak - 0.3 * (place * place).to(tl.float32)) * temperature)
     places = tl.where(place == 0, high - 1, tl.where(place == _PLACES - 1, low, tl.minimum(places, high - 1)))
     places = tl.maximum(places, least)
-    top_p, total, kept = tl.load(top_p_ptr), tl.zeros([], tl.float64), tl.zeros([], tl.float64)
+    top_p = tl.load(top_p_ptr)
+    total, kept = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
     listed, beyond, before = False, total, total  # `kept` is what lies above `low`, `beyond` what lies above `high`
     searching = not unknown
     while searching:

@@ -1,15 +1,13 @@
 """`row_gradient` in Triton: the same arguments and results as in `megatron_ext.head.row_passes.passes`. One program has
 some columns of one token."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
-from megatron_ext.head.kernels.logits import FAR, bend, exp, kernel_options, raw, rowwise, transformed, writable
+from megatron_ext.head.kernels.logits import FAR, bend, bends, exp, packed, raw, rowwise, transformed, writable
 from megatron_ext.numerics.launches import launch
 
 
@@ -82,7 +80,23 @@ def _row_gradient_kernel(
     tl.store(out_ptr + token * out_stride + columns, grad.to(out_ptr.dtype.element_ty), mask=columns < columns_all)
 
 
-def row_gradient(source_TV: Tensor, target_T: Tensor, shift_T: Tensor, out_TV: Tensor, **options: Any) -> None:
+def row_gradient(
+    source_TV: Tensor,
+    target_T: Tensor,
+    shift_T: Tensor,
+    out_TV: Tensor,
+    scale_T: Tensor | None = None,
+    slope_T: Tensor | None = None,
+    offset_T: Tensor | None = None,
+    value_T: Tensor | None = None,
+    bias_V: Tensor | None = None,
+    *,
+    counted: int,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    source_is_exp: bool = False,
+    labelled: bool = False,
+) -> None:
     """The gradient of each logit, in one launch. See `megatron_ext.head.row_passes.passes.row_gradient`."""
     (tokens, columns), source_TV = source_TV.shape, rowwise(source_TV)
     block_v, warps = blocks.sizes(blocks.GRADIENT, columns, shift_T.dtype == torch.float64)
@@ -99,5 +113,12 @@ def row_gradient(source_TV: Tensor, target_T: Tensor, shift_T: Tensor, out_TV: T
         torch.finfo(shift_T.dtype).tiny,
         BLOCK_V=block_v,
         num_warps=warps,
-        **kernel_options(**options),
+        scale_T=packed(scale_T),
+        slope_T=packed(slope_T),
+        offset_T=packed(offset_T),
+        value_T=packed(value_T),
+        bias_V=packed(bias_V),
+        counted=counted,
+        source_is_exp=source_is_exp,
+        **bends(softcap, temperature),
     )

@@ -10,15 +10,13 @@ above that. bf16 has fp32's exponents, so exponentials up to e^20 are as precise
 scaled down by e^-20; fp16 has not, and does not use SAMPLED.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
-from megatron_ext.head.kernels.logits import FAR, exp, kernel_options, logits, lowest, rowwise, writable
+from megatron_ext.head.kernels.logits import FAR, bends, exp, logits, lowest, packed, rowwise, writable
 from megatron_ext.head.kernels.whole_rows import (
     NOWHERE,
     label_logit,
@@ -157,15 +155,22 @@ def row_statistics(
     stats_KT: Tensor,
     exp_TV: Tensor | None = None,
     shift_T: Tensor | None = None,
-    **options: Any,
+    bias_V: Tensor | None = None,
+    *,
+    counted: int,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    with_mean: bool = False,
+    with_entropy: bool = False,
+    with_hits: bool = False,
+    labelled: bool = False,
 ) -> None:
     """Each row's statistics and exponentials in one launch. See `row_passes/passes.py`."""
     (tokens, columns), z_TV = z_TV.shape, rowwise(z_TV)
-    more = any(options.get(name) is not None for name in ("bias_V", "softcap"))
-    more = more or any(options.get(name) for name in ("with_mean", "with_entropy", "with_hits"))
+    more = bias_V is not None or softcap is not None or with_mean or with_entropy or with_hits
     double, kept = stats_KT.dtype == torch.float64, None if exp_TV is None else writable(exp_TV)
     kept_columns = 0 if kept is None else kept.shape[1]
-    sizes = blocks.whole_row(columns, options["counted"], more, double)
+    sizes = blocks.whole_row(columns, counted, more, double)
     constants, warps = blocks.long_row(more, double) if sizes is None else sizes
     if sizes is None:
         constants["SAMPLED"] = kept is not None and (z_TV.dtype, kept.dtype) == (torch.float32, torch.bfloat16)
@@ -184,6 +189,11 @@ def row_statistics(
         0 if kept is None else kept.stride(0),
         kept_columns,
         num_warps=warps,
+        bias_V=packed(bias_V),
+        counted=counted,
+        with_mean=with_mean,
+        with_entropy=with_entropy,
+        with_hits=with_hits,
         **constants,
-        **kernel_options(**options),
+        **bends(softcap, temperature),
     )

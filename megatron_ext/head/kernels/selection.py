@@ -17,7 +17,7 @@ _NO_KEY, _LAST_KEY = tl.constexpr(-2147483648), tl.constexpr(2147483647)
 
 @triton.jit
 def _wide(x):
-    """In fp32, or in fp64 what is in fp64: the interpreter knows no arithmetic of bf16."""
+    """Return `x` in fp32, and an fp64 `x` as it is: the interpreter knows no arithmetic of bf16."""
     return x if x.dtype == tl.float64 else x.to(tl.float32)
 
 
@@ -154,7 +154,7 @@ def add_at_equals_kernel(
 
 
 def group_maxima(z_TV: Tensor, groups: int, width: int) -> Tensor:
-    """In one launch, at the speed of memory. See `row_passes/selection.py`."""
+    """Return the maxima of `row_passes/selection.py` in one launch, at the speed of memory."""
     z_TV, together = rowwise(z_TV), blocks.SELECTED // width
     largest_TN = z_TV.new_empty(z_TV.shape[0], groups)
     grid = z_TV.shape[0], triton.cdiv(groups, together)
@@ -163,9 +163,9 @@ def group_maxima(z_TV: Tensor, groups: int, width: int) -> Tensor:
 
 
 def first_columns(z_TV: Tensor, groups_TN: Tensor | None, width: int, k: int, any_equals: bool) -> Tensor:
-    """In one launch, whose equals are always in order. fp64, and what registers do not hold, as in plain PyTorch.
+    """Return the columns of `row_passes/selection.py` in one launch; equal logits are always in order of columns.
 
-    See `row_passes/selection.py`.
+    Logits in fp64, and rows that registers do not hold, take the pass in plain PyTorch.
     """
     tokens, columns = z_TV.shape
     among = columns if groups_TN is None else groups_TN.shape[1] * width + columns % width

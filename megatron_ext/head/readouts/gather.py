@@ -16,7 +16,7 @@ from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.checks import check_integers, forgotten_group, is_int
-from megatron_ext.head.readouts.read_out import Flatten, Found, ReadOut
+from megatron_ext.head.readouts.read_out import Flatten, ReadOut, ReadOutResults
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.head.row_passes.selection import largest
 from megatron_ext.numerics.tensors import fault_within
@@ -93,7 +93,7 @@ class Gather(_Picks):
         found_tK = z_tV.gather(1, self.call.place(ids_tK - vocab.start).where(own_tK, 0)).to(stats_Kt.dtype)
         stats_Kt.copy_(found_tK.where(own_tK, -torch.inf).t())
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         return [self.picked(stats_RKT.amax(0).t(), stats)], [self.ids_TK]
 
 
@@ -115,7 +115,10 @@ class TopK(_Picks):
         self.rows = 2 * k if isinstance(k, int) else 0
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        """Without a `vocab` the size is a guess, and at unequal shards another rank's guess is larger."""
+        """Return the fault of a `k` that only this rank may see, and raise a fault that every rank sees.
+
+        Without a `vocab` the vocabulary's `size` is a guess, and at unequal shards another rank's guess is larger.
+        """
         if is_int(self.k, 1) and self.k <= size:
             return None
         alone = vocab is None and is_int(self.k, 1)
@@ -137,7 +140,7 @@ class TopK(_Picks):
             z_Kt[:own, at] = block.gather(1, order_tK).t().to(z_Kt.dtype)
             ids_Kt[:own, at] = (order_tK + vocab.start).t().to(ids_Kt.dtype)
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         z_RKT, ids_RKT = stats_RKT[:, : self.k], integers(stats_RKT)[:, self.k :]
         z_TK = own_KT.new_empty(z_RKT.shape[2], self.k)
         ids_TK = torch.empty_like(z_TK, dtype=torch.int64)

@@ -27,7 +27,7 @@ from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.checks import INTEGERS
-from megatron_ext.head.readouts.read_out import Flatten, Found, OfLabels, counted
+from megatron_ext.head.readouts.read_out import Flatten, OfLabels, ReadOutResults, counted
 from megatron_ext.head.readouts.teacher import normaliser
 from megatron_ext.head.row_passes.passes import PYTORCH, passes_of
 from megatron_ext.numerics.tensors import check_plain, check_within, has_values, raise_if
@@ -132,7 +132,7 @@ class Kept(OfLabels):
         stats_Kt[SUM_EXP] = self._added(below_n.exp(), lengths_t)
         stats_Kt[_OWN] = self.own(z_n, below_n, is_label_n, lengths_t)
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         largest_T, log_sum_T = normaliser(stats_RKT, 0, self.call)  # log 1 where nothing is kept: it does not count
         value_T = counted(self.value(largest_T, log_sum_T, stats_RKT.double()), self.counts_T)
         z_N = torch.cat(self._logits) if self._logits else own_KT.new_empty(0)

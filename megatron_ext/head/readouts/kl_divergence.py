@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.statistics import MAX, SUM_EXP
 from megatron_ext.head.checks import one_of
-from megatron_ext.head.readouts.read_out import Found, ReadOut, put
+from megatron_ext.head.readouts.read_out import ReadOut, ReadOutResults, put
 from megatron_ext.head.readouts.teacher import SIDE, below, normaliser, side_statistics
 from megatron_ext.numerics.tensors import accumulation_dtype
 
@@ -62,7 +62,7 @@ class KL(ReadOut):
             weight = weight.exp()
             stats_Kt[_SUM, at] = self.row_sums((weight * apart).where(weight > 0, 0.0))
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         sides = [normaliser(stats_RKT, i, self.call) for i in (0, 1)]
         (_, student_T), (_, teacher_T) = sides
         peaks = [_finite(stats_RKT[:, i * SIDE + MAX].double()) - largest_T for i, (largest_T, _) in enumerate(sides)]

@@ -26,7 +26,7 @@ from megatron_ext.head.call import chunk_sizes
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.checks import check_number
-from megatron_ext.head.readouts.read_out import Found, ReadOut, put
+from megatron_ext.head.readouts.read_out import ReadOut, ReadOutResults, put
 from megatron_ext.head.readouts.teacher import SIDE, below, normaliser, side_statistics
 from megatron_ext.numerics.tensors import accumulation_dtype
 
@@ -57,7 +57,7 @@ class NormalisedSides(ReadOut):
         raise NotImplementedError
 
     def chunks(self, tokens: int, on_gpu: bool) -> list[slice]:
-        """By the width of an equal shard: all ranks must cut the tokens alike."""
+        """Cut the tokens by the width of an equal shard, since all ranks must cut the tokens alike."""
         width = -(-self.call.vocab.size // self.call.ranks)
         return chunk_sizes.chunks(slice(0, tokens), self.call.chunk_tokens, width, on_gpu)
 
@@ -78,7 +78,7 @@ class NormalisedSides(ReadOut):
                 for row, x in enumerate(self.summed(*sides), _SIDES):
                     stats_Kt[row, at] = self.row_sums(x)
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         expected_T, value_T = self.added(stats_RKT[:, _SIDES:].double())
         return [value_T.to(own_KT.dtype)], [expected_T, *self._normalisers(stats_RKT[:, :_SIDES])]
 

@@ -35,7 +35,7 @@ from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.tensors import OutsideVocabulary, has_values, raise_if
 
 # Per-token results, and what the gradient wants of forward: nothing of vocabulary size in either.
-Found = tuple[list[Tensor], list[Tensor]]
+ReadOutResults = tuple[list[Tensor], list[Tensor]]
 Flatten = Callable[[Tensor], Tensor]
 
 
@@ -234,7 +234,7 @@ class ReadOut:
         """The sum of all shards' numbers, with the bits that the call asks for."""
         return statistics.added(x_RT, self.call)
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         """Return the results, and the tensors that the gradient needs.
 
         Args:
@@ -244,7 +244,7 @@ class ReadOut:
         """
         raise NotImplementedError
 
-    def results_of(self, value_T: Tensor, own_KT: Tensor) -> Found:
+    def results_of(self, value_T: Tensor, own_KT: Tensor) -> ReadOutResults:
         """Return `results` of one number a token whose gradient needs nothing: 0 where a token does not count."""
         return [counted(value_T.to(own_KT.dtype), self.counts_T)], []
 
@@ -314,7 +314,7 @@ class OfLabels(ReadOut):
 class LogProbs(OfLabels):
     """Log-probability of each label: `[...]`, fp32 (fp64 for fp64), 0 where the label is `ignore_index`."""
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         return [counted((stats.target - stats.log_sum).to(own_KT.dtype), self.counts_T)], []
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
@@ -330,7 +330,7 @@ class IsArgmax(OfLabels):
     hits = True
     differentiable = False
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         return [stats.hits.clone() if self.counts_T is None else stats.hits & self.counts_T], []
 
 
@@ -364,7 +364,7 @@ class CrossEntropy(OfLabels):
         self.z_apart, self.count = z_apart, 1 + z_apart
         self.mean = label_smoothing > 0
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         value = stats.log_sum - stats.target
         if self.mean:
             assert stats.mean is not None

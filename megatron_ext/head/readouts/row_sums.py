@@ -14,7 +14,7 @@ from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.logit_gradient import Basis
 from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.statistics import Statistics
-from megatron_ext.head.readouts.read_out import Found, ReadOut, counted, put
+from megatron_ext.head.readouts.read_out import ReadOut, ReadOutResults, counted, put
 from megatron_ext.numerics.tensors import accumulation_dtype
 
 
@@ -23,7 +23,7 @@ class Entropy(ReadOut):
 
     expected = True
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         return self.results_of(stats.log_sum - stats.expected, own_KT)
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
@@ -35,7 +35,7 @@ class MeanLogit(ReadOut):
 
     mean = True
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         return self.results_of(stats.largest + stats.mean, own_KT)
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
@@ -45,7 +45,7 @@ class MeanLogit(ReadOut):
 class LogSumExp(ReadOut):
     """`log sum exp z` of each token: `[...]`, fp32 (fp64 for fp64). With a log-probability it gives a logit."""
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         return self.results_of(statistics.lse(stats), own_KT)
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
@@ -55,7 +55,7 @@ class LogSumExp(ReadOut):
 class ZLoss(ReadOut):
     """`(log sum exp z)^2` of each token: `[...]`, fp32 (fp64 for fp64)."""
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         return self.results_of(statistics.lse(stats).square(), own_KT)
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
@@ -83,7 +83,7 @@ class SumOfSquares(ReadOut):
             below = z - peak.clamp(min=torch.finfo(z.dtype).min).unsqueeze(1)
             stats_Kt[1, at] = self.row_sums(below.exp_().square_())
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0)
         below_RT = (stats_RKT[:, 0].double() - largest_T).clamp(min=-1e4)
         value_T = self.added(stats_RKT[:, 1].double() * (2 * (below_RT - stats.log_sum)).exp())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.readouts.gather import integers, largest_columns
-from megatron_ext.head.readouts.read_out import Flatten, Found, OfLabels
+from megatron_ext.head.readouts.read_out import Flatten, OfLabels, ReadOutResults
 from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.numerics.tensors import on_host
@@ -78,7 +78,7 @@ class TopKFiltered(OfLabels):
             label_u1 = (labels_t[at] - vocab.start).where(own_u, 0).unsqueeze(1)
             stats_Kt[_LABEL, at] = z_uV.gather(1, label_u1)[:, 0].to(stats_Kt.dtype).where(own_u, -torch.inf)
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         tokens, more = own_KT.shape[1], self.candidates - self.k
         found = min(self.candidates, self.call.vocab.counted)
         columns_TK = integers(own_KT)[more : more + found].t().contiguous()
@@ -144,7 +144,8 @@ class TopKFiltered(OfLabels):
         return ids_tK, torch.cat([candidates_tK, at_label_t.unsqueeze(1)], 1)
 
     def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
-        """On CPU, where it costs no wait to see that no token of the chunk has equals beyond its candidates: not."""
+        """Tell whether logits are read: not on a CPU where no token of the chunk has equals beyond its candidates. On a
+        GPU the host would have to wait to see that."""
         tied_t = saved[4][rows]
         return not on_host(tied_t) or bool(tied_t.any())
 

@@ -24,7 +24,7 @@ from megatron_ext.head.call import chunk_sizes
 from megatron_ext.head.call.chunk_sizes import blocks
 from megatron_ext.head.call.matmul import transformed
 from megatron_ext.head.call.statistics import check_apart, fingerprint
-from megatron_ext.head.readouts.read_out import Found, OfLabels, counted
+from megatron_ext.head.readouts.read_out import OfLabels, ReadOutResults, counted
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.numerics.tensors import has_values, raise_unless
 
@@ -103,7 +103,7 @@ class TopPFiltered(OfLabels):
         mine, z_uL = (slice(None), self._all_rows(z_tV)) if self._at_once else self._share_of_rows(z_tV)
         self._cut(z_uL[:, : self.call.vocab.size], labels_t[mine], stats_Kt[:, mine])
 
-    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
         cuts_KT = own_KT
         if not self._at_once:
             owner_T = self._owner(cuts_KT.device)
@@ -164,8 +164,8 @@ class TopPFiltered(OfLabels):
         return mine, z_RuV.transpose(0, 1)[: mine.stop - mine.start].flatten(1)
 
     def _padded(self, z_tV: Tensor, rows: int = 0) -> Tensor:
-        """To the width of every rank's part, and so many rows more. What pads lies past the vocabulary, and is never a
-        candidate."""
+        """Pad logits to the width of every rank's part, and by `rows` more rows. The padding lies past the vocabulary,
+        and is never a candidate."""
         columns = self.width - z_tV.shape[1]
         return F.pad(z_tV, (0, columns, 0, rows)) if columns or rows else z_tV
 

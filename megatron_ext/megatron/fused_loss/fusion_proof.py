@@ -3,7 +3,7 @@
 From the input of the model's own output layer they go through that layer's own forward, whatever it has become, to the
 model's own loss; and through the head. What the model does between the two it does to promised logits, and so to both.
 Everything is taken of detached tensors: nothing is added to a `.grad` or a `main_grad`, and no hook of the layer sees
-the sample. With `verify=` the first calls are taken both ways whole, and put side by side.
+the sample. With `verify=` the first calls compute both losses whole, and put them side by side.
 
 Legend: S positions, B batch, H hidden size, R tensor-parallel ranks, N tokens of the sample.
 """
@@ -28,7 +28,7 @@ from megatron_ext.megatron.fused_loss.module_calls import standing
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, operands, tp_group
 from megatron_ext.megatron.fusion_report import ModelFusion
 from megatron_ext.proof import SAMPLE_TOKENS, Proof, agreed, cannot_prove_now, compare
-from megatron_ext.proof.comparison import Way, main_grads_aside, rng_put_back
+from megatron_ext.proof.comparison import LossOfHidden, main_grads_aside, rng_put_back
 from megatron_ext.verify.side_by_side import RecordedStep, TwoRuns
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of a call's mean loss; with 16 bits 1e-2
@@ -44,16 +44,16 @@ def proof_of(model: Any, settings: HeadSettings, terms: Terms, weight: Tensor, l
     if (reason := cannot_prove_now()) is not None:
         return Proof.not_comparable(reason)
     try:
-        ways = BothWays(model, settings, terms, weight, labels_BS, SAMPLE_TOKENS)
-        _take_special_labels(ways.labels_N1)
+        pair = LossPair(model, settings, terms, weight, labels_BS, SAMPLE_TOKENS)
+        _take_special_labels(pair.labels_N1)
     except ValueError as refusal:
         proof = Proof.not_comparable(str(refusal))
     else:
-        proof = _proof(terms, ways)
+        proof = _proof(terms, pair)
     return agreed(proof, tp_group(terms.layer))
 
 
-class BothWays:
+class LossPair:
     """The model's own way and the head's from hidden states `[N, 1, H]` of a call to losses `[1, N]`.
 
     Raises ValueError where the head refuses the layer.
@@ -69,35 +69,35 @@ class BothWays:
         self.settings.lm_head(self.terms, self.weight)
 
     def own(self, hidden: Tensor) -> Tensor:
-        """By the layer's own forward, whatever it has become, and the model's own loss."""
+        """Return the losses by the layer's own forward, whatever it has become, and the model's own loss."""
         logits, scale = self.terms.make(self.terms, hidden), self.terms.scale
         return self.own_loss(self.labels_N1.transpose(0, 1), logits if scale == 1.0 else logits * scale)
 
     def fused(self, hidden: Tensor) -> Tensor:
-        """By the head under no settings of its own that change the loss."""
+        """Return the losses by the fused head, without those of its settings that change the loss."""
         hidden, operand = operands(self.terms, hidden)
         head = self.settings.lm_head(self.terms, operand)
         return linear_training_loss(head, hidden, self.labels_N1).loss.transpose(0, 1)
 
 
-def _proof(terms: Terms, ways: BothWays) -> Proof:
-    """The comparison of both ways, and what the model's own loss depends on beside them."""
-    known = {id(ways.weight), id(getattr(terms.layer, "bias", None))}
+def _proof(terms: Terms, pair: LossPair) -> Proof:
+    """The comparison of both losses, and what the model's own loss depends on beside them."""
+    known = {id(pair.weight), id(getattr(terms.layer, "bias", None))}
     strangers: list[Tensor] = []
 
     def own(hidden: Tensor) -> Tensor:
         known.add(id(hidden))
-        losses = ways.own(hidden)
+        losses = pair.own(hidden)
         strangers.extend(leaf for leaf in leaves_of(losses.grad_fn) if id(leaf) not in known)
         return losses
 
     with _state_put_back(terms.layer):
-        proof = compare(own, ways.fused, ways.hidden_N1H, {"the output layer's weight": ways.weight})
+        proof = compare(own, pair.fused, pair.hidden_N1H, {"the output layer's weight": pair.weight})
     inside = [] if hasattr(terms.layer, "_orig_mod") else sorted({type(one).__name__ for one in terms.layer.children()})
-    if proof.fused and inside and ways.hidden_N1H.itemsize == 2:
+    if proof.fused and inside and pair.hidden_N1H.itemsize == 2:
         return Proof.not_comparable(
             f"its output layer has modules inside ({', '.join(inside)}), as quantizers are, whose work may be as small "
-            f"as the rounding of {ways.hidden_N1H.dtype}"
+            f"as the rounding of {pair.hidden_N1H.dtype}"
         )
     if strangers:
         shapes = ", ".join(str(list(x.shape)) for x in strangers)
@@ -110,19 +110,19 @@ def _proof(terms: Terms, ways: BothWays) -> Proof:
 def verify_loss(
     model: Any, counters: ModelFusion, settings: HeadSettings, terms: Terms, weight: Tensor, labels_BS: Tensor
 ) -> None:
-    """Take the loss of a call both ways, and put down what came out beside those before."""
-    ways = BothWays(model, settings, terms, weight, labels_BS, labels_BS.numel())
+    """Take both losses of a call, and put down what came out beside those before."""
+    pair = LossPair(model, settings, terms, weight, labels_BS, labels_BS.numel())
     with _state_put_back(terms.layer):
-        stock = _step(ways.own, ways)
-        ours = _step(ways.fused, ways)
-    before = counters.verified or TwoRuns((), (), _TOLERANCE.get(ways.hidden_N1H.dtype, 1e-2))
+        stock = _step(pair.own, pair)
+        ours = _step(pair.fused, pair)
+    before = counters.verified or TwoRuns((), (), _TOLERANCE.get(pair.hidden_N1H.dtype, 1e-2))
     counters.verified = TwoRuns((*before.stock, stock), (*before.ours, ours), before.tolerance)
 
 
-def _step(way: Way, ways: BothWays) -> RecordedStep:
+def _step(way: LossOfHidden, pair: LossPair) -> RecordedStep:
     """The mean loss of all tokens, the norm of its gradients of hidden states and weight, and the costs."""
-    hidden = ways.hidden_N1H.detach().requires_grad_()
-    weight, on_gpu = ways.weight, hidden.is_cuda
+    hidden = pair.hidden_N1H.detach().requires_grad_()
+    weight, on_gpu = pair.weight, hidden.is_cuda
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

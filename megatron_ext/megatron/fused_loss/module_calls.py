@@ -56,7 +56,7 @@ class _Dispatched:
     calls: int = 0
 
 
-Place = tuple[Any, str, Callable[..., Any]]  # an owner, a name, and what stands there in a call
+MethodReplacement = tuple[Any, str, Callable[..., Any]]  # an owner, a name, and what stands there in a call
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _here: ContextVar[Mapping[int, Mapping[str, Any]]] = ContextVar("_here", default=_NOTHING)  # by the owner's id
 _dispatched: "weakref.WeakKeyDictionary[Any, dict[str, _Dispatched]]" = weakref.WeakKeyDictionary()
@@ -64,7 +64,7 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def in_this_call(*places: Place) -> Iterator[None]:
+def in_this_call(*places: MethodReplacement) -> Iterator[None]:
     """A call of `owner.name` is one of `function` for a while, in this thread's context alone.
 
     It stays a method of the owner. When the last thread leaves, the instance has (or lacks) its own one as before.
@@ -172,7 +172,8 @@ def is_torchs(hook: Any) -> bool:
 
 
 def _about_parameters(hook: Any) -> bool:
-    """By the file that defines it, which no decorator copies; those of torch's own compiler are looked through."""
+    """Tell whether a hook is about parameters, by the module that defines the hook, which no decorator copies. Wrappers
+    of torch's own compiler are looked through."""
     function = innermost(hook)
     while _home(function).startswith("torch._dynamo") and hasattr(function, "__wrapped__"):
         function = innermost(function.__wrapped__)

@@ -303,7 +303,8 @@ def _requires_grad(promise: PromisedLogits) -> bool:
 
 def _kept(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> PromisedLogits | None:
     """Return what the call makes of a promise of logits that are not made yet, if that is a promise again."""
-    terms, batch_first, detached = promise.terms, promise.batch_first, promise.detached or not torch.is_grad_enabled()
+    terms, batch_first = promise.terms, promise.batch_first
+    detached = promise.detached or not torch.is_grad_enabled()
     factor, alone = _factor(promise, func, args, kwargs), promise is args[0] and not kwargs
     if factor is not None:
         terms = replace(terms, scale=terms.scale * factor, hits=None)

@@ -158,9 +158,9 @@ class Backend(ABC):
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """While it lasts, the model has the reference policy's weights, and host memory those of the model.
+        """Give the model the reference policy's weights for a while; host memory holds the model's own meanwhile.
 
-        Inside it may be entered again, to no effect; nothing can be trained, saved, loaded or handed on.
+        The context may be entered again inside, to no effect. Nothing can be trained, saved, loaded or handed on.
         """
         if self.reference is None:
             raise ValueError("there is no reference policy: the worker was made with init_reference_model=False")

@@ -112,9 +112,9 @@ def _stops_of_folder(folder: str, own: Any) -> Any:
 
 
 class _OfEachToken:
-    """In front of a class of transformers: its forward without the choice of a row's last token.
+    """Base class put in front of a class of transformers: its forward does not choose a row's last token.
 
-    Then its head is to the rest of the model what an lm head is: sharded, read and trained like one of few columns.
+    The model's head is then like an lm head of few columns: it is sharded, read and trained like one.
     """
 
     def get_output_embeddings(self: Any) -> nn.Module:

@@ -71,7 +71,7 @@ def saves(path: Path) -> list[str]:
 
 
 def of_one_save(paths: Sequence[Path]) -> list[Path]:
-    """For each path the folder to read: itself or, where a save was cut short, what it held before."""
+    """Find for each path the folder to read: the path itself or, where a save was cut short, the one it held before."""
     choices = [_by_save(path) for path in paths]
     for path, found in zip(paths, choices, strict=True):
         if not found:

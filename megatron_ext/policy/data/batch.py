@@ -237,7 +237,7 @@ class Rows:
 
     @classmethod
     def of(cls, data: Mapping[str, Any], pack: bool, multiple: int = 1) -> "Rows":
-        """With `pack` the rows are laid end to end, each in a multiple of `multiple` places."""
+        """Lay out the rows of `data`; with `pack` end to end, each in a multiple of `multiple` places."""
         tokens_BS, inside_BS = data["input_ids"], inside_rows(data)
         if not pack:
             return cls(tokens_BS, inside_BS)

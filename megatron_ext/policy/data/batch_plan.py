@@ -70,7 +70,7 @@ class Step:
     counts: Counts
 
     def rows(self) -> list[tuple[list[int], bool]]:
-        """For each pass the rows, and whether it counts."""
+        """Return for each pass its rows, and whether the pass counts."""
         repeated = [(self.micro_batches[0], False)] * (self.passes - len(self.micro_batches))
         return [(rows, True) for rows in self.micro_batches] + repeated
 

@@ -155,7 +155,7 @@ _HF_EXPERTS = ".mlp.experts."
 
 
 def _names(name: str) -> tuple[str, list[str]]:
-    """For a name of GPTModel how its weight is made ("copy", "qkv", "gated"), and transformers' names of the parts."""
+    """Tell how GPTModel's weight `name` is made ("copy", "qkv", "gated"), and transformers' names of its parts."""
     if name in _TOP:
         return "copy", [_TOP[name]]
     _, _, layer, rest = name.split(".", 3)

@@ -58,8 +58,8 @@ class RayActors:
         timeouts: Timeouts,
     ):
         self._ray = import_ray()
-        self._worker_cls, self._make, self.world_size, self._bundle = worker_cls, dict(make), world_size, dict(bundle)
-        self._env_vars, self._timeouts = dict(env_vars or {}), timeouts
+        self._worker_cls, self._make, self.world_size = worker_cls, dict(make), world_size
+        self._bundle, self._env_vars, self._timeouts = dict(bundle), dict(env_vars or {}), timeouts
         self._actors: list[Any] = []
         self._liveness: Liveness | None = None
         self._placement: Any = None

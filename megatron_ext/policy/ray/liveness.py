@@ -43,7 +43,7 @@ Beat = tuple[str, bool, float]
 
 @contextmanager
 def beating(send: Callable[[Beat], object], call: str) -> Iterator[None]:
-    """While it lasts, `send` gets a beat of this thread each `PERIOD_S`; in `outside_wait` it moves."""
+    """Send a beat of this thread each `PERIOD_S`, while the context lasts; in `outside_wait` the thread moves."""
     import psutil  # comes with Ray's extra
 
     thread, ended, process = threading.get_ident(), threading.Event(), psutil.Process()
@@ -121,7 +121,7 @@ class HostMonitor:
         self._beats[rank] = time.monotonic(), beat
 
     def report(self) -> dict[int, tuple[Beat, float]]:
-        """For each rank its last beat, and the seconds for which no thread of its process has run."""
+        """Return for each rank its last beat, and the seconds for which no thread of its process has run."""
         found, now = {}, time.monotonic()
         for rank, process in self._processes.items():
             switches = _switches(process)

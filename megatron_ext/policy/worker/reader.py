@@ -32,7 +32,7 @@ from megatron_ext.policy.losses.worker_protocol import LossInputType, rows_toget
 
 Divisors = Mapping[str, Tensor]  # `Counts` by name, in its order
 # Of what was read, its micro-batch, and the counts that the loss divides by: loss and metrics.
-Call = Callable[[Tensor, BatchedDataDict, Divisors], Any]
+MicroBatchLoss = Callable[[Tensor, BatchedDataDict, Divisors], Any]
 
 
 class MicroBatchReader:
@@ -126,7 +126,7 @@ class MicroBatchReader:
 
 class LossInputs(NamedTuple):
     read: Read
-    call: Call
+    call: MicroBatchLoss
 
 
 def loss_inputs(reader: MicroBatchReader, loss_fn: Any) -> LossInputs:

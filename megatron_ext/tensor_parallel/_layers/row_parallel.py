@@ -78,7 +78,7 @@ class RowParallelLinear(ParallelLayer):
             # Under sequence parallelism each rank sees its tokens only: Megatron sums such gradients over the dense
             # layers' tensor-parallel ranks. An expert's layer that adds its bias itself sees all tokens. Of whole
             # experts the ranks have different ones, or copies, whose gradients data parallelism sums.
-            complete = is_expert and (group_size(self.tp_group) == 1 or (self.explicit_expert_comm and not skip_bias_add))
+            complete = is_expert and (group_size(self.tp_group) == 1 or not skip_bias_add)
             self.bias.sequence_parallel = self.sequence_parallel and not complete  # type: ignore[attr-defined]
         self._mark_for_gradient_sums()
 

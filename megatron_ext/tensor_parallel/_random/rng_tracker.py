@@ -174,7 +174,7 @@ class CudaRNGStatesTracker:
         self._unpark(name)
 
     def _park(self) -> None:
-        """From the generator to the place of the stream in use."""
+        """Store the generator's state as that of the stream in use."""
         state = get_rng_state(self.device, graph_safe=self.use_cudagraphable_rng)
         if self._in_use == DEFAULT:
             self._default = state
@@ -182,7 +182,7 @@ class CudaRNGStatesTracker:
             self.states_[self._in_use] = state
 
     def _unpark(self, name: str) -> None:
-        """From the place of the stream `name` to the generator; if that refuses the state, all stays as it was."""
+        """Give the generator the state of the stream `name`; if the generator refuses that, all stays as it was."""
         state = self._default if name == DEFAULT else self.states_[name]
         assert state is not None
         set_rng_state(state, self.device, graph_safe=self.use_cudagraphable_rng)

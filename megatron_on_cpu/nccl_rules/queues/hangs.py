@@ -102,8 +102,9 @@ class Waits:
         return Node(peer)
 
     def circle(self, start: Node) -> list[Node]:
-        """From `start` on, each node waits for the next one; the last one waits for one that was met before, and only
-        what comes after that one is given: the circle. What has ended stands at the end of its list."""
+        """Return the circle of nodes, each waiting for the next one, that is reached from `start`.
+
+        If the way from `start` leads to a rank that has ended, the whole way is returned, with this rank last."""
         path: list[Node] = []
         node = start
         while node not in path:

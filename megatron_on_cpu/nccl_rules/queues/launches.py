@@ -105,7 +105,7 @@ def lines_from(frame: Any) -> list[str]:
 
 
 def _short(file: str) -> str:
-    """From the package on: the folder that is imported from says nothing."""
+    """Shorten a path to begin with its package: the folder that the package is imported from says nothing."""
     for folder in sorted(filter(None, sys.path), key=len, reverse=True):
         if file.startswith(folder + "/"):
             return file[len(folder) + 1 :]

@@ -62,7 +62,7 @@ class LaunchOrder:
         return self._learn(peer, [Step(*step) for step in header["news"]])
 
     def _steps(self, launch: Launch) -> list[Step]:
-        """From the last launch under way to `launch`. Those before it have led to that one by steps of their own."""
+        """Return the steps from the last launch under way to `launch`. Earlier launches have steps to that last one."""
         if not self._under_way:
             return []
         other = self._under_way[next(reversed(self._under_way))]

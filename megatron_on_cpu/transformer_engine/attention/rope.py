@@ -93,7 +93,7 @@ def _angles(x: Tensor, given: Any) -> Tensor:
 
 
 def _positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
-    """In the whole sequence, of the `length` positions that this rank has."""
+    """Return the places in the whole sequence of the `length` positions that this rank has."""
     if cp_size == 1:
         return torch.arange(length)
     half = length // 2

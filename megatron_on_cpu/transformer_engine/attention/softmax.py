@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
-    """Over the last dim of `input * scale_factor`."""
+    """Return the softmax over the last dim of `input * scale_factor`."""
     return (input.float() * scale_factor).softmax(-1).to(input.dtype)
 
 

@@ -94,5 +94,5 @@ def _spread(scale: Tensor, height: int, width: int, shape: torch.Size) -> Tensor
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    """With zeros up to multiples of these."""
+    """Pad `x` with zeros to multiples of `rows` and `columns`."""
     return F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)).contiguous()

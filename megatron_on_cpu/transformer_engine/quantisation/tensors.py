@@ -172,7 +172,7 @@ def _delayed(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
 
 
 def _current(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
-    """Before 2.20 its quantiser kept the amax and the scale."""
+    """Quantise by current scaling. Before 2.20 the quantiser of current scaling keeps the amax and the scale."""
     keeps = hasattr(quantizer, "use_existing_amax")
     existing = keeps and quantizer.use_existing_amax
     amax = quantizer.amax if existing else amax_of(tensor.float()).view(1)
@@ -216,7 +216,8 @@ def _of_both_sides(tensor: Tensor, quantizer: Any, blocks: Callable[..., tuple[T
 
 
 def _since_2_20(quantizer: Any) -> bool:
-    """There its tensors tell the dtype that they stand for, and know how MXFP8's scales lie."""
+    """Tell whether the quantiser is of 2.20 or newer: its tensors name the dtype that they stand for, and the layout of
+    MXFP8's scales."""
     return hasattr(quantizer, "storage_metadata")
 
 

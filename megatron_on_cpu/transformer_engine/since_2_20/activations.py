@@ -36,7 +36,7 @@ def _situ(x: Tensor, beta1: float, beta2: float) -> Tensor:
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """By the names of the compiled module."""
+    """Return the functions by their names in the compiled module."""
     glu, swiglu, srelu = gated(torch.sigmoid), gated(PLAIN["silu"]), PLAIN["srelu"]
     return {
         "clamped_swiglu": forward_of(clamped, **_OF_CLAMPED),

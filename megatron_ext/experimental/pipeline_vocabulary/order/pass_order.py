@@ -1,4 +1,4 @@
-"""In which order each pipeline stage runs its passes where all stages share embedding and lm head.
+"""The order in which each pipeline stage runs its passes where all stages share embedding and lm head.
 
 Layers run as in Megatron's one-forward-one-backward schedule, plain or interleaved, with `extra` forward passes more
 before the first backward: while a micro-batch's loss is on its way through all stages, the last stage has the forward
@@ -116,7 +116,7 @@ def worker(stage: int, kind: Kind, shape: Shape) -> int:
 
 
 def length(runs: Sequence[Sequence[Run]]) -> float:
-    """When the last pass of a timeline ends."""
+    """Return the time at which the last pass of a timeline ends."""
     return max(stage[-1].end for stage in runs)
 
 

@@ -4,8 +4,6 @@ The shift of each row is known in backward, so a tile of logits turns into gradi
 once to the dtype in which it is written.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -70,7 +68,18 @@ def product_gradient_kernel(
 
 
 def product_gradient(
-    x_TD: Tensor, w_VD: Tensor, target_T: Tensor, shift_T: Tensor, out_TV: Tensor, **options: Any
+    x_TD: Tensor,
+    w_VD: Tensor,
+    target_T: Tensor,
+    shift_T: Tensor,
+    out_TV: Tensor,
+    scale_T: Tensor | None = None,
+    slope_T: Tensor | None = None,
+    bias_V: Tensor | None = None,
+    *,
+    counted: int,
+    temperature: float = 1.0,
+    sm_margin: int = 0,
 ) -> None:
     """A block of the gradient matrix in one launch. See `row_passes/passes.py`."""
     if x_TD.shape[0] == 0:
@@ -81,11 +90,16 @@ def product_gradient(
         x_TD,
         w_VD,
         by_rows=False,
+        bias_V=bias_V,
+        temperature=temperature,
+        sm_margin=sm_margin,
         out=tiles.descriptor(room_TV, tiles.TILE_M, tiles.TILE_N),
         target_ptr=target_T,
         shift_ptr=shift_T,
         sample_ptr=None,
-        **options,
+        counted=counted,
+        scale_T=scale_T,
+        slope_T=slope_T,
     )
     if room_TV is not out_TV:
         out_TV.copy_(room_TV)

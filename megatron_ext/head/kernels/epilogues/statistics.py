@@ -162,13 +162,15 @@ def product_statistics(
     *,
     counted: int,
     temperature: float = 1.0,
+    with_entropy: bool = False,
+    with_hits: bool = False,
     sm_margin: int = 0,
-    **sums: bool,
 ) -> None:
     """Each row's statistics in two launches, with exponentials in four. See `row_passes/passes.py`."""
     tokens, columns, target_T = x_TD.shape[0], w_VD.shape[0], target_T.contiguous()
     if tokens == 0:
         return
+    sums = {"with_entropy": with_entropy, "with_hits": with_hits}
 
     def run(kernel: Any, columns: int, **given: Any) -> None:
         bends: dict[str, Any] = {"bias_V": None if bias_V is None else bias_V[:columns], "temperature": temperature}
