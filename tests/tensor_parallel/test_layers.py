@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.tensor_parallel import layers as stock
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -349,7 +349,7 @@ def test_expert_row_without_bias_needs_no_skip_bias_add():
 
 @grouped(2, tp=2, expert_tensor_parallel_size=1)
 def test_experts_cut_otherwise_have_a_dp_group_of_their_own():
-    config = tiny_config(expert_tensor_parallel_size=1)
+    config = tiny_config(expert_tensor_parallel_size=1, sequence_parallel=True)
     experts = torch.nn.ModuleList(expert_layers(config, bias=True, skip_bias_add=False))
     assert [p.allreduce for p in experts.parameters()] == [False] * 3
     assert build("column", D, N, config=config).weight.allreduce is True
@@ -357,8 +357,17 @@ def test_experts_cut_otherwise_have_a_dp_group_of_their_own():
     up, down = experts
     x = [numbers(S, D, seed=rank) for rank in range(2)]
     down(up(x[dist.get_rank()])[0])[0].sum().backward()
-    model.finish_grad_sync()
+    finalize_model_grads([model])
     weights = [numbers(N, D, seed=7).requires_grad_(), numbers(D, N, seed=7).requires_grad_()]
     sum(F.linear(F.linear(own, weights[0]), weights[1]).sum() for own in x).backward()
     for layer, weight in zip((up, down), weights, strict=True):
         torch.testing.assert_close(layer.weight.main_grad, weight.grad, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(down.bias.main_grad, torch.full((D,), 2.0 * S))  # not added up once more
+
+
+@grouped(2, tp=2, ep=2, expert_tensor_parallel_size=1)
+def test_biases_of_other_experts_are_not_added_up():
+    """Megatron sums gradients of parameters with this mark over the dense layers' tensor-parallel ranks."""
+    config = Config(expert_model_parallel_size=2, sequence_parallel=True)
+    assert not expert_layers(config, bias=True)[1].bias.sequence_parallel
+    assert build("row", N, D, config=config).bias.sequence_parallel
