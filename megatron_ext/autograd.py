@@ -73,7 +73,7 @@ def save_groups(ctx: Any, *groups: Sequence[Tensor | None]) -> None:
 
 
 def saved_groups(ctx: Any) -> list[list[Any]]:
-    """Give back the groups of `save_groups`. Asked for once in a backward: recomputation hands out each tensor once."""
+    """Give back the groups of `save_groups`. Call it once in a backward: recomputation hands out each tensor once."""
     tensors, found, at = ctx.saved_tensors, [], 0
     for size in ctx.group_sizes:
         found.append([*tensors[at : at + size]])

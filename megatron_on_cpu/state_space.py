@@ -124,7 +124,7 @@ def mamba_split_conv1d_scan_combined(
         ValueError: sequences are packed; `activation` is not SiLU.
     """
     if activation not in ("silu", "swish"):
-        raise ValueError(f"activation is {activation!r}: the convolution of Mamba layers on the CPU has silu")
+        raise ValueError(f"activation is {activation!r}: Mamba layers on the CPU have silu; pass that")
     heads = A.shape[0]
     inner = heads * (headdim if headdim is not None else D.shape[1])  # type: ignore[union-attr]
     shared = (conv1d_weight.shape[0] - inner) // 2

@@ -475,7 +475,7 @@ def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, ar
 
 
 def _fix_of_layout(hidden: Tensor, labels: Tensor, ranks: int, argument: str) -> str:
-    """The likely reason why whole hidden states do not fit the labels, as what to do."""
+    """Return what to do where whole hidden states do not fit the labels, by the likely reason."""
     leading, wanted = tuple(hidden.shape[:-1]), tuple(labels.shape)
     if ranks == 1 and dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size()

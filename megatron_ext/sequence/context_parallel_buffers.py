@@ -10,13 +10,20 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.sequence.attention import CAUSAL, EVERYTHING, attend, replacing_sdpa
-from megatron_ext.sequence.zigzag import check_length, split_zigzag
+from megatron_ext.sequence.zigzag import check_length, demand, split_zigzag
 
 
 def sharded(
-    buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor], group: Group
+    buffers: Sequence[Tensor],
+    dims: Sequence[int],
+    kept: Collection[Tensor],
+    group: Group,
+    mask_BS: Tensor | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """See `cp_utils.create_context_parallel_ctx`. Whatever is wrong is said here, before the block begins."""
+    """See `cp_utils.create_context_parallel_ctx`. Whatever is wrong is said here, before the block begins.
+
+    `mask_BS` hides padding behind the tokens of a row, if anything; only causal attention does without it.
+    """
     if len(buffers) != len(dims):
         raise ValueError(f"{len(buffers)} buffers came with {len(dims)} sequence dims: pass one for each")
     if any(all(x is not buffer for buffer in buffers) for x in kept):
@@ -34,16 +41,15 @@ def sharded(
         check_length(lengths[0], group_size(group))
     # The same tensor may come twice, as input and labels, and is cut once.
     dim_of = {id(buffer): (buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)}
-    return _sharded(list(dim_of.values()), {id(x) for x in kept}, group)
+    return _sharded(list(dim_of.values()), {id(x) for x in kept}, _AttendToAllRanks(group, mask_BS))
 
 
 @contextlib.contextmanager
-def _sharded(buffers: list[tuple[Tensor, int]], kept: set[int], group: Group) -> Iterator[None]:
+def _sharded(buffers: list[tuple[Tensor, int]], kept: set[int], mode: "_AttendToAllRanks") -> Iterator[None]:
     # Only what the tensor object points at changes: memory that it shares with other tensors stays as it is.
     whole = [(buffer, buffer.data) for buffer, _ in buffers if id(buffer) not in kept]
     for buffer, dim in buffers:
-        buffer.data = split_zigzag(buffer.data, group_size(group), group_rank(group), dim)
-    mode = _AttendToAllRanks(group)
+        buffer.data = split_zigzag(buffer.data, group_size(mode.group), group_rank(mode.group), dim)
     replacing_sdpa.append(mode)
     try:
         with mode:
@@ -57,13 +63,18 @@ def _sharded(buffers: list[tuple[Tensor, int]], kept: set[int], group: Group) ->
 class _AttendToAllRanks(TorchFunctionMode):
     """`F.scaled_dot_product_attention` of parts of sequences, in the zigzag layout, sees the whole sequences."""
 
-    def __init__(self, group: Group):
+    def __init__(self, group: Group, mask_BS: Tensor | None):
         super().__init__()
-        self._group = group
+        self.group, self._mask_BS = group, mask_BS
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # While this runs the mode is off: what `attend` calls, wherever it was called, comes through unchanged.
         run = self._attend if func is F.scaled_dot_product_attention else func
+        if run is func and "attention" in (name := getattr(func, "__name__", "")):
+            raise ValueError(
+                f"{name} computes attention over context-parallel ranks: it would see this rank's keys alone; call "
+                f"F.scaled_dot_product_attention, or megatron_ext.sequence.attention.attend, in its place"
+            )
         return run(*args, **(kwargs or {}))
 
     def _attend(
@@ -87,7 +98,17 @@ class _AttendToAllRanks(TorchFunctionMode):
             )
         if not enable_gqa and query.shape[1] != key.shape[1]:
             raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True")
+        if self._mask_BS is not None and not is_causal:
+            demand(
+                (self._mask_BS[:, -1:] >= self._mask_BS[:, :1]).all(),
+                lambda _: (
+                    "attention is not causal, and the batch's attention_mask hides padding, which it would see: over "
+                    "context-parallel ranks pass is_causal=True, or call megatron_ext.sequence.attention.attend with a "
+                    "mask"
+                ),
+                self._mask_BS,
+            )
         q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
         window = CAUSAL if is_causal else EVERYTHING
-        out = attend(q, k, v, window, cp_group=self._group, scale=scale, dropout=dropout_p)
+        out = attend(q, k, v, window, cp_group=self.group, scale=scale, dropout=dropout_p)
         return out.permute(1, 2, 0, 3)

@@ -107,7 +107,8 @@ def create_context_parallel_ctx(
     Raises:
         ValueError: S is no multiple of 2W (where torch falls back to another layout, silently), lengths differ, a
             buffer requires grad, the lists don't fit each other, an unknown `cp_rotate_method`. From attention: a mask,
-            or another number of keys than of queries.
+            another number of keys than of queries, or a function that calls SDPA unseen (`torch.nn.MultiheadAttention`,
+            `flex_attention`).
     """
     if cp_rotate_method not in _ROTATE_METHODS:
         raise ValueError(f"cp_rotate_method is {cp_rotate_method!r}: it must be one of {_ROTATE_METHODS}")
@@ -147,7 +148,7 @@ def make_cp_batch_and_ctx(
 
     Raises:
         ValueError: S is no multiple of 2W, lengths differ, `attention_mask` hides more than padding behind the tokens
-            of a row, or `loss_mask` comes with `use_te`.
+            of a row, or `loss_mask` comes with `use_te`. From attention that is not causal: the mask hides padding.
         KeyError: no `input_ids`.
     """
     cp_mesh = device_mesh["cp"] if device_mesh is not None and "cp" in (device_mesh.mesh_dim_names or ()) else None
@@ -169,7 +170,7 @@ def make_cp_batch_and_ctx(
     per_token = [batch["input_ids"], batch.get("labels"), loss_mask]
     passing = [x for x in per_token if x is not None]
     buffers = [*passing, batch["position_ids"]]
-    context = create_context_parallel_ctx(cp_mesh, buffers, [1] * len(buffers), set(passing))
+    context = sharded(buffers, [1] * len(buffers), set(passing), cp_mesh.get_group(), attention_mask)
     return get_train_context(False, False, context), batch
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from megatron_ext.replace import in_modules
+from megatron_ext.replace import Replacement, in_modules
 from megatron_ext.verify.side_by_side import RecordedStep
 
 
@@ -48,10 +48,10 @@ class StepRecorder:
 
     def start(self) -> None:
         """Record steps from now on in this process, of whichever optimizers and backward passes there are."""
-        torch.autograd.backward = self._seen(torch.autograd.backward)
+        Replacement(torch.autograd, "backward", self._seen).apply()
         clips = "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"
-        for module, name, clip in [*in_modules(getattr(torch.nn.utils, name) for name in clips)]:
-            setattr(module, name, self._clipping(clip))
+        for module, name, _ in [*in_modules(getattr(torch.nn.utils, name) for name in clips)]:
+            Replacement(module, name, self._clipping).apply()
         register_optimizer_step_pre_hook(self._norm_of)
         register_optimizer_step_post_hook(self._after_torch)
         try:
@@ -59,12 +59,12 @@ class StepRecorder:
             from megatron.core.pipeline_parallel import schedules
         except ImportError:
             return
-        schedules.custom_backward = self._seen(schedules.custom_backward)
+        Replacement(schedules, "custom_backward", self._seen).apply()
         kinds = [megatron_optimizers.MegatronOptimizer]
         for kind in kinds:
             kinds += kind.__subclasses__()
             if "step" in vars(kind):
-                kind.step = self._stepping(kind.step)
+                Replacement(kind, "step", self._stepping).apply()
 
     def _seen(self, backward: Any) -> Any:
         def run(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -179,7 +179,10 @@ class Collectives:
     ) -> Exchange:
         sent, expected = len(sends[self._rank]), len(places[self._rank])
         if sent != expected:
-            raise ValueError(f"{name}: this rank sends itself {sent} bytes, and expects {expected}")
+            raise ValueError(
+                f"{name}: this rank sends itself {sent} bytes, and expects {expected}: both must be one size; give its "
+                f"own input and output the same split"
+            )
         return Exchange(describe(name, x), name, outputs, sends, [len(y) for y in places], partial(_fill_all, places))
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Any:

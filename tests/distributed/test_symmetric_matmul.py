@@ -70,7 +70,6 @@ def test_values_gradients_and_traffic_of_the_plain_way(kind, weight):
 
 @pytest.mark.parametrize("layouts", [("sequence", "sharded"), ("sharded", "sequence")], ids="-".join)
 def test_pytorchs_operators_take_what_they_are_given(layouts):
-    """On fake tensors and one rank of 4: their schemas, and the shapes of results and gradients."""
     from torch.distributed import _symmetric_memory  # noqa: F401
 
     with one_rank_of(4) as group, Operators() as asked:

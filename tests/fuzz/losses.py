@@ -63,7 +63,7 @@ def _grpo(draw: Draw, rows: Rows) -> Made:
     if kind == "dr_grpo":
         o["max_completion_length"] = 9
     if kind not in ("cispo", "sapo"):
-        o |= draw.options(importance_sampling_level=("token", "sequence"), delta=(None, 1.6))
+        o |= draw.options(importance_sampling_level=("token", "sequence"), delta=(None, 1.3))
     if kind == "sapo":
         o |= draw.options(sapo_temperature_pos=(1.0, 0.6), sapo_temperature_neg=(1.05, 1.4))
     names, of_samples = ["old_log_probs", *(["reference_log_probs"] if o.get("beta") else [])], 1.0

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from megatron_ext import VocabShard
 from megatron_ext.distributed.groups import UNSHARDED
-from megatron_ext.head import LmHead, LoRA, Teacher
+from megatron_ext.head import LmHead, Teacher
 from megatron_ext.numerics import fixed_order
 from tests.fuzz import drawn_read_outs
 from tests.fuzz.case import Case
 from tests.fuzz.draw import Draw, Vocabulary
 from tests.fuzz.drawn_read_outs import Made, Tokens
+from tests.fuzz.heads import Side
 from tests.model_utils.sharded import grid
 
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -100,65 +101,47 @@ class _Sharding:
 
 @dataclass
 class _Problem:
-    """What is read, whole: `inputs` by name (hidden, weight, bias, A, B), the teacher's as `theirs`."""
+    """What is read, whole."""
 
-    inputs: dict[str, Tensor]
-    theirs: dict[str, Tensor]
-    facts: dict[str, Any]
-    their_facts: dict[str, Any]
+    student: Side
+    theirs: Side | None
     bits: str
     sharding: _Sharding
     made: list[Made]
     slopes: list[Tensor | None]
 
-    def _head(self, given: dict[str, Tensor], facts: dict[str, Any], way: _Arrangement, **options: Any) -> LmHead:
-        lora = LoRA(given["A"], given["B"], 0.5) if "A" in given else None
+    def _head(self, side: Side, tensors: list[Tensor], way: _Arrangement, **options: Any) -> LmHead:
         shard = self.sharding.shard(way.ranks)
-        return LmHead(
-            given["weight"],
-            way.group,
-            way.layout,
-            vocab=shard,
-            bias=given.get("bias"),
-            lora=lora,
-            bits=self.bits,
-            **facts,
-            **options,
-        )
+        return side.head(tensors, way.group, way.layout, vocab=shard, bits=self.bits, **options)
 
-    def _mine(self, given: dict[str, Tensor], way: _Arrangement, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        found = {}
-        for name, x in given.items():
-            part = x
-            if name == "hidden":
-                part = way.slice(of(x))
-            elif name != "A":
-                part = self.sharding.rows(x, way.ranks)
-            found[name] = part.detach().clone()
-        return found
+    def _mine(self, side: Side, way: _Arrangement, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """This rank's hidden states, and its parts of the tensors of its head."""
+        cuts = side.cuts(lambda x, _: self.sharding.rows(x, way.ranks))
+        parts = [cut(x, way.ranks) for x, cut in zip(side.tensors, cuts, strict=True)]
+        return [x.detach().clone() for x in (way.slice(of(side.hidden)), *parts)]
 
     def read(self, way: _Arrangement) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Results and dx, `[N, ...]` each; the other gradients, whole where bits are those of any number of ranks."""
         of = way.of()
-        mine = {name: x.requires_grad_() for name, x in self._mine(self.inputs, way, of).items()}
+        hidden, *tensors = (x.requires_grad_() for x in self._mine(self.student, way, of))
         teacher = None
-        if self.theirs:
-            theirs = self._mine(self.theirs, way, of)
-            teacher = Teacher(self._head(theirs, self.their_facts, way), theirs["hidden"])
+        if self.theirs is not None:
+            their_hidden, *theirs = self._mine(self.theirs, way, of)
+            teacher = Teacher(self._head(self.theirs, theirs, way), their_hidden)
         only = {} if way.counts is None else {"counts": way.counts.reshape(way.leading)}
-        head = self._head(mine, self.facts, way, **way.settings)
-        found = head.read(mine["hidden"], *(one.read_out(teacher, of) for one in self.made), **only)
+        head = self._head(self.student, tensors, way, **way.settings)
+        found = head.read(hidden, *(one.read_out(teacher, of) for one in self.made), **only)
         results = drawn_read_outs.flat(found, len(self.made) > 1)
         flows = [(y, of(g).to(y.dtype)) for y, g in zip(results, self.slopes, strict=True) if g is not None]
         if flows:
             torch.autograd.backward([y for y, _ in flows], [g for _, g in flows])
-        grads = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in mine.items()}
-        dx = grads.pop("hidden")
+        dx, *grads = (torch.zeros_like(x) if x.grad is None else x.grad for x in (hidden, *tensors))
         dx = way.joined(dx) if way.layout == "sequence" else dx
+        names = ["weight", *["bias"] * (self.student.bias is not None), *["A", "B"] * len(self.student.adapters)]
         tokens = len(way.at)
         return [y.detach().reshape(tokens, *y.shape[len(way.leading) :]) for y in results] + [
             dx.reshape(tokens, dx.shape[-1])
-        ], self._of_all(grads, way)
+        ], self._of_all(dict(zip(names, grads, strict=True)), way)
 
     def _of_all(self, grads: dict[str, Tensor], way: _Arrangement) -> dict[str, Tensor]:
         if way.layout == "sequence" and way.ranks > 1:
@@ -173,15 +156,14 @@ class _Problem:
         return found
 
 
-def _side(draw: Draw, tokens: int, columns: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _side(draw: Draw, tokens: int, columns: int, dtype: torch.dtype) -> Side:
     width = draw.one_of("width", 5, 16, 40)
-    found = {"hidden": draw.normal(tokens, width, dtype=dtype), "weight": draw.normal(columns, width, dtype=dtype)}
-    if draw.chance(0.3):
-        found["bias"] = draw.normal(columns, dtype=dtype)
-    if draw.chance(0.3):
-        found |= {"A": draw.normal(3, width, dtype=dtype), "B": draw.normal(columns, 3, dtype=dtype)}
-    draw.record |= {"beside the weight": list(found)[2:]}
-    return found, draw.options(logit_scale=(1.0, 0.7), softcap=(None, 3.0, 30.0))
+    hidden, weight = (draw.normal(rows, width, dtype=dtype) for rows in (tokens, columns))
+    bias = draw.normal(columns, dtype=dtype) if draw.chance(0.3) else None
+    pair = draw.normal(3, width, dtype=dtype), draw.normal(columns, 3, dtype=dtype)
+    adapters = [(*pair, 0.5)] if draw.chance(0.3) else []
+    draw.record |= {"bias": bias is not None, "lora": len(adapters)}
+    return Side(hidden, weight, bias, adapters, draw.options(logit_scale=(1.0, 0.7), softcap=(None, 3.0, 30.0)))
 
 
 def read(draw: Draw) -> Case:
@@ -193,14 +175,14 @@ def read(draw: Draw) -> Case:
     vocabulary = draw.vocabulary(equal_width="sampled" in names or bits == "tensor_parallel")
     tokens = draw.one_of("tokens", 1, 6, 18, 66) * 4 * (3 if draw.ranks == 3 else 1)
     columns = vocabulary.size if bits == "tensor_parallel" else vocabulary.columns
-    inputs, facts = _side(draw, tokens, columns, dtype)
-    facts |= draw.options(temperature=(1.0, 1.3))
+    student = _side(draw, tokens, columns, dtype)
+    student.facts |= draw.options(temperature=(1.0, 1.3))
     if dtype.itemsize == 2:
-        facts |= draw.options(logit_dtype=(None, dtype))
-    shared = Tokens(draw, (tokens,), vocabulary, facts.get("temperature", 1.0))
+        student.facts |= draw.options(logit_dtype=(None, dtype))
+    shared = Tokens(draw, (tokens,), vocabulary, student.facts.get("temperature", 1.0))
     made, taught, slopes = drawn_read_outs.read(shared, names)
-    theirs, their_facts = _side(draw, tokens, columns, dtype) if taught else ({}, {})
-    problem = _Problem(inputs, theirs, facts, their_facts, bits, _Sharding(bits, vocabulary), made, slopes)
+    theirs = _side(draw, tokens, columns, dtype) if taught else None
+    problem = _Problem(student, theirs, bits, _Sharding(bits, vocabulary), made, slopes)
 
     def arrangement(at: Tensor, counts: Tensor | None = None) -> _Arrangement:
         ranks = draw.random.choice(some) if bits == "tensor_parallel" else draw.ranks

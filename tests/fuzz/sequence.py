@@ -13,7 +13,7 @@ from megatron_ext.sequence.next_token import next_tokens
 from megatron_ext.sequence.zigzag import split_zigzag, thd_partition_indices
 from tests.fuzz.case import Case, whole
 from tests.fuzz.draw import Draw
-from tests.sequence.visible import documents_seen, seen
+from tests.sequence.batches import documents_seen, seen
 
 
 def cumulative(lengths: Sequence[int]) -> Tensor:

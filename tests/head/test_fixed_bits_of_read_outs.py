@@ -11,6 +11,7 @@ from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.head import LmHead, LoRA
 from megatron_ext.head.engine.chunk_logits import LogitTransform
 from megatron_ext.numerics.tensors import new_matrix
+from tests.head.problems import error
 from tests.head.test_fixed_bits import MODES, VOCAB, WIDTH, assert_as_near, problem, same, shard_of
 from tests.marks import quick_if, slow
 from tests.ranks import ranks
@@ -154,7 +155,7 @@ def test_the_same_bits_on_any_number_of_ranks(name, dtype):
             same([*alone[:-1], alone[-1][rows]], found)
             if "adapted" in options:
                 of_a = of_shard.pop()
-                torch.testing.assert_close(of_a, of_weights[-1])
+                assert error(of_a, of_weights[-1]) < (1e-6 if dtype == torch.float32 else 2e-2)
                 assert layout == "sequence" or torch.equal(of_a, of_weights[-1])
             whole = of_weights[: len(of_shard)]
             same([g[own] for g in whole], [g[: own.stop - own.start] for g in of_shard])

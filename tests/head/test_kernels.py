@@ -42,7 +42,7 @@ def test_both_instances_of_row_passes_take_the_same_arguments():
         assert inspect.signature(getattr(TRITON, name)) == inspect.signature(getattr(PYTORCH, name)), name
 
 
-def test_docstrings_of_kernels_say_shape_and_role_of_arguments():
+def test_kernels_say_shape_and_role_of_each_argument():
     """Of tensors the shape, of numbers the name; a docstring may point to another kernel's."""
     package = ROOT / "megatron_ext"
     files = [*(package / "head" / "kernels").rglob("*.py"), package / "numerics" / "fixed_order_kernels.py"]

@@ -31,8 +31,8 @@ from tests.gpt import (
 from tests.marks import quick_if, slow
 from tests.megatron import patching
 from tests.ranks import ranks
+from tests.sequence.batches import documents_seen
 from tests.sequence.test_attention import check_whole
-from tests.sequence.visible import documents_seen
 
 HEADS, CHANNELS = 4, 8
 
@@ -93,7 +93,6 @@ by_case = pytest.mark.parametrize("case", CASES)
 
 
 def of_case(case, n=12, **more):
-    """Both core attentions, inputs of n tokens and the mask of a case."""
     mask_type, make_mask, overrides = CASES[case]
     groups = overrides.get("num_query_groups", HEADS)
     tensors = inputs(n, groups=groups, dtype=more.get("params_dtype", torch.float32))
@@ -137,13 +136,14 @@ def test_a_query_that_sees_nothing_gets_zeros(dropout):
 
 
 @grouped(1)
-def test_one_query_at_the_end_of_a_cache():
-    stock, ours = kinds(attention_dropout=0.1)
-    tensors = inputs(queries=1, keys=9)
-    assert_equal(run(ours, tensors), run(stock, tensors))
+@pytest.mark.parametrize("queries, keys", [(1, 9), (5, 12)], ids=["end of a cache", "cross attention"])
+def test_fewer_queries_than_keys(queries, keys):
+    stock, ours = kinds("causal" if queries == 1 else "padding", attention_dropout=0.2)
+    tensors, mask = inputs(queries, keys), None if queries == 1 else hides_padding(1, keys)
+    assert_equal(run(ours, tensors, mask), run(stock, tensors, mask))
     ours.eval()
     stock.eval()
-    torch.testing.assert_close(run(ours, tensors), run(stock, tensors))
+    torch.testing.assert_close(run(ours, tensors, mask), run(stock, tensors, mask))
 
 
 @grouped(1)
@@ -153,14 +153,6 @@ def test_queries_at_the_end_of_a_cache():
     out = ours(q, k, v, None, attn_mask_type=AttnMaskType.causal_bottom_right)
     whole = ours(torch.cat([torch.zeros(6, *q.shape[1:]), q]), k, v, None)
     torch.testing.assert_close(out, whole[6:])
-
-
-@grouped(1)
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_cross_attention(dropout):
-    stock, ours = kinds("padding", attention_dropout=dropout)
-    tensors = inputs(queries=5, keys=12)
-    torch.testing.assert_close(run(ours, tensors, hides_padding(1, 12)), run(stock, tensors, hides_padding(1, 12)))
 
 
 @grouped(1)
@@ -194,8 +186,6 @@ def test_no_mask_reaches_the_kernel_where_none_is_needed():
 
 
 class calls_of_sdpa(torch.overrides.TorchFunctionMode):
-    """The keyword arguments of each call of SDPA."""
-
     def __enter__(self):
         super().__enter__()
         self.calls = []

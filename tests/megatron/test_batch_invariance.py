@@ -63,10 +63,6 @@ def test_bits_are_an_option_of_patch_and_output_processors(model):
         HeadSettings(bits="exact")
 
 
-def reads_logits(module, inputs, outputs):
-    outputs[0].sum()
-
-
 @on_gpt()
 def test_bits_are_refused_where_megatron_makes_the_logits(model):
     """A hook that reads them, a layer whose loss is left to Megatron; "fast" leaves both as they are."""
@@ -74,7 +70,10 @@ def test_bits_are_refused_where_megatron_makes_the_logits(model):
     stock = run(model, labels, tokens)
     layer = model.output_layer
     hooks = {
-        "the loss of GPTModel is taken from logits that Megatron made": (layer.register_forward_hook, reads_logits),
+        "the loss of GPTModel is taken from logits that Megatron made": (
+            layer.register_forward_hook,
+            lambda module, inputs, outputs: outputs[0].sum() and None,
+        ),
         "and cannot go into GPTModel: its output layer has backward hooks": (
             layer.register_full_backward_hook,
             lambda module, before, after: None,
@@ -139,8 +138,7 @@ def test_free_memory_does_not_change_repeated_runs(model):
             run(model, labels, tokens)
             model.config.deterministic_mode = True
             batch_invariance.say_once.cache_clear()
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
+            with warnings.catch_warnings(record=True, action="always") as said:
                 run(model, labels, tokens)
                 run(model, labels, tokens)
         assert list(dict.fromkeys(heads)) == ["auto", "bounded"]
@@ -154,7 +152,6 @@ def test_free_memory_does_not_change_repeated_runs(model):
 @grouped(1)
 @pytest.mark.parametrize("spec", [None, gpt_layer_spec], ids=["Megatron's layers", "ours"])
 def test_a_whole_model_keeps_a_rows_bits(spec):
-    """Layers, norms, attention and loss, in batches of two rows and of one."""
     with patched(), entered():
         model, (tokens, labels, _) = one_gpt(spec=spec), batch()
         together = run(model, labels, tokens).detach()

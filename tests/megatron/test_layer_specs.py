@@ -41,7 +41,6 @@ from tests.ranks import ranks
     ],
 )
 def test_settings_that_need_other_layers_are_refused(name, value):
-    """A layer was built as if they were not there."""
     config = tiny_config()
     gpt_block_spec(config)
     setattr(config, name, value)  # past the checks of the config itself
@@ -109,7 +108,6 @@ def test_layers_of_the_spec_are_known_as_megatrons():
 
 @grouped(1)
 def test_a_list_of_another_length_than_the_layers_is_refused():
-    """It built fewer layers than the config has."""
     config = tiny_config(moe_layer_freq=[0, 1], **EXPERTS)
     assert len(gpt_block_spec(config).layer_specs) == 2
     config.moe_layer_freq = [1]

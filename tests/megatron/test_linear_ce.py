@@ -23,15 +23,7 @@ from megatron_ext.megatron import language_model_patch
 from megatron_ext.megatron.language_model_patch import settings_of
 from megatron_ext.megatron.output_layer import OutputLayer, set_output_layer
 from megatron_ext.model_utils import _gpt_forward_with_linear_ce_fusion
-from tests.gpt import (
-    VOCAB,
-    causal_mask,
-    grouped,
-    loss_and_grads,
-    ours_everywhere,
-    tiny_batches,
-    tiny_gpt,
-)
+from tests.gpt import VOCAB, causal_mask, grouped, loss_and_grads, ours_everywhere, tiny_batches, tiny_gpt
 from tests.marks import slow
 from tests.megatron.patching import (
     SEQ,
@@ -242,7 +234,6 @@ def test_bias_and_softcap_of_the_output_layer(model):
 
 @grouped(2, over="pp")
 def test_gradients_go_into_main_grad_and_none_is_deferred():
-    """`gradient_accumulation_fusion` and `defer_embedding_wgrad_compute`, the latter on a pipeline's last stage."""
     tokens = tiny_batches()[0]
     fusion = {"gradient_accumulation_fusion": True, "defer_embedding_wgrad_compute": True}
     stock_loss, stock = loss_and_grads(tiny_gpt(tied=False), tokens)

@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron import versions
 from tests.gpt import VOCAB, LoRALinear, grouped
-from tests.marks import slow
+from tests.marks import quick_if, slow
 from tests.megatron.patching import SEQ, assert_fused_is_stock, batch, later_gpt, on_gpt, one_gpt, patch, patched, run
 from tests.megatron.test_linear_ce_foreign_code import subclass_that_calls_super
 from tests.programs import python
@@ -60,6 +60,8 @@ def test_wrong_settings():
     for cache in (-1, "much"):
         with pytest.raises(ValueError, match="cache is"):
             patch(cache=cache)
+    with pytest.raises(ValueError, match="verify is -1: it must be a number of losses"):
+        patch(verify=-1)
     assert list(vars(GPTModel).items()) == before
 
 
@@ -84,8 +86,7 @@ def test_a_class_without_the_seams():
 def test_an_untested_megatron_warns_once(version, tested):
     versions.warn_if_untested.cache_clear()
     another = mock.patch.object(megatron.core, "__version__", version)
-    with another, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with another, warnings.catch_warnings(record=True, action="always") as caught:
         with patched():
             patch(chunk_size=2)
     versions.warn_if_untested.cache_clear()
@@ -97,8 +98,6 @@ def test_an_untested_megatron_warns_once(version, tested):
 
 
 class Softcapped:
-    """A mixin for an output layer, as models put one in."""
-
     def forward(self, *args, **kwargs):
         logits, bias = super().forward(*args, **kwargs)
         return 0.5 * torch.tanh(logits / 0.5), bias
@@ -106,77 +105,64 @@ class Softcapped:
 
 def custom_layer(model):
     model.output_layer.__class__ = type("Custom", (Softcapped, type(model.output_layer)), {})
-    return r"Custom with a forward of its own \(.*; .* give it an attribute `softcap`"
-
-
-def layer_with_an_adapter(model):
-    model.output_layer = LoRALinear(model.output_layer)
-    return "is a LoRALinear, which adds an adapter to another layer's logits; leave output_layer out"
-
-
-def layer_with_hooks(model):
-    model.output_layer.register_full_backward_hook(lambda module, before, after: None)
-    return "backward hooks"
 
 
 def function_layer(model):
     layer = model.output_layer
     del model.output_layer
     model.output_layer = lambda *args, **kwargs: layer(*args, **kwargs)
-    return "its output layer is a function and no torch.nn.Module"
-
-
-def rounded_logits(model):
-    model.output_layer.output_dtype = torch.bfloat16
-    return r"rounds logits to torch.bfloat16 .logit_dtype.*set logit_dtype to None or float32"
 
 
 def weight_in_pieces(model):
     model.output_layer.gtp_remat_size = 2
     for weight in model.parameters():  # what Megatron-Core 0.19 asks of such a weight
         weight.all_gather_and_prefetch = lambda fwd, weight=weight: weight
-    return "generalized tensor parallelism cuts its output layer's weight.*to 1"
 
 
 def mxfp8_layer(model):
     """Which names a softcap, as the advice for linear layers of one's own has it: that must not bring it in."""
     kind = type("TELMHeadColumnParallelLinear", (type(model.output_layer),), {"softcap": None})
     model.output_layer.__class__ = vars(transformer_engine)[kind.__name__] = kind
-    return r"multiplies in MXFP8 .fp8_output_proj.*set fp8_output_proj=False"
 
 
 def instance_forward(model):
     forward = model.output_layer.forward
     model.output_layer.forward = lambda *args, **kwargs: (2 * forward(*args, **kwargs)[0], None)
-    return "put there by somebody else"
 
 
-def custom_loss(model):
-    subclass_that_calls_super(model)
-    return "compute_language_model_loss of its own"
+# A change of the model, and what is said of it.
+CHANGES = {
+    "adapter": (
+        lambda model: setattr(model, "output_layer", LoRALinear(model.output_layer)),
+        "is a LoRALinear, which adds an adapter to another layer's logits; leave output_layer out",
+    ),
+    "own loss": (subclass_that_calls_super, "compute_language_model_loss of its own"),
+    "function": (function_layer, "its output layer is a function and no torch.nn.Module"),
+    "own layer": (custom_layer, r"Custom with a forward of its own \(.*; .* give it an attribute `softcap`"),
+    "hooks": (lambda model: model.output_layer.register_full_backward_hook(lambda *_: None), "backward hooks"),
+    "own forward": (instance_forward, "put there by somebody else"),
+    "rounded": (
+        lambda model: setattr(model.output_layer, "output_dtype", torch.bfloat16),
+        r"rounds logits to torch.bfloat16 .logit_dtype.*set logit_dtype to None or float32",
+    ),
+    "pieces": (weight_in_pieces, "generalized tensor parallelism cuts its output layer's weight.*to 1"),
+    "mxfp8": (mxfp8_layer, r"multiplies in MXFP8 .fp8_output_proj.*set fp8_output_proj=False"),
+}
 
 
 @on_gpt(tp=2)
-@pytest.mark.parametrize(
-    "change",
-    [
-        layer_with_an_adapter,
-        custom_loss,
-        function_layer,
-        *slow(custom_layer, layer_with_hooks, instance_forward, rounded_logits, weight_in_pieces, mxfp8_layer),
-    ],
-)
-def test_unknown_linear_cross_entropy_stays_with_megatron(model, labels, change):
+@pytest.mark.parametrize("name", quick_if(("adapter", "own loss", "function").__contains__, CHANGES))
+def test_unknown_linear_cross_entropy_stays_with_megatron(model, labels, name):
+    change, reason = CHANGES[name]
     with mock.patch.dict(vars(transformer_engine)):
-        reason = change(model)
+        change(model)
         try:
             stock = run(model, labels)
         except RuntimeError as error:  # Megatron-Core 0.20 rounds logits by Transformer Engine alone
-            if change is rounded_logits and "requires Transformer Engine" in str(error):
+            if name == "rounded" and "requires Transformer Engine" in str(error):
                 return
             raise
-        with patched(), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with patched(), warnings.catch_warnings(record=True, action="always") as caught:
             assert torch.equal(run(model, labels), stock)
             assert torch.equal(run(model, labels), stock)
         (said,) = [w for w in caught if "keeps Megatron's own loss" in str(w.message)]
@@ -308,12 +294,7 @@ def test_whoever_needs_logits_gets_them():
     ):
         model.change = change
         compare_later(model, 0)
-
-
-@grouped(2)
-def test_an_output_processor_is_the_callers_own():
-    model = later_gpt()
-    compare_later(model, 0, output_processor=lambda hidden, layer: hidden.float())
+    compare_later(later_gpt(), 0, output_processor=lambda hidden, layer: hidden.float())  # the caller's own
 
 
 @grouped(2)

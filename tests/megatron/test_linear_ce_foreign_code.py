@@ -7,7 +7,6 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.fusions import fused_cross_entropy
-from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import cross_entropy, layers, mappings
 from torch.nn.modules.module import register_module_forward_hook
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ext.megatron.fusion_report import fusion_report
 from tests.gpt import grouped
 from tests.megatron.patching import assert_same, batch, grads_of, on_gpt, one_gpt, patched, run
+from tests.megatron.test_linear_ce_proof import doubled
 from tests.transparent import Transparent
 
 
@@ -77,26 +77,6 @@ def backward_of_the_copy_to_ranks(model):
     return mock.patch.object(mappings._CopyToModelParallelRegion, "backward", staticmethod(other))
 
 
-def _transparent(owner, name):
-    return mock.patch.object(owner, name, Transparent(getattr(owner, name)))
-
-
-def transparent_loss(model):
-    return _transparent(LanguageModule, "compute_language_model_loss")
-
-
-def transparent_forward_impl(model):
-    return _transparent(model.output_layer, "_forward_impl")
-
-
-def transparent_call_impl(model):
-    return _transparent(model.output_layer, "_call_impl")
-
-
-def transparent_cross_entropy(model):
-    return _transparent(tensor_parallel, "vocab_parallel_cross_entropy")
-
-
 def quantizer_inside(model):
     """As Model-Optimizer changes a layer's class and gives it quantizers."""
 
@@ -133,25 +113,7 @@ def call_of_the_class(model):
     model.output_layer.__class__ = Called
 
 
-def hook_that_scales(model):
-    model.output_layer.register_forward_hook(lambda layer, inputs, outputs: (2 * outputs[0], outputs[1]))
-
-
-def hook_that_changes_hidden_states(model):
-    model.output_layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0].tanh(), *inputs[1:]))
-
-
-def layer_compiled_in_place(model):
-    model.output_layer.compile(backend="eager")
-
-
-def compiled_layer(model):
-    model.output_layer = torch.compile(model.output_layer, backend="eager")
-
-
 def foreign_layer(model):
-    """Without an attribute of Megatron's layers."""
-
     class Foreign(torch.nn.Module):
         def __init__(self, weight):
             super().__init__()
@@ -172,8 +134,6 @@ def parametrized_weight(model):
 
 
 def loss_of_more(model, *given, **named):
-    """Of a model that calls its loss with more than labels and logits."""
-
     class Weighted(type(model)):
         def compute_language_model_loss(self, labels, logits, weight=1.0):
             return weight * super().compute_language_model_loss(labels, logits)
@@ -182,14 +142,6 @@ def loss_of_more(model, *given, **named):
             return self.compute_language_model_loss(labels, self.output_layer(hidden_states)[0], *given, **named)
 
     model.__class__ = Weighted
-
-
-def loss_of_a_third_argument(model):
-    loss_of_more(model, 3.0)
-
-
-def loss_of_a_keyword(model):
-    loss_of_more(model, weight=3.0)
 
 
 def layer_of_more(model):
@@ -210,37 +162,41 @@ def layer_of_more(model):
     model.output_layer.__class__, model.__class__ = Scaled, Scaling
 
 
-# By the number of losses of two calls that are fused.
+# Of two calls the number of losses that are fused, and a change of the model, in a context where it must end.
 CHANGES = {
-    hook_that_scales: 2,
-    hook_that_changes_hidden_states: 2,
-    layer_compiled_in_place: 2,
-    compiled_layer: 2,
-    parametrized_weight: 2,
-    call_of_the_class: 2,
-    call_impl: 0,
-    partial_with_a_factor: 0,
-    subclass_that_calls_super: 0,
-    function_of_the_cross_entropy: 0,
-    function_of_the_fused_cross_entropy: 0,
-    apply_of_the_linear_function: 0,
-    backward_of_the_copy_to_ranks: 0,
-    transparent_loss: 0,
-    transparent_forward_impl: 0,
-    transparent_call_impl: 0,
-    transparent_cross_entropy: 0,
-    quantizer_inside: 0,
-    forward_as_a_partial: 0,
-    foreign_layer: 0,
-    loss_of_a_third_argument: 0,
-    loss_of_a_keyword: 0,
-    layer_of_more: 0,
+    "hook that scales": (2, lambda m: m.output_layer.register_forward_hook(lambda *x: (2 * x[2][0], x[2][1]))),
+    "hook of hidden states": (
+        2,
+        lambda m: m.output_layer.register_forward_pre_hook(lambda _, x: (x[0].tanh(), *x[1:])),
+    ),
+    "layer compiled in place": (2, lambda m: m.output_layer.compile(backend="eager")),
+    "compiled layer": (2, lambda m: setattr(m, "output_layer", torch.compile(m.output_layer, backend="eager"))),
+    "parametrized weight": (2, parametrized_weight),
+    "call of the class": (2, call_of_the_class),
+    "call impl": (0, call_impl),
+    "partial with a factor": (0, partial_with_a_factor),
+    "subclass that calls super": (0, subclass_that_calls_super),
+    "function of the cross entropy": (0, function_of_the_cross_entropy),
+    "function of the fused cross entropy": (0, function_of_the_fused_cross_entropy),
+    "apply of the linear function": (0, apply_of_the_linear_function),
+    "backward of the copy to ranks": (0, backward_of_the_copy_to_ranks),
+    "transparent loss": (0, lambda m: doubled(m, "loss of the base", Transparent)),
+    "transparent forward impl": (0, lambda m: doubled(m, "forward impl", Transparent)),
+    "transparent call impl": (0, lambda m: doubled(m, "call impl", Transparent)),
+    "transparent cross entropy": (0, lambda m: doubled(m, "cross entropy", Transparent)),
+    "quantizer inside": (0, quantizer_inside),
+    "forward as a partial": (0, forward_as_a_partial),
+    "foreign layer": (0, foreign_layer),
+    "loss of a third argument": (0, lambda m: loss_of_more(m, 3.0)),
+    "loss of a keyword": (0, lambda m: loss_of_more(m, weight=3.0)),
+    "layer of more": (0, layer_of_more),
 }
 
 
 @on_gpt(tied=False)
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_code_gives_its_own_loss(model, labels, change):
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_code_gives_its_own_loss(model, labels, name):
+    fused, change = CHANGES[name]
     with change(model) or mock.patch.dict({}):
         stock = run(model, labels)
         wanted = grads_of(model, stock)
@@ -249,7 +205,7 @@ def test_changed_code_gives_its_own_loss(model, labels, change):
                 loss = run(model, labels)
                 torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
                 assert_same(grads_of(model, loss), wanted)
-    assert fusion_report().losses_fused == CHANGES[change]
+    assert fusion_report().losses_fused == fused
 
 
 @on_gpt()

@@ -28,7 +28,7 @@ def shard(model, reshard: bool) -> None:
 
 
 def own_step(model):
-    """Losses and gradient weights of this rank's own tokens, and the mean over ranks of the weighted losses' sum."""
+    """Losses of this rank's own tokens, and weights of their gradients."""
     rank = dist.get_rank()
     tokens = tiny_batches(batch=4, seq=SEQ)[0][2 * rank : 2 * rank + 2]
     loss = run(model, tokens[:, 1:], tokens[:, :-1])
@@ -71,7 +71,6 @@ def test_fsdp2(build, tied, reshard):
 @grouped(2, tp=1)
 @pytest.mark.parametrize("reshard", [True, *slow(False)], ids=["resharded", "kept"])
 def test_whoever_asks_for_logits_under_fsdp2_gets_them(reshard):
-    """A hook that keeps the mean of the logits; the warning names this file."""
     model, seen = one_gpt(tied=False), []
     stock, _ = own_step(model)
     shard(model, reshard)

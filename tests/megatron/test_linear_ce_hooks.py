@@ -25,7 +25,6 @@ from tests.megatron.patching import (
 
 @on_gpt()
 def test_logits_that_are_read_without_gradients_still_train(model, labels):
-    """The loss is taken from the logits that somebody asked for, under no_grad as it may be."""
     read = []
 
     def accuracy(module, inputs, outputs):
@@ -81,8 +80,6 @@ def test_a_models_own_forward_is_not_replaced(model):
 
 
 class HalvedGradient(torch.autograd.Function):
-    """Logits as they are, half their gradient."""
-
     @staticmethod
     def forward(ctx, logits):
         return logits.view_as(logits)
@@ -93,8 +90,6 @@ class HalvedGradient(torch.autograd.Function):
 
 
 class Squashed(torch.autograd.Function):
-    """tanh of logits, and its gradient."""
-
     @staticmethod
     def forward(ctx, logits):
         squashed = logits.tanh()
@@ -144,26 +139,17 @@ def test_an_autograd_function_beside_the_loss_is_refused(model):
         beside[0].backward()
 
 
-def halve(logits):
-    """In place, through a transpose."""
-    logits.transpose(0, 1).div_(2.0)
-    return logits
-
-
-def halve_copy(logits):
-    logits.transpose(0, 1).contiguous().div_(2.0)
-    return logits
-
-
-def halve_detached(logits):
-    logits.detach().div_(2.0)
-    return logits * 3
+IN_PLACE = {
+    "through a transpose": lambda logits: (logits.transpose(0, 1).div_(2.0), logits)[1],
+    "a copy": lambda logits: (logits.transpose(0, 1).contiguous().div_(2.0), logits)[1],
+    "detached": lambda logits: (logits.detach().div_(2.0), logits * 3)[1],
+}
 
 
 @grouped(1)
-@pytest.mark.parametrize("change", [halve, halve_copy, halve_detached])
+@pytest.mark.parametrize("change", IN_PLACE)
 def test_logits_that_are_changed_in_place(change):
-    assert_as_stock(one_gpt(), change)
+    assert_as_stock(one_gpt(), IN_PLACE[change])
 
 
 @torch.no_grad()
@@ -172,8 +158,6 @@ def scaled_without_gradients(logits):
 
 
 def with_layer_under_no_grad(model):
-    """The losses of a model that calls its output layer under `no_grad`, and its loss outside."""
-
     class Quiet(type(model)):
         def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
             with torch.no_grad():

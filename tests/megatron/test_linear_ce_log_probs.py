@@ -21,10 +21,6 @@ from tests.ranks import ranks
 ASKED = {"return_logprobs_for_linear_ce_fusion": True}
 
 
-def gathered(model, **kwargs) -> Tensor:
-    return run(model, runtime_gather_output=True, **kwargs)
-
-
 def expected(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
     """Log-probabilities [B, S - 1] of each next token."""
     return reference.log_probs(logits_BSV[:, :-1], tokens_BS[:, 1:])
@@ -35,7 +31,7 @@ def expected(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
 def test_values_and_gradients(sequence_parallel):
     world_size = dist.get_world_size()
     model, ids = one_gpt(sequence_parallel=sequence_parallel and world_size > 1), batch()[0]
-    log_probs = expected(gathered(model), ids)
+    log_probs = expected(run(model, runtime_gather_output=True), ids)
     weights = torch.rand_like(log_probs)
     # The reference gathers full logits on every rank, each of which gives their whole gradient: one is enough.
     stock = grads_of(model, log_probs, weights)
@@ -105,7 +101,6 @@ def test_a_forward_that_takes_labels_and_borders_in_kwargs():
 @ranks(2)
 @pytest.mark.parametrize("packed", [True, *slow(False)], ids=["packed", "whole"])
 def test_context_parallel(packed):
-    """Labels as this rank's part or whole; the log-probabilities are those of the whole sequence, on every rank."""
     starts = (0, 4, 16) if packed else (0, 16)
     tokens = tiny_batches(batch=1, seq=15)[0]
     positions = torch.arange(16)[None]

@@ -11,7 +11,7 @@ from megatron_ext.megatron import versions
 from megatron_ext.megatron.fusion_report import fusion_report
 from tests.gpt import grouped, model_parallel, tiny_batches, train_steps
 from tests.marks import slow
-from tests.megatron import language_models, multimodal_models
+from tests.megatron import language_models
 from tests.megatron.patching import (
     SEQ,
     assert_fused_is_stock,
@@ -43,12 +43,13 @@ def t5_step(model):
     )
 
 
-def compare(model, step=next_token_loss, layer=None, inside=None) -> dict:
+def compare(model, step=next_token_loss, inside=None) -> dict:
     """Losses and gradients as stock's, which are returned, no logits in training, and a report that says so.
 
     `inside`: the language model in `model`, of which only that is patched then."""
     named = model if inside is None else inside
-    with counting_logits(layer or named.output_layer) as made:
+    layer = named.output_layer if hasattr(named, "output_layer") else named.lm_head.output_layer  # of T5
+    with counting_logits(layer) as made:
         found = assert_fused_is_stock(model, step, patched_model=None if inside is None else model)
         assert len(made) == 1, "only stock makes logits"
         assert "forward" not in vars(named)
@@ -62,21 +63,27 @@ def compare(model, step=next_token_loss, layer=None, inside=None) -> dict:
 NEWER = pytest.mark.skipif(
     not versions.HYBRID_MODEL.is_there(), reason="HybridModel, and our spec of it, came with Megatron-Core 0.18"
 )
-TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
 @grouped(2)
-@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
-@TIED
-def test_hybrid(tied, sequence_parallel):
-    compare(language_models.tiny_hybrid(tied=tied, sequence_parallel=sequence_parallel))
+@pytest.mark.parametrize(
+    "build, step, options",
+    [
+        (language_models.tiny_hybrid, next_token_loss, {"sequence_parallel": True}),
+        (language_models.tiny_bert, bert_step, {}),
+        *slow((language_models.tiny_hybrid, next_token_loss, {}), (language_models.tiny_t5, t5_step, {})),
+    ],
+    ids=["hybrid-sequence", "bert", "hybrid", "t5"],
+)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_other_language_models(tied, build, step, options):
+    compare(build(tied=tied, **options), step)
 
 
 @pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("ours", [False, pytest.param(True, marks=NEWER)], ids=["stock", "ours"])
 def test_hybrid_with_mamba_layers(ours):
-    """As many ranks as there are and one alone train the same model, stock and fused."""
     tokens, model = tiny_batches(steps=3), {"pattern": "M*M-", "ours": ours, "tied": False}
     with model_parallel(tp=2):
         step_model = language_models.tiny_hybrid(**model)
@@ -88,20 +95,6 @@ def test_hybrid_with_mamba_layers(ours):
         with model_parallel(tp=2), patching:
             losses = train_steps([language_models.tiny_hybrid(**model)], tokens, lr=1e-2)
         assert losses == pytest.approx(alone, rel=1e-5)
-
-
-@grouped(2)
-@TIED
-def test_bert(tied):
-    compare(language_models.tiny_bert(tied=tied), bert_step)
-
-
-@pytest.mark.slow
-@grouped(2)
-@TIED
-def test_t5(tied):
-    model = language_models.tiny_t5(tied=tied)
-    compare(model, t5_step, model.lm_head.output_layer)
 
 
 @on_gpt()
@@ -133,13 +126,12 @@ def test_classes_made_after_the_patch(model):
 @pytest.mark.parametrize(
     "build,step",
     [
-        (multimodal_models.tiny_llava, multimodal_models.llava_step),
-        (multimodal_models.tiny_mimo, multimodal_models.mimo_step),
+        (language_models.tiny_llava, language_models.llava_step),
+        (language_models.tiny_mimo, language_models.mimo_step),
     ],
     ids=["llava", "mimo"],
 )
 def test_megatrons_multimodal_models(build, step):
-    """Gradients reach the encoders of images, too."""
     model = build()
     found = compare(model, step, inside=model.language_model)
     images = [grad for name, grad in found.items() if name.startswith(("vision_model", "modality_submodules"))]

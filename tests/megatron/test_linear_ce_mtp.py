@@ -1,5 +1,7 @@
 """Multi-token prediction under the fused head: losses, acceptance counts and gradients as stock's, and no logits."""
 
+from functools import partial
+
 import pytest
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -20,15 +22,7 @@ from tests.megatron.patching import (
     run,
 )
 
-LAYERS = 2
-
-
-def gpt(**overrides):
-    return one_gpt(mtp_num_layers=LAYERS, **overrides)
-
-
-def hybrid(**overrides):
-    return tiny_hybrid(mtp_num_layers=1, **overrides)
+BUILDS = {"gpt": partial(one_gpt, mtp_num_layers=2), "hybrid": partial(tiny_hybrid, mtp_num_layers=1)}
 
 
 def logged() -> dict:
@@ -78,19 +72,19 @@ def likeliest_one_further(model):
 
 
 @grouped(1, 2)
-@pytest.mark.parametrize("build", [gpt, hybrid])
+@pytest.mark.parametrize("build", BUILDS)
 def test_acceptance_counts(build):
-    if build is hybrid and not hybrid_has_mtp():
+    if build == "hybrid" and not hybrid_has_mtp():
         pytest.skip("hybrid models have no multi-token prediction before Megatron-Core 0.17")
     for sequence_parallel in (False, True)[: torch.distributed.get_world_size()]:
-        model = build(sequence_parallel=sequence_parallel)
+        model = BUILDS[build](sequence_parallel=sequence_parallel)
         compare(model, likeliest_one_further(model))
 
 
 @grouped(2)
 def test_without_labels_the_layers_train_on_tokens():
     """From 0.19 on: the model returns logits, and its layers of multi-token prediction take losses without any."""
-    model = gpt()
+    model = BUILDS["gpt"]()
     if not takes_losses_without_labels(model):
         pytest.skip("before Megatron-Core 0.19 multi-token prediction takes no loss without labels")
     stock = run(model)

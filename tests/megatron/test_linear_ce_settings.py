@@ -54,21 +54,18 @@ def reference(logits, labels, *, z_loss=0.0, label_smoothing=0.0, softcap=None, 
     return loss, z_loss * z.logsumexp(-1).square(), torch.distributions.Categorical(logits=z).entropy()
 
 
-def reads_logits(module, args, outputs):
-    outputs[0].sum()
-
-
-def reads_shape(module, args, outputs):
-    assert outputs[0].shape[:2] == (SEQ, 2)
-
-
 @grouped(2)
 @pytest.mark.parametrize("build", [later_gpt, *slow(one_gpt, tiny_hybrid)])
 @pytest.mark.parametrize("made", [False, True], ids=["fused", "made"])
 def test_options_of_the_loss(build, made):
     """Also of logits that a hook has asked for: the options are not lost with the promise."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+
+    def reads(module, args, outputs):
+        assert outputs[0].shape[:2] == (SEQ, 2)
+        if made:
+            outputs[0].sum()
+
+    with warnings.catch_warnings(action="ignore"):
         model, labels = build(sequence_parallel=True), batch()[1]
         for options in (CHANGED, {"z_loss": 0.1}, {"softcap": 0.3}):
             logits = run(model, runtime_gather_output=True)
@@ -77,8 +74,10 @@ def test_options_of_the_loss(build, made):
             # The reference gathers full logits on every rank, each of which gives their whole gradient.
             expected = grads_of(model, loss + z_loss, weights)
             reset_fusion_report()
-            reading = model.output_layer.register_forward_hook(reads_logits if made else reads_shape)
-            with reading, patched(chunk_size=3, model=model, entropy=True, **options):
+            with (
+                model.output_layer.register_forward_hook(reads),
+                patched(chunk_size=3, model=model, entropy=True, **options),
+            ):
                 found = run(model, labels)
                 grads = grads_of(model, found, weights)
             torch.testing.assert_close(found, loss, rtol=2e-6, atol=1e-6)
@@ -103,36 +102,30 @@ def test_reported_z_loss_is_a_mean_over_labels_that_count(model):
     assert counters.z_loss == pytest.approx(z_loss[counted].mean().item(), rel=1e-5)
 
 
-def ours_of_spec(**head):
-    """A GPTModel on our layers, whose spec names the head where there are options of it."""
-    return one_gpt(spec=with_fused_head(gpt_layer_spec, **head) if head else gpt_layer_spec)
+def of_spec(kind, **head):
+    """A model whose layer spec names the head where there are options of it."""
 
+    def change(spec):
+        return with_fused_head(spec, **head) if head else spec
 
-def block_of_spec(**head):
-    """A GPTModel on Megatron's layers, by a block spec."""
-
-    def spec(config, stage):
-        block = stock_spec(config, stage)
-        return with_fused_head(block, **head) if head else block
-
-    return one_gpt(spec=spec, sequence_parallel=True)
-
-
-def hybrid_of_spec(**head):
-    return tiny_hybrid(change_spec=(lambda spec: with_fused_head(spec, **head)) if head else None)
+    if kind == "hybrid":
+        return tiny_hybrid(change_spec=change)
+    if kind == "ours":
+        return one_gpt(spec=change(gpt_layer_spec))
+    return one_gpt(spec=lambda config, stage: change(stock_spec(config, stage)), sequence_parallel=True)
 
 
 @grouped(2)
-@pytest.mark.parametrize("build", [ours_of_spec, *slow(block_of_spec, hybrid_of_spec)])
-def test_options_in_the_layer_spec(build):
-    plain, labels = build(), batch()[1]
+@pytest.mark.parametrize("kind", ["ours", *slow("Megatron's block", "hybrid")])
+def test_options_in_the_layer_spec(kind):
+    plain, labels = of_spec(kind), batch()[1]
     logits = run(plain, runtime_gather_output=True)
     loss, z_loss, _ = reference(logits, labels, **CHANGED)
     weights = torch.rand_like(loss)
     expected = grads_of(plain, loss + z_loss, weights)
     stock = run(plain, labels)
     try:
-        model = build(chunk_tokens=6, **CHANGED)
+        model = of_spec(kind, chunk_tokens=6, **CHANGED)
         with counting_logits(model.output_layer) as made:
             found = run(model, labels)
             grads = grads_of(model, found, weights)
@@ -285,6 +278,8 @@ def test_refusals(model, labels):
                 take(**{name: wrong})
     with pytest.raises(ValueError, match="entropy is 1: it must be True or False"):
         patch(entropy=1)
+    with pytest.raises(ValueError, match="logit_dtype is 'bf16': it must be None or torch.float32"):
+        HeadSettings(logit_dtype="bf16")
     with pytest.raises(TypeError, match="chunk_size: the fused head has no .*; chunk_tokens counts tokens: pass"):
         with_fused_head(model.transformer_layer_spec, chunk_size=8)
     with pytest.raises(TypeError, match="z_los: the fused head has no such setting. It has chunk_tokens, .*z_loss"):
@@ -414,8 +409,3 @@ def test_the_patchs_dtype_goes_before_the_output_layers(layers, patchs, rounds):
         fault = output_layer_fault(model)
     assert {each.rounds for each in calls} == {rounds}
     assert ("logits are rounded to torch.bfloat16" in str(fault)) is rounds
-
-
-def test_other_dtypes_are_refused():
-    with pytest.raises(ValueError, match="logit_dtype is 'bf16': it must be None or torch.float32"):
-        HeadSettings(logit_dtype="bf16")

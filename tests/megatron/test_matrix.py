@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.megatron import matrix, matrix_table
+from tests.megatron import matrix
 
 SAMPLE = ["gpt-tp2-sp-tied-mtp1", "hybrid-tp2-untied-mtp0", "gpt-fsdp2-untied-mtp0"]  # main() runs them all
 
@@ -66,7 +66,7 @@ def test_the_table_counts_and_says_why():
         },
     }
     names = ["gpt-tp2-tied-mtp0", "gpt-tp2-tied-mtp1", "gpt-pp2-tied-mtp0"]
-    table = matrix_table.table(kept, matrix.passed, names, ("patch", "spec"))
+    table = matrix.table(kept, matrix.passed, names, ("patch", "spec"))
     assert table.splitlines() == [
         "| | 0.2.0 (PyPI) | 0.19.0 (abc) |",
         "|---|---|---|",

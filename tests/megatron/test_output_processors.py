@@ -35,14 +35,6 @@ def log_probs(z, ids, teacher):
     return z[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
-def top_k(z, ids, teacher):
-    return z.topk(3).values
-
-
-def divergence(z, ids, teacher):
-    return (teacher.exp() * (teacher - z)).sum(-1)
-
-
 def kl(weight, hidden):
     return KL(Teacher(LmHead(weight), hidden))
 
@@ -50,8 +42,11 @@ def kl(weight, hidden):
 OPTIONS = {"temperature": TEMPERATURE, "chunk_tokens": 3}
 CASES = {
     "log_probs": (log_probs, lambda *teacher: NextTokenLogProbs(**OPTIONS)),
-    "top_k": (top_k, lambda *teacher: ReadOuts(readouts=[TopK(3)], **OPTIONS)),
-    "divergence": (divergence, lambda *teacher: ReadOuts(readouts=[kl(*teacher)], **OPTIONS)),
+    "top_k": (lambda z, ids, teacher: z.topk(3).values, lambda *teacher: ReadOuts(readouts=[TopK(3)], **OPTIONS)),
+    "divergence": (
+        lambda z, ids, teacher: (teacher.exp() * (teacher - z)).sum(-1),
+        lambda *teacher: ReadOuts(readouts=[kl(*teacher)], **OPTIONS),
+    ),
 }
 
 

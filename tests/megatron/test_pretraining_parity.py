@@ -16,7 +16,6 @@ STEPS = 20
 
 
 def losses_of(ours: bool, sizes: dict, tied: bool, overrides: dict) -> list[float]:
-    """Per-step losses at Megatron's own initialisation, from the same seed either way."""
     with model_parallel(**sizes), ExitStack() as changes:
         if ours:
             changes.enter_context(ours_everywhere())
@@ -44,13 +43,11 @@ def test_tp1():
 
 
 @ranks(2)
-def test_tp2():
-    parity({"tp": 2}, tied=True, dropout=0.1)
-
-
-@ranks(2)
-def test_tp2_sp():
-    parity({"tp": 2}, tied=False, dropout=0.0, sequence_parallel=True)
+@pytest.mark.parametrize(
+    "options", [{"tied": True, "dropout": 0.1}, {"tied": False, "dropout": 0.0, "sequence_parallel": True}], ids=str
+)
+def test_tp2(options):
+    parity({"tp": 2}, **options)
 
 
 @pytest.mark.each_version

@@ -70,19 +70,16 @@ def grid(tp: int) -> Grid:
 
 
 def vocabulary_grid() -> Grid:
-    """The one in which all ranks share the vocabulary."""
     return grid(dist.get_world_size())
 
 
 def grids() -> Iterator[Grid]:
-    """Every arrangement of this world's ranks."""
     for tp in range(1, dist.get_world_size() + 1):
         if dist.get_world_size() % tp == 0:
             yield grid(tp)
 
 
 def grids_with_context() -> Iterator[Grid]:
-    """Those in which ranks share the sequence."""
     return (grid for grid in grids() if grid.cp > 1)
 
 

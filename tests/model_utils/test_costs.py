@@ -18,7 +18,6 @@ from megatron_ext.model_utils import (
 pytestmark = pytest.mark.slow
 
 B, S, COLUMNS, RANKS = 2, 768, 12288, 4
-LOGITS_BYTES = 2 * B * S * COLUMNS
 VOCAB = (0, COLUMNS)
 CHUNK = 24
 
@@ -136,7 +135,7 @@ def test_no_fp32_copy_of_weight_or_logits():
     assert not any(
         dtype == "torch.float32" and torch.Size(shape).numel() >= COLUMNS * D for dtype, shape in costs.largest
     )
-    assert costs.peak_bytes <= 2 * COLUMNS * D + 12 * B * S * D + 0.35 * LOGITS_BYTES  # dW, x and dx, chunks
+    assert costs.peak_bytes <= 2 * COLUMNS * D + 12 * B * S * D + 0.7 * B * S * COLUMNS  # dW, x and dx, chunks
 
 
 def test_a_frozen_weight_pays_no_weight_gradient():

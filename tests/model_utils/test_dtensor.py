@@ -19,7 +19,6 @@ from megatron_ext.model_utils import (
 from tests.model_utils.sharded import gradient, next_log_probs, problem, same
 from tests.ranks import ranks
 
-SOFTER = TrainingSamplingParams(temperature=0.7)
 WHOLE = [Shard(-1)]
 PARTS = [Shard(1), Shard(-1)]
 
@@ -43,7 +42,9 @@ def test_sharded_over_the_vocabulary(vocabulary):
     same(found.detach(), wanted.detach())
     found.backward(weights)
     same(sharded.grad.full_tensor(), gradient(wanted, leaf, weights))  # before 2.13 torch may have joined it
-    softer = get_next_token_logprobs_from_logits(tokens, sharded, sampling_params=SOFTER)
+    softer = get_next_token_logprobs_from_logits(
+        tokens, sharded, sampling_params=TrainingSamplingParams(temperature=0.7)
+    )
     same(softer.detach(), wanted.detach())
     with torch.no_grad():
         assert not get_logprobs_from_vocab_parallel_logits(sharded, tokens).requires_grad

@@ -63,7 +63,6 @@ class Mine:
 
 @ranks(1, 2)
 def test_bits_and_targets_that_are_left_out():
-    """Bit by bit the same in other chunks, and without the targets of -100."""
     hidden, weight, tokens = problem(dtype=torch.float32)
     tokens[0, 3:9] = -100
     for grid in grids():
@@ -135,7 +134,6 @@ def test_gradients_go_into_main_grad():
 @ranks(2, 4)
 @pytest.mark.parametrize("layout", ["sequence", "replicated"])
 def test_what_only_one_rank_has_wrong(layout):
-    """An id in its part of the sequence, a weight of another width: every rank raises, and none waits."""
     hidden, weight, tokens = problem()
     for grid in grids():
         mine, wrong = Mine(grid, layout, hidden, weight), tokens.clone()

@@ -113,7 +113,6 @@ FILES = sorted(Path(model_utils.__file__).parent.glob("*.py"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
 def test_nothing_is_computed_or_sent_here(path):
-    """No loop over chunks, no softmax, no call of torch.distributed: these live below."""
     for node in ast.walk(ast.parse(path.read_text())):
         assert not isinstance(node, (ast.For, ast.While)), f"line {node.lineno}: a loop"
         if isinstance(node, ast.Call):

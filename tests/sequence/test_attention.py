@@ -12,7 +12,7 @@ from megatron_ext.sequence.host_values import HostMemo
 from megatron_ext.sequence.zigzag import thd_partition_indices, zigzag_positions
 from tests.devices import GPU
 from tests.ranks import ranks
-from tests.sequence.visible import documents_seen, seen
+from tests.sequence.batches import documents_seen, seen
 
 WINDOWS = {
     "everything": EVERYTHING,
@@ -42,7 +42,6 @@ def plain_sdpa(q, k, v, visible):
 
 
 def assert_same(out, expected, tensors):
-    """Equal outputs and equal gradients of a weighted sum."""
     weight = torch.randn_like(expected)
     torch.testing.assert_close(out, expected)
     got = torch.autograd.grad((out * weight).sum(), tensors)

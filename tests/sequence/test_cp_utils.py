@@ -1,5 +1,7 @@
 """Context-parallel batches: what a rank gets inside the context, and that models train on it as on the whole."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -196,6 +198,31 @@ def test_what_the_context_cannot_do_is_refused_before_it_begins():
         with pytest.raises(ValueError, match="enable_gqa"):
             F.scaled_dot_product_attention(q, q[:, :1], q[:, :1])
     assert not counts
+
+
+@ranks(2)
+def test_attention_of_missing_keys_or_padding_is_refused():
+    """Of functions that hide their call of SDPA, and of SDPA that is not causal where a mask hides padding."""
+    mesh, x = cp_mesh(), torch.randn(2, 4, 8)
+    hidden = [
+        lambda: torch.nn.MultiheadAttention(8, 2)(x, x, x, need_weights=False),
+        lambda: torch.nn.TransformerEncoderLayer(8, 2, 16).eval()(x),
+        lambda: torch.ops.aten.scaled_dot_product_attention.default(x, x, x),
+    ]
+    with create_context_parallel_ctx(mesh, [], [], set()), count_collectives() as counts:
+        for call in hidden:
+            with pytest.raises(ValueError, match="attention.* over context-parallel ranks"):
+                call()
+    assert not counts
+    q = x[:, None]
+    for padded in (True, False):
+        mask = torch.ones(2, 8, dtype=torch.int64)
+        mask[1, 5:] = not padded
+        context, _ = make_cp_batch_and_ctx(mesh, {"input_ids": torch.zeros(2, 8), "attention_mask": mask})
+        with context:
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
+            with pytest.raises(ValueError, match="hides padding") if padded else nullcontext():
+                F.scaled_dot_product_attention(q, q, q)
 
 
 @ranks(2)

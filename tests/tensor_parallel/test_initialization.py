@@ -32,7 +32,6 @@ def layers(config, group, package=ours, stride=1):
 
 
 def whole(layer, group):
-    """The full weight, from the shards of all ranks."""
     weight, dim, stride = layer.weight.detach(), layer.weight.partition_dim, layer.weight.partition_stride
     if group is None or dist.get_world_size(group) == 1:
         return weight

@@ -173,14 +173,13 @@ def test_own_rows_before_the_gathered_ones():
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
-META = torch.device("meta")
 WRONG = {
     "features": ((4, 5), (4, 6), (4,), {}, "last dimension is 6"),
     "scalar": ((), (4, 6), (4,), {}, r"takes \[..., D\]"),
     "bias": ((4, 6), (4, 6), (3,), {}, r"bias is \(3,\)"),
     "weight dtype": ((4, 6), (4, 6), (4,), {"w": torch.bfloat16}, "weight is torch.bfloat16, input torch.float32"),
     "bias dtype": ((4, 6), (4, 6), (4,), {"b": torch.float64}, "bias is torch.float64"),
-    "weight device": ((4, 6), (4, 6), (4,), {"w": META}, "weight is on meta, input on cpu"),
+    "weight device": ((4, 6), (4, 6), (4,), {"w": torch.device("meta")}, "weight is on meta, input on cpu"),
     "one dimension": ((6,), (4, 6), (4,), {"output": "sequence"}, "first dimension is the sequence"),
     "odd sequence": ((3, 6), (4, 6), (4,), {"output": "sequence"}, "pad it to 4"),
 }

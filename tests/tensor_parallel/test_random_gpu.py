@@ -179,7 +179,8 @@ def test_recomputation_can_be_captured(seeded):
     torch.cuda.current_stream().wait_stream(stream)
     expected = w.grad.clone(), x.grad.clone()
     w.grad = x.grad = None
-    captured(step).replay()
+    graph = captured(step)
+    graph.replay()
     torch.testing.assert_close(w.grad, expected[0], rtol=0, atol=0)
     torch.testing.assert_close(x.grad, expected[1], rtol=0, atol=0)
 

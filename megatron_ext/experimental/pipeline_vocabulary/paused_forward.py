@@ -19,13 +19,13 @@ except ImportError:  # said where it is needed
 
 
 class AskEmbedding(NamedTuple):
-    """Wanted: the embeddings of token ids `[P B, S]`; the answer is of the first B, and a function for its gradient."""
+    """Request for embeddings of token ids `[P B, S]`; the answer is of the first B, and a function for its gradient."""
 
     ids: Tensor
 
 
 class AskLosses(NamedTuple):
-    """Wanted: `Losses` from hidden states `[S, P B, H]` (`[S/R, P B, H]` in sequence parallelism) and labels."""
+    """Request for `Losses` from hidden states `[S, P B, H]` (`[S/R, P B, H]` in sequence parallelism) and labels."""
 
     hidden: Tensor
     labels: Tensor

@@ -48,7 +48,7 @@ class LossFunction(Protocol):
 
 
 class Timer(Protocol):
-    """Methods that are called of a `timer=`: NeMo-RL's `nemo_rl.utils.timer.Timer` has them."""
+    """Timer that a method takes as `timer=`, such as NeMo-RL's `nemo_rl.utils.timer.Timer`."""
 
     def time(self, label: str) -> AbstractContextManager[Any]:
         """A context whose duration is recorded under `label`."""

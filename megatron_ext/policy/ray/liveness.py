@@ -151,7 +151,7 @@ def _switches(process: int) -> int:
 class Liveness:
     """Liveness of the actors at `places`, by rank. `timeout_s`: how long one may be lost or stopped, or all hung.
 
-    Starts a process on each host, which needs no CPU of Ray's: `monitors` has for each rank that of its host.
+    Starts a monitor process on each host, which needs no CPU of Ray's: `monitors` has each rank's monitor.
     """
 
     def __init__(self, ray: Any, places: Sequence[ActorLocation], timeout_s: float, start_timeout_s: float):

@@ -159,7 +159,7 @@ def _generated(model: Any, batch: BatchedDataDict, ends: Stopping, sampler: Samp
 
 
 def _keep_stops(model: Any) -> None:
-    """Leave nothing of the model's generation config but where it stops: penalties and the like would change what is
+    """Keep of the model's generation config only where generation stops: penalties and the like would change what is
     drawn, and not what is scored."""
     own = model.generation_config
     kept = {"eos_token_id": own.eos_token_id, "cache_implementation": getattr(own, "cache_implementation", None)}

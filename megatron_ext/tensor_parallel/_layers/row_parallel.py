@@ -75,10 +75,11 @@ class RowParallelLinear(ParallelLayer):
         self._cut_weight_once_more(pg_collection)
         self._make_bias(bias, output_size)
         if bias:
-            # Under sequence parallelism each rank sees its tokens only: Megatron sums such gradients over the ranks. An
-            # expert's layer that adds its bias itself sees all tokens.
-            added_to_all = self.explicit_expert_comm and not skip_bias_add
-            self.bias.sequence_parallel = self.sequence_parallel and not added_to_all  # type: ignore[attr-defined]
+            # Under sequence parallelism each rank sees its tokens only: Megatron sums such gradients over the dense
+            # layers' tensor-parallel ranks. An expert's layer that adds its bias itself sees all tokens. Of whole
+            # experts the ranks have different ones, or copies, whose gradients data parallelism sums.
+            complete = is_expert and (group_size(self.tp_group) == 1 or not skip_bias_add)
+            self.bias.sequence_parallel = self.sequence_parallel and not complete  # type: ignore[attr-defined]
         self._mark_for_gradient_sums()
 
     def plan(self) -> LinearPlan:

@@ -38,7 +38,7 @@ def is_checkpointing() -> bool:
 
 
 def set_checkpointing() -> None:
-    """Enter a checkpointed function. `with checkpointing():` does, and cannot be left open."""
+    """Enter a checkpointed function. `with checkpointing():` does the same, and cannot be left open."""
     Depth.now += 1
 
 
