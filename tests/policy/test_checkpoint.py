@@ -111,6 +111,10 @@ def another_optimizer(worker):
     worker.optimizer = torch.optim.SGD(worker.model.parameters(), lr=1e-2)
 
 
+def another_state(worker):
+    worker.optimizer = torch.optim.AdamW(worker.model.parameters(), lr=1e-2, amsgrad=True)
+
+
 def another_schedule(worker):
     worker.scheduler = torch.optim.lr_scheduler.ConstantLR(worker.optimizer)
 
@@ -124,7 +128,9 @@ def test_another_optimizer_is_refused_before_anything_is_read(trained):
         train(worker, 0)
     worker.save_checkpoint(*paths)
     cases = [(another_optimizer, "is of another optimizer"), (another_schedule, "is of another schedule")]
-    if not trained:  # else the state goes by the names of weights, whatever the groups
+    if trained:
+        cases.append((another_state, "is of another optimizer"))
+    else:  # with state it goes by the names of weights, whatever the groups
         cases.append((two_groups, "has 1 groups of parameters and this optimizer 2"))
     for change, message in cases:
         other = worker_of()
