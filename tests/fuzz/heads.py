@@ -125,7 +125,8 @@ def _counted(counts: Tensor, found: list[Tensor]) -> list[Tensor]:
     return [x.masked_fill(~counts.reshape(counts.shape + (1,) * (x.dim() - counts.dim())), 0) for x in found]
 
 
-def read(draw: Draw) -> Case:
+def read(draw: Draw, several: float = 0.2) -> Case:
+    """Draw a head. `several`: how often a teacher's token has several of the student's, where leading dims allow it."""
     layout = draw.one_of("layout", "replicated", "sequence")
     lead = draw.leading(layout == "sequence")
     dtype = draw.dtype(*((torch.float64, torch.float32, torch.bfloat16) if draw.exact else (torch.float64,)))
@@ -148,7 +149,7 @@ def read(draw: Draw) -> Case:
     draw.record |= {"frozen": frozen, "fused": fused, "mode": mode}
     tokens = Tokens(draw, lead, vocabulary, student.facts.get("temperature", 1.0))
     made, taught, upstream = drawn_read_outs.read(tokens, names)
-    drafts = taught and len(lead) > 1 + (layout == "sequence") and draw.chance(0.2)  # several of one target
+    drafts = taught and len(lead) > 1 + (layout == "sequence") and draw.chance(several)  # of one target
     theirs = _side(draw, lead[:-1] if drafts else lead, vocabulary, dtype, dtype, caps) if taught else None
     skip = draw.one_of("counts", None, None, "all that count", "a bound", "too small a bound")
     most = most_of_a_slice(tokens.counts, draw.ranks if layout == "sequence" else 1)

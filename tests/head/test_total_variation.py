@@ -1,6 +1,7 @@
 """Total variation and acceptance rates of the drafts of multi-token prediction, in one pass with their loss."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +27,28 @@ def drawn(*shape, seed):
 def test_with_the_loss_of_all_predictions(cases):
     """Of one draft of each target, or several; some of which count."""
     for number in range(cases):
-        check_read(heads.read, number, ["loss", "total variation"])
+        check_read(partial(heads.read, several=0.8), number, ["loss", "total variation"])
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+@pytest.mark.parametrize("predictions", [2, 7])
+def test_chunks_begin_among_the_drafts_of_a_target(predictions, layout):
+    size, rank = dist.get_world_size(), dist.get_rank()
+    own = slice(4 // size * rank, 4 // size * (rank + 1)) if layout == "sequence" else slice(None)
+    whole, *upstream = drawn(V, D, seed=2), *drawn(2, 4, predictions, seed=3)
+    drafts, target, labels = drawn(4, predictions, D, seed=0), drawn(4, D, seed=1), torch.arange(4 * predictions) % V
+    x, w = drafts[own].clone().requires_grad_(), whole.chunk(size)[rank].clone().requires_grad_()
+    head = LmHead(w, dist.group.WORLD, layout, chunk_tokens=5)
+    read_outs = CrossEntropy(labels.view(4, predictions)), TotalVariation(Teacher(head, target[own]))
+    found = head.read(x, *read_outs)
+    leaves = [drafts.requires_grad_(), whole.requires_grad_()]
+    p, q = (drafts @ whole.t()).softmax(-1), (target @ whole.detach().t()).softmax(-1).unsqueeze(1)
+    loss = -p.log().flatten(0, 1)[torch.arange(4 * predictions), labels].view(4, predictions)
+    true = loss, (p - q).abs().sum(-1) / 2
+    torch.testing.assert_close(found, true)
+    dx, dw = torch.autograd.grad(true, leaves, upstream)
+    torch.testing.assert_close(torch.autograd.grad(found, [x, w], upstream), (dx[own], dw.chunk(size)[rank]))
 
 
 def test_the_target_is_projected_once():
