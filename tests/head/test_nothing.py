@@ -47,9 +47,9 @@ HIDDEN = OF_HIDDEN | {
     "with entropy": lambda x, w, labels, **of: sum(
         part.sum() for part in head.linear_gather_log_probs(x, w, labels.unsqueeze(1), return_entropy=True, **of)
     ),
-    "forward KL": lambda x, w, labels, **of: head.linear_kl_divergence(x, w, x.flip(0), w.flip(1), **of),
-    "reverse KL": lambda x, w, labels, **of: head.linear_kl_divergence(x, w, x.flip(0), w.flip(1), "reverse", **of),
-    "JS": lambda x, w, labels, **of: head.linear_js_divergence(x, w, x.flip(0), w.flip(1), **of),
+    "forward KL": lambda x, w, labels, **of: head.linear_kl_divergence(x, w, x.flip(1), w, **of),
+    "reverse KL": lambda x, w, labels, **of: head.linear_kl_divergence(x, w, x.flip(1), w, "reverse", **of),
+    "JS": lambda x, w, labels, **of: head.linear_js_divergence(x, w, x.flip(1), w, **of),
 }
 LOGITS = OF_LOGITS | {
     "forward KL": lambda z, labels, **of: head.kl_divergence(z, z.detach().flip(0), **of),
@@ -67,16 +67,20 @@ def shard():
     return VocabShard(start, min(start + width, V), V)
 
 
-def check_an_empty_shard(call, leaves, dims, **near):
-    """Of `leaves` cut along `dims`: backward returns on every rank, with the gradients of one that has it all."""
+def check_an_empty_shard(call, leaves, dims, more=None, **near):
+    """Of `leaves` cut along `dims`: backward returns on every rank, with the gradients of one that has it all.
+
+    `more`: options of the call of several ranks."""
 
     def mine(x, dim):
+        if dim == "tokens":
+            return x.chunk(dist.get_world_size())[dist.get_rank()]
         return x if dim is None else x.narrow(dim, shard().start, shard().columns)
 
     found = call(*leaves)
     want = torch.autograd.grad(found.sum(), leaves)
     parts = [mine(x.detach(), dim).clone().requires_grad_() for x, dim in zip(leaves, dims, strict=True)]
-    own = call(*parts, tp_group=dist.group.WORLD, vocab=shard())
+    own = call(*parts, tp_group=dist.group.WORLD, vocab=shard(), **(more or {}))
     if dims[-1] == 0 or found.shape == own.shape:  # of logits some results are a rank's columns
         torch.testing.assert_close(own, found)
     grads = torch.autograd.grad(own.sum(), parts)
@@ -85,13 +89,18 @@ def check_an_empty_shard(call, leaves, dims, **near):
 
 @ranks(2, 4)
 @pytest.mark.parametrize("name", HIDDEN)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_hidden_states_and_an_empty_shard(name, dtype):
+@pytest.mark.parametrize(
+    "dtype, layout",
+    [*((dtype, "replicated") for dtype in (torch.float64, torch.float32, torch.bfloat16)), (torch.float32, "sequence")],
+    ids=str,
+)
+def test_hidden_states_and_an_empty_shard(name, dtype, layout):
     g, tokens = torch.Generator().manual_seed(0), T * dist.get_world_size()
     leaves = [torch.randn(n, D, generator=g).to(dtype).requires_grad_() for n in (tokens, V)]
     labels = torch.randint(V, (tokens,), generator=g)
     near = 0.02 if dtype == torch.bfloat16 else 1e-5
-    check_an_empty_shard(partial(HIDDEN[name], labels=labels), leaves, (None, 0), rtol=near, atol=near)
+    dims, more = ("tokens" if layout == "sequence" else None, 0), {"hidden_layout": layout}
+    check_an_empty_shard(partial(HIDDEN[name], labels=labels), leaves, dims, more, rtol=near, atol=near)
 
 
 @ranks(2, 4)
