@@ -152,14 +152,15 @@ def test_results_share_no_buffer():
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("make", [list, torch.tensor], ids=["list", "tensor"])
+@pytest.mark.parametrize("make", [None, list, torch.tensor], ids=["equal", "list", "tensor"])
 def test_all_to_all_sends_once(make):
     """Each rank sends rank i as many rows as it gets from it; other numbers, and gradients: `tests.fuzz.mappings`."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    rows = [ROWS[(i + rank) % size] for i in range(size)]
+    rows = [ROWS[(i + rank) % size] if make else 2 for i in range(size)]
+    sizes = (make(rows), make(rows)) if make else ()
     x = torch.full((sum(rows), 3), float(rank), requires_grad=True)
     with count_collectives() as counts:
-        y = mappings.all_to_all(dist.group.WORLD, x, make(rows), make(rows))
+        y = mappings.all_to_all(dist.group.WORLD, x, *sizes)
         y.backward(y.detach())
     assert y[:, 0].tolist() == [i for i in range(size) for _ in range(rows[i])]
     assert torch.equal(x.grad, x)
