@@ -21,8 +21,7 @@ from megatron_ext.policy.ray import liveness
 from megatron_ext.policy.ray.actors import _worker_call
 from megatron_ext.policy.ray.liveness import LOOK_S, PERIOD_S, ActorLocation, HostMonitor, Liveness, beating
 from tests.policy.problems import tiny_batch, tiny_config
-from tests.policy.test_ray_policy import SMALL, WORKERS, ray  # noqa: F401  # a fixture
-from tests.ranks import TIMEOUT_S
+from tests.policy.test_ray_policy import SMALL, WORKERS, ray, wait_until  # noqa: F401  # a fixture
 
 # 6 s and a look or two, on a machine that does other things too; without a watch it takes hours. That it is under 10
 # seconds on one that does not: `test_named_within_10_seconds`.
@@ -328,10 +327,11 @@ def beats_of(function, count=5):
 
     thread = threading.Thread(target=run)
     thread.start()
-    while len(sent) < count:
-        time.sleep(0.001)
-    event.set()
-    thread.join()
+    try:
+        wait_until(lambda: len(sent) >= count)
+    finally:
+        event.set()
+        thread.join()
     return sent
 
 
@@ -348,11 +348,12 @@ def test_a_beat_tells_the_line_of_the_user_and_who_waits(moves):
 
 
 def test_beats_come_each_period_while_a_call_lasts(moves):
-    assert len(beats_of(stands)) >= 5
-    for thread in threading.enumerate():
-        if thread.name == "heartbeat":
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive()
+    before, began = {*threading.enumerate()}, time.monotonic()
+    beats_of(stands)
+    assert time.monotonic() - began < 5 * PERIOD_S, "five periods that are not shortened"
+    for thread in {*threading.enumerate()} - before:
+        thread.join(PERIOD_S)
+        assert not thread.is_alive(), "beats go on after the call"
 
 
 def test_beats_come_after_a_moment_without_python_frames(moves, monkeypatch):
