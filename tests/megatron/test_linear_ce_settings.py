@@ -15,9 +15,9 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from megatron_ext.experimental.pipeline_vocabulary.vocabulary_sharing import output_layer_fault
 from megatron_ext.head import LmHead
-from megatron_ext.head.training_loss import TrainingLoss
 from megatron_ext.megatron.fused_loss import megatron_log
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.fused_loss.training_loss import TrainingLoss
 from megatron_ext.megatron.fusion_report import ModelFusion, fusion_report, reset_fusion_report
 from megatron_ext.megatron.language_model_patch import forward_with_fused_head, patch_language_models
 from megatron_ext.megatron.layer_specs import gpt_layer_spec

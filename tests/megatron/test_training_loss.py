@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.head import LmHead
-from megatron_ext.head.training_loss import linear_training_loss
+from megatron_ext.megatron.fused_loss.training_loss import linear_training_loss
 
 
 @pytest.mark.parametrize("options", [{}, {"skip_ignored": True}, {"skip_ignored": 9, "hits": True}], ids=str)
