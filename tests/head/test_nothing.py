@@ -68,7 +68,7 @@ def shard():
 
 
 def check_an_empty_shard(call, leaves, dims, **near):
-    """Of `leaves` cut along `dims`: backward returns on every rank, with the gradients of one that has it all."""
+    """Check values and gradients of `leaves` cut along `dims` on every rank against one rank that has it all."""
 
     def mine(x, dim):
         return x if dim is None else x.narrow(dim, shard().start, shard().columns)
