@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ext
-from megatron_ext import linear_cross_entropy
+from megatron_ext import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head import LmHead, LogProbs, TopK
 from tests.ranks import ranks
 
@@ -60,7 +60,7 @@ def counted(run: Callable[[], Any]) -> tuple[Any, Run]:
         sys.setprofile(None)
         gc.enable()
     moves = sum(one != other for one, other in zip(["", *seen], seen, strict=False))
-    return found, Run(Counts(len(seen), len(set(seen)), moves, first[0]), called)
+    return found, Run(Counts(len(seen), len(set(seen)), moves, next(iter(first), 0)), called)
 
 
 def assert_within(found: Run, bound: Counts) -> None:
@@ -86,6 +86,16 @@ def test_calls_of_a_cross_entropy_stay_within_bounds():
     assert_within(forward, Counts(calls=71, files=14, moves=55, first_product=54))
     assert_within(backward, Counts(calls=35, files=8, moves=21, first_product=19))
     assert_told([*forward.called, *backward.called])
+
+
+def test_calls_of_a_cross_entropy_of_logits_stay_within_bounds():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(T, V, requires_grad=True), torch.randint(V, (T,))
+    vocab_parallel_cross_entropy(logits, labels).sum().backward()
+    loss, forward = counted(lambda: vocab_parallel_cross_entropy(logits, labels).sum())
+    _, backward = counted(loss.backward)
+    assert_within(forward, Counts(calls=104, files=18, moves=70, first_product=0))
+    assert_within(backward, Counts(calls=71, files=13, moves=35, first_product=0))
 
 
 @ranks(2)

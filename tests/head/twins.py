@@ -457,7 +457,7 @@ def compare_products(device: str, dtype: torch.dtype, kind: str) -> None:
     """True values, of sizes that are no multiples of a tile, in an output that has gaps; a row's bits are those of any
     other place and number of rows, and a sum's those of two parts. `kind`: whose operands' strides these are."""
     generator = torch.Generator().manual_seed(0)
-    wide, (m, k, n) = accumulation_dtype(dtype), (150, 2 * 64 + 6, 20)
+    wide, (m, k, n) = accumulation_dtype(dtype), (150, 2 * 64 + 6, 300)
     left, right = (torch.randn(*shape, generator=generator).to(device, dtype) for shape in ((m, k), (k, n)))
     a_MK = left.t().contiguous().t() if kind == "dW" else left
     b_KN = right.t().contiguous().t() if kind == "logits" else right

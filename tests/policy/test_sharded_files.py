@@ -6,10 +6,11 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_ext.policy.checkpoint.atomic_folders import FACTS
 from megatron_ext.policy.checkpoint.sharded_files import Part, find, must_hold, read, save_together
-from tests.ranks import ranks
+from tests.ranks import ranks, shared_folder
 
 
 def saved(folder):
@@ -79,6 +80,25 @@ def test_a_damaged_file_of_a_checkpoint_is_named(how, words, tmp_path):
         damage_file(next(paths["optimizer"].glob("*.distcp")), how)
     with pytest.raises(ValueError, match=f"optimizer {words}"):
         find(**paths)
+
+
+@ranks(2)
+def test_a_file_that_one_rank_sums_is_refused_on_both():
+    paths = saved(shared_folder())
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        file = paths["weights"] / name
+        before = file.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            damage_file(file, "one bit")
+        dist.barrier()
+        with pytest.raises(ValueError, match=f"weights is damaged: {name} is not what was written"):
+            find(**paths)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_bytes(before)
+    dist.barrier()
+    assert find(**paths)[0].facts == {"step": 7}
 
 
 @pytest.mark.parametrize(
