@@ -1,4 +1,4 @@
-"""What a rehearsal launches, compiled for Hopper: Triton's interpreter runs what its compiler refuses.
+"""Launches of a rehearsal, compiled for Hopper: Triton's interpreter also runs what its compiler refuses.
 
 `pytest -m gpu --rehearse --launches=FILE` writes one line for each kind of launch of the package's kernels, and
 `python -m tests.compiled_launches FILE`, in a process without the interpreter, compiles them for such arguments.
@@ -15,7 +15,7 @@ import triton.language as tl
 
 
 def write_to(path: Path) -> None:
-    """From now on each new kind of launch in this process adds its line."""
+    """Add a line to `path` for each new kind of launch that this process makes from now on."""
     from triton.runtime.interpreter import InterpretedFunction
 
     run, seen = InterpretedFunction.run, set()
@@ -34,7 +34,7 @@ def write_to(path: Path) -> None:
 
 
 def _told(x: Any, constant: bool = False) -> Any:
-    """As JSON: of a tensor its dtype, of a number that it is one, a `constant` as it is: what Triton may refuse."""
+    """Describe an argument in JSON by what Triton may refuse: a tensor's dtype, that a number is one, a `constant`."""
     if isinstance(x, torch.Tensor):
         return {"dtype": str(x.dtype).removeprefix("torch.")}
     if isinstance(x, tl.dtype):
@@ -55,7 +55,7 @@ def _made(told: Any) -> Any:
 
 
 def compile_all(path: Path) -> int:
-    """How many kinds of launch were compiled; ends with the first that is refused."""
+    """Compile each kind of launch written in `path` and return their number; the first that is refused raises."""
     from tests.head.hopper import recorded
 
     kinds = [json.loads(line) for line in sorted(set(path.read_text().splitlines()))]

@@ -1,4 +1,4 @@
-"""Where a test marked `gpu` puts its tensors: on a GPU, or with `--rehearse` on the CPU."""
+"""Device of the tensors of a test marked `gpu`: a GPU, or with `--rehearse` the CPU."""
 
 import torch
 

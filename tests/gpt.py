@@ -262,7 +262,7 @@ def tiny_gpt(
 
 
 def sharded_state(model) -> dict:
-    """What Megatron would store of a model."""
+    """Return the state dict that Megatron would store of a model."""
     from megatron.core import parallel_state
 
     copies = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
@@ -277,7 +277,7 @@ def sharded_state(model) -> dict:
 
 
 def stored_tensors(model) -> list:
-    """What Megatron would store of a model's parameters: `ShardedTensor`."""
+    """Return the `ShardedTensor`s that Megatron would store of a model's parameters."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
@@ -324,7 +324,7 @@ def own_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def forward_step(microbatches: Iterator[Tensor], model):
-    """What Megatron's schedules call: runs `model` on the next [micro_batch, seq + 1] token ids."""
+    """Run `model` on the next [micro_batch, seq + 1] token ids, as Megatron's schedules call it."""
     from megatron.core import parallel_state
 
     tokens_BS = next(microbatches)
@@ -456,9 +456,9 @@ def train_steps(chunks: list, batches: Tensor, *, lr: float = 3e-4) -> list[floa
 
 @contextmanager
 def child_processes() -> Iterator[None]:
-    """For `dist_checkpointing.save`, which starts processes: the pool's workers are daemons, which may not have any.
+    """Let `dist_checkpointing.save` start processes: the pool's workers are daemons, which may not have any.
 
-    One of them holds a queue for the others. Megatron would spawn it, to import torch anew; here it is forked.
+    One of the processes holds a queue for the others. Megatron would spawn it, to import torch anew; here it is forked.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

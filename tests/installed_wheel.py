@@ -45,7 +45,7 @@ def check_imports() -> None:
 
 
 def refusal(name: str) -> str:
-    """What the first use of something that is not installed says."""
+    """Return the error message of the first use of a name whose package is not installed."""
     try:
         if name == "policy.RayPolicy":
             megatron_ext.policy.RayPolicy({}, 1)

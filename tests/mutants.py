@@ -63,7 +63,7 @@ def copy_tree() -> None:
 
 
 def record(arguments: list[str], files: list[str]) -> None:
-    """Which tests run what, and how long they take: a run of all quick tests, or of `files`, beside the sources."""
+    """Record which tests run what, and how long they take, beside the sources: all quick tests, or `files`."""
     folder = CALLS / str(len(list(CALLS.glob("*")))) if files else CALLS / "0"
     if not files:
         shutil.rmtree(CALLS, ignore_errors=True)
@@ -82,14 +82,14 @@ def changed_tests() -> list[str]:
 
 
 def _moved(before: Path, after: Path) -> dict[int, int]:
-    """Of each line of a file that is still there its number now."""
+    """Map the number of each line of a file that is still there to its number now."""
     old, new = (path.read_text().splitlines() if path.exists() else [] for path in (before, after))
     blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
     return {a + n + 1: b + n + 1 for a, b, length in blocks for n in range(length)}
 
 
 def read_record() -> tuple[dict[str, dict[int, set[str]]], dict[str, float]]:
-    """Of each file and line the tests that run it, and the seconds of each test, by the last record of its file."""
+    """Return the tests that run each line of a file, and the seconds of each test, by the last record of its file."""
     callers, seconds = defaultdict(lambda: defaultdict(set)), {}
     for folder in sorted(CALLS.glob("*"), key=lambda folder: int(folder.name), reverse=True):
         known, moved = {id.split("::")[0] for id in seconds}, {}
@@ -139,7 +139,7 @@ def tests_for(mutant: Mutant, callers, seconds) -> list[str]:
 
 
 def notices(mutant: Mutant, ids: list[str]) -> str:
-    """Which test fails in the changed copy; empty: none."""
+    """Return what notices the changed copy, a test that fails or a run without an end; empty: nothing does."""
     path = TREE / "megatron_ext" / mutant.path
     source, log = path.read_text(), FOLDER / "log"
     write(path, mutant.apply(source))

@@ -1,4 +1,4 @@
-"""What torch's operators are asked for and what they give, seen as they are dispatched."""
+"""Arguments and results of torch's operators, seen as they are dispatched."""
 
 from collections.abc import Callable
 

@@ -8,7 +8,7 @@ DOCS = ROOT / "docs"
 
 
 def section(page: Path, heading: str) -> str:
-    """What stands under `## heading`, up to the next such heading."""
+    """Return the text under `## heading`, up to the next such heading."""
     return page.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 def python(
     *words: str, cwd: Path = ROOT, ranks: int = 0, ignore_warnings: bool = False, interpreted: bool = False
 ) -> CompletedProcess:
-    """What became of `python WORDS`: a script or `-m MODULE` with its arguments, or `-c CODE`.
+    """Run `python WORDS`: a script or `-m MODULE` with its arguments, or `-c CODE`.
 
     With `ranks` as many processes, with the environment that torchrun gives them; once one fails the others are ended.
     `interpreted`: CPU tensors take Triton's kernels.
@@ -56,7 +56,7 @@ def python(
 
 
 def alone(*words: str, **options: Any) -> CompletedProcess:
-    """What became of `python WORDS` in a process that imports all by itself, and ends well."""
+    """Run `python WORDS` in a process that imports all by itself, and check that it ends well."""
     common: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": TIMEOUT_S}
     done = subprocess.run([sys.executable, *words], **common | options)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -64,7 +64,7 @@ def alone(*words: str, **options: Any) -> CompletedProcess:
 
 
 def _exit_code(connection: Any) -> int:
-    """What a process has said at its end; of one that was ended, 255."""
+    """Return the exit code that a process has sent at its end; 255 where it was ended."""
     try:
         return connection.recv()
     except EOFError:

@@ -44,7 +44,7 @@ _chosen: list[str] = []
 
 
 def choose_backend(option) -> None:
-    """What ranks talk over that no test has chosen: gloo (None), or the backend that hangs and refuses as NCCL does."""
+    """Choose the backend of ranks whose test chooses none: gloo (None), or one that hangs and refuses as NCCL does."""
     _chosen[:] = [option] if option else []
 
 
@@ -66,7 +66,7 @@ def _backend(rules) -> str:
 
 
 def prepare_process() -> None:
-    """What every process that runs test bodies sets: one thread, and uninitialised memory that shows (NaN)."""
+    """Prepare a process that runs test bodies: one thread, and uninitialised memory that shows (NaN)."""
     import torch
 
     from benchmarks.interpreter import round_to_bfloat16
@@ -110,8 +110,10 @@ def _threads():
 
 
 def _error_of(module, name, kwargs, test, alone=False):
-    """What is wrong after the body of a test, or a look at what the tests of a file have left, on this rank; `alone`:
-    the rank ends with this test."""
+    """Return what is wrong on this rank after a test's body, or in what the tests of a file have left.
+
+    `alone`: the rank ends with this test.
+    """
     from tests import left_behind
 
     try:
@@ -144,7 +146,7 @@ def _undone(fixtures):
 
 
 class Skipped(NamedTuple):
-    """What a rank answers whose body called `pytest.skip`: all ranks do, or the test fails."""
+    """Answer of a rank whose body called `pytest.skip`: all ranks do, or the test fails."""
 
     reason: str
 

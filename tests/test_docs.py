@@ -112,7 +112,6 @@ def test_what_a_program_prints_is_held_by_a_test():
 
 
 def test_the_loop_of_the_page_about_rl_runs():
-    """With log-probabilities as from whole logits, and a loss of each kind with gradients."""
     given = {}
     of_the_model, of_hidden_states = python_blocks(section(DOCS / "rl.md", "Your own loop"))
     (scored,) = python_blocks(section(DOCS / "rl.md", "Scoring what was sampled"))
@@ -129,7 +128,7 @@ def test_the_loop_of_the_page_about_rl_runs():
 
 @pytest.mark.parametrize("family", ["llama", "phi", "gemma2", "granite", "cohere"])
 def test_heads_of_models_that_change_their_logits(family):
-    """Those of the page about RL give the model's log-probabilities; the weight alone gives those of Llama only."""
+    """Heads of the page about RL give the model's log-probabilities; the weight alone gives those of Llama only."""
     rows = re.findall(r"\((\w+ ?\d?)\) \| `(.*)` \|$", section(DOCS / "rl.md", "Your own loop"), re.M)
     torch.manual_seed(0)
     if family == "phi":
@@ -152,7 +151,6 @@ def test_heads_of_models_that_change_their_logits(family):
 
 
 def test_the_lines_for_a_laptop():
-    """Of the README, and of the pages about NCCL's rules and pipelines."""
     laptop = python_blocks(section(README, "Megatron-Core on a laptop"))
     assert len(laptop) == 1
     inside = "print(parallel_state.get_tensor_model_parallel_rank(), torch.empty(1, device='cuda').device)"
@@ -187,7 +185,7 @@ def test_numerics():
 
 @pytest.mark.slow
 def test_getting_started():
-    """From the first line to the last in one program, as the page says, on two ranks."""
+    """Lines of the page run from the first to the last in one program, as it says, on two ranks."""
     blocks = python_blocks((DOCS / "getting_started.md").read_text())
     assert len(blocks) == 5
     done = python("-c", "\n".join([*blocks, "print('reached', loss.sum().item())"]), ranks=2)
@@ -231,7 +229,6 @@ def test_a_loop_of_your_own():
 
 @ranks(2)
 def test_the_heads_and_losses_lines():
-    """Those of the README, and of the page about RL."""
     names = head_inputs()
     run_blocks(section(README, "The head"), names)
     torch.testing.assert_close(names["loss"], names["expected"].float())
@@ -309,7 +306,6 @@ def test_the_lines_for_megatron():
 
 @ranks(1)
 def test_the_lines_for_megatron_bridge():
-    """With an adapter in a layer, whose gradient is that of the loss of logits."""
     (lines,) = python_blocks(section(DOCS / "plug_in.md", "Megatron-Bridge"))
     with model_parallel():
         model, labels = one_gpt(tied=False), batch()[1]
@@ -355,7 +351,7 @@ def test_the_lines_for_hugging_face():
 
 @pytest.mark.parametrize("framework", ["NeMo-RL", "verl", "TRL"])
 def test_the_lines_for_a_framework(framework, monkeypatch):
-    """Of one that is not installed they say so. The frameworks' own tests show what `apply()` does."""
+    """Lines of a framework that is not installed say so; the frameworks' own tests show what `apply()` does."""
     name = framework.lower().replace("-", "_")
     apply = python_blocks(section(DOCS / "plug_in.md", framework))[0]
     assert apply.split() == ["import", f"megatron_ext.integrations.{name}", f"megatron_ext.integrations.{name}.apply()"]

@@ -178,7 +178,7 @@ def test_a_megatron_that_cannot_be_imported_is_a_finding(monkeypatch):
 
 
 def engine(monkeypatch, te, version="2.20.2"):
-    """What the doctor says of Transformer Engine where importing its module is `te()`."""
+    """Return what the doctor says of Transformer Engine where importing its module is `te()`."""
     real = importlib.import_module
 
     def import_module(name, *args):

@@ -22,7 +22,7 @@ ORDERED_METHODS = {"join", "extend", "fromkeys", "from_iterable", "writelines"}
 
 
 def annotated_set(annotation) -> bool:
-    """Whether an annotation names a set: `set[str]`, `frozenset[int] | None`, `AbstractSet[str]`."""
+    """Return whether an annotation names a set: `set[str]`, `frozenset[int] | None`, `AbstractSet[str]`."""
     if annotation is None:
         return False
     parts = ast.unparse(annotation).split("|")

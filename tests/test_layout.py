@@ -86,7 +86,7 @@ BY_STRING = ("import_module", "import_from_path", "__import__")
 
 
 def beginning(node: ast.expr, constants: dict) -> str:
-    """What is known of a string before the program runs."""
+    """Return what is known of a string's beginning before the program runs."""
     if isinstance(node, ast.JoinedStr):
         first = node.values[0]
         known = beginning(first.value if isinstance(first, ast.FormattedValue) else first, constants)
@@ -175,7 +175,7 @@ def test_no_modules_import_each_other():
 
 
 def imported_names(path: Path):
-    """As `imported`, with what is imported from each module."""
+    """Yield the names that a file imports from modules, as `module.name`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)

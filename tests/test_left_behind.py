@@ -50,7 +50,7 @@ def test_what_a_test_leaves_behind_is_named(leave: Callable, name: str):
 
 
 def step_of_another(self):
-    """What a test puts in the place of an optimizer's own."""
+    """Stand-in that a test puts in the place of an optimizer's own `step`."""
 
 
 def replace_a_function():

@@ -1,4 +1,4 @@
-"""What adds a weight gradient into `main_grad`, and where Transformer Engine lends the dummy in its place.
+"""Weight gradients added into `main_grad`, and the dummy that Transformer Engine lends in the gradient's place.
 
 There is no GPU here: fake CUDA tensors have the shapes, dtypes and devices that decide, and a stand-in of Transformer
 Engine takes them.
@@ -37,7 +37,7 @@ def test_transformer_engine_lends_the_dummy(monkeypatch, zero):
 
 
 def test_transformer_engine_is_asked_for_matrices_alone(monkeypatch):
-    """Its 2.11 asserts two dims, and a weight may have others: a convolution's, or one that was flattened."""
+    """Transformer Engine 2.11 asserts two dims; a weight may have others: a convolution's, or a flattened one."""
     module = ModuleType("transformer_engine.pytorch.module.base")
     module.get_dummy_wgrad = lambda shape, dtype, zero=False: pytest.fail(f"asked for {shape}")
     monkeypatch.setitem(sys.modules, module.__name__, module)

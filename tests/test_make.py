@@ -1,4 +1,4 @@
-"""What the Makefile's targets say where they cannot do what they are for."""
+"""Messages of the Makefile's targets where they cannot do what they are for."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What needs a package that is not installed says so in one sentence; the rest runs without it (test_layout.py)."""
+"""Messages of one sentence where a package is not installed; the rest runs without the package (test_layout.py)."""
 
 import pytest
 import torch

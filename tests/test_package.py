@@ -71,7 +71,7 @@ def test_programs_get_the_arguments_behind_their_name(capsys):
 
 @pytest.mark.parametrize("program", ["memory --tokens 8 --hidden 8 --vocab 64", *slow("doctor")])
 def test_programs_end_quietly_once_nobody_reads(program):
-    """As with `| head`: the program has exit code 1, and says nothing of it."""
+    """Programs that write to a closed pipe, as with `| head`, have exit code 1 and say nothing of it."""
     from_pipe, to_pipe = os.pipe()
     os.close(from_pipe)
     command = [sys.executable, "-W", "ignore", "-m", "megatron_ext", *program.split()]
@@ -81,7 +81,7 @@ def test_programs_end_quietly_once_nobody_reads(program):
 
 
 def test_packages_come_with_the_first_import():
-    """In a process of its own, where nothing else has imported them; neither Megatron nor TRL is loaded for it."""
+    """Packages are imported in a new process, since other tests have imported them in this one."""
     code = (
         "import sys, megatron_ext\n"
         "assert 'megatron_ext.integrations' not in sys.modules and 'megatron_ext.dtensor' not in sys.modules\n"
@@ -94,7 +94,7 @@ def test_packages_come_with_the_first_import():
 
 
 def test_an_editable_install_serves_the_folder_above_the_clone(tmp_path):
-    """Where the clone's own folder, `megatron_ext/`, would be a namespace package of that name."""
+    """Python, run there, would take the clone's folder, `megatron_ext/`, for a namespace package of that name."""
     clone, site = tmp_path / "megatron_ext", tmp_path / "site"
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", *_INITS):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ def functions():
 
 
 def parameters(function):
-    """Those of a function of ours that says them."""
+    """Return the parameters of a function of ours that says them; none of another."""
     try:
         ours = (function.__module__ or "").startswith("megatron_")
         return inspect.signature(function).parameters.values() if ours else ()

@@ -1,4 +1,4 @@
-"""What becomes of a test body that runs on ranks."""
+"""Outcomes of test bodies that run on ranks."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def test_skip_of_all_ranks_is_a_skip_and_of_one_a_failure():
 
 @ranks(2)
 def test_ranks_have_hash_seeds_of_their_own():
-    """As under torchrun: what is made in the order of a set differs between ranks, and their tests see it."""
+    """Sets have other orders on each rank, as under torchrun, so that tests find code that relies on an order."""
     import torch.distributed as dist
 
     names = {"gate_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj"}

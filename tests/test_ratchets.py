@@ -14,7 +14,7 @@ PACKAGES = ("megatron_ext", "megatron_on_cpu")
 
 CLASS_NAMES_TWICE = 0
 # Docstrings that begin with a pronoun, a question word or a preposition: the noun or the verb is left out.
-DOCSTRINGS_WITHOUT_NOUN = {"product": 0, "tests": 464}
+DOCSTRINGS_WITHOUT_NOUN = 0
 LONG_TEST_NAMES = 0
 # Types whose names are no nouns of the field; the public one stays.
 VAGUE_TYPES = {"megatron_ext/head/readouts/kept.py: Kept"}
@@ -24,10 +24,10 @@ LINES = {
     "megatron_ext/distributed": 849,
     "megatron_ext/dtensor": 4946,
     "megatron_ext/experimental": 2550,
-    "megatron_ext/head": 11009,
+    "megatron_ext/head": 10943,
     "megatron_ext/integrations": 699,
     "megatron_ext/losses": 1389,
-    "megatron_ext/megatron": 4503,
+    "megatron_ext/megatron": 4569,
     "megatron_ext/memory": 672,
     "megatron_ext/model_utils": 1482,
     "megatron_ext/numerics": 1097,
@@ -103,9 +103,8 @@ def test_a_class_name_stands_in_one_file():
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun():
-    for name, folders in {"product": (*PACKAGES, *_PROGRAMS), "tests": ("tests",)}.items():
-        found = docstrings_without_noun(*folders)
-        assert len(found) <= DOCSTRINGS_WITHOUT_NOUN[name], found
+    found = docstrings_without_noun(*PACKAGES, *_PROGRAMS, "tests")
+    assert len(found) <= DOCSTRINGS_WITHOUT_NOUN, found
 
 
 def test_types_are_named_by_nouns_of_the_field():
@@ -126,10 +125,6 @@ def test_no_folder_grows():
 
 if __name__ == "__main__":
     print(class_names_twice())
-    print(*docstrings_without_noun(*PACKAGES, *_PROGRAMS), sep="\n")
+    print(*docstrings_without_noun(*PACKAGES, *_PROGRAMS, "tests"), sep="\n")
     print(*long_test_names(), sep="\n")
     print(lines_of_folders())
-    print(
-        f"class names twice {len(class_names_twice())}, docstrings of tests "
-        f"{len(docstrings_without_noun('tests'))}, long names of tests {len(long_test_names())}"
-    )

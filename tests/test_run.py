@@ -73,7 +73,7 @@ def test_pretraining_script_runs_stock_and_on_our_layers(tmp_path):
 
 @pytest.mark.slow
 def test_a_layer_spec_by_name_under_sequence_parallelism(tmp_path):
-    """As Megatron-LM's `--spec MODULE NAME`, for norms that its own layers do not have."""
+    """Megatron-LM imports such a spec by `--spec MODULE NAME`, for norms that its own layers do not have."""
     stock = report_of(tmp_path, ranks=1)
     ours = report_of(tmp_path, "--linear-ce", ranks=2, script=["--sequence-parallel"])
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6)
@@ -277,7 +277,7 @@ ADDED = [f"--no-{name}" for name in FLAGS]
     ],
 )
 def test_script_gets_the_flags_that_a_cpu_needs(given, on, added, tmp_path, script):
-    """What a user gives stands, and the launcher says what it added and what a user's flag asks for."""
+    """Flags that a user gives stand, and the launcher says what it added and what a user's flag asks for."""
     done = forked(tmp_path, "--cpu", script(PARSER), *given, ranks=2)
     assert done.returncode == 0, done.stderr
     found = {name: name in on for name in FLAGS}

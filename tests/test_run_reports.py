@@ -77,7 +77,7 @@ def test_report_leaves_other_optimizer_hooks_alone(monkeypatch):
 
 
 def test_memory_of_the_head_is_counted_beside_a_gpu_run(monkeypatch, capsys):
-    """By another process, in a thread, so that no step waits for the count."""
+    """Counting takes another process, in a thread, so that no step waits for the count."""
     from torch.optim import SGD
     from torch.optim import optimizer as torchs
 

@@ -1,4 +1,4 @@
-"""What makes the host wait for a GPU, seen without one."""
+"""Operations that make the host wait for a GPU, seen without one."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -75,14 +75,14 @@ def test_right_heads_are_timed(known):
     ],
 )
 def test_wrong_heads_are_refused(wrong, known):
-    """By the wider limit of a mean too."""
+    """The wider limit of a mean refuses wrong heads too."""
     for impl in (ours(1), PYTORCH_CHUNKED):
         assert "its time does not count" in judge(standing_for(impl, wrong), known)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_error_of_a_gradient_through_bf16_stays_below_its_bound(dtype):
-    """As Megatron's fused head's does; beside plain PyTorch in fp32 it errs hundreds of times as much."""
+    """Megatron's fused head has such a gradient, which errs hundreds of times as much as plain PyTorch's in fp32."""
     case = replace(CASE, dtype=dtype)
     true = truth(whole_inputs(case))
     known = true, baselines(case, true, THROUGHS)
@@ -97,7 +97,7 @@ def test_error_of_a_gradient_through_bf16_stays_below_its_bound(dtype):
 
 
 class Scaled(torch.autograd.Function):
-    """Its input, and more or less of the gradient."""
+    """Identity whose gradient is multiplied by a factor."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -110,7 +110,7 @@ class Scaled(torch.autograd.Function):
 
 
 def test_a_sum_over_shards_is_rounded_once_more():
-    """In bf16 dx is the sum of rounded parts: what is right on one shard alone is no measure there."""
+    """The bf16 dx is a sum of rounded parts, so the error of one shard alone is no measure for it."""
     case = Case("small", 48, 16, 96, 2, torch.bfloat16)
     true = truth(whole_inputs(case))
     (_, one, _), (_, two, _) = (baselines(case, true, [None])[None] for case in (case.unsharded, case))
@@ -185,7 +185,6 @@ def test_the_allocator_is_watched():
 
 
 def test_each_case_is_written_once_it_is_measured(tmp_path, monkeypatch):
-    """What fails later takes nothing with it."""
     path = tmp_path / "some.csv"
 
     def fails():

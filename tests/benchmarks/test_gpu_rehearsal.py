@@ -1,5 +1,4 @@
-"""What is run on a GPU, run on the CPU: every line of it, what it does when heads fail or time is short, and that it
-goes on where it ended."""
+"""Rehearsal on the CPU of all that runs on a GPU: every line, failing heads, short time, and going on after an end."""
 
 import os
 import re
@@ -111,7 +110,7 @@ def rows(file: Path) -> dict:
 
 
 def test_a_lost_device_ends_the_run(tmp_path):
-    """What was measured then has a row with the reason; the rest is left to the next run."""
+    """The measurement under way gets a row with the reason; the rest is left to the next run."""
     machine = gpu_run.Machine("cpu", None, failing("illegal memory access"), None, None, None, lambda: None)
     run = gpu_run.Run(machine, ORIGIN, tmp_path / "rows.csv", 0.0)
     with pytest.raises(SystemExit, match="illegal memory access"):
@@ -130,7 +129,6 @@ def failing(message):
 
 @pytest.mark.slow
 def test_the_next_call_measures_what_the_deadline_killed(run, tmp_path):
-    """What was measured before it stays."""
     run.write(gpu.REHEARSAL[0], "quick", [("time", "ms", [1.0])])
     for said in (gpu_run.ENDED, gpu_run.ENDED_TWICE):
         run.write(gpu.REHEARSAL[0], "slow", [(NOT_MEASURED, said, [1.0])])
@@ -140,7 +138,7 @@ def test_the_next_call_measures_what_the_deadline_killed(run, tmp_path):
 
 
 def test_what_ends_the_program_twice_is_left_out(run):
-    """As a crash does, or whoever kills all of it: once it is measured again, then a row says so."""
+    """A case that a crash or a kill of the program has ended is measured once more; the second time a row says so."""
     case = gpu.REHEARSAL[0]
     for measured, said in ((False, gpu_run.ENDED), (True, gpu_run.ENDED_TWICE)):
         with pytest.raises(KeyboardInterrupt):
@@ -154,7 +152,7 @@ def interrupted():
 
 
 def test_results_survive_the_machine(tmp_path):
-    """They lie where git sees them, belong to the code that was measured and not to the commit that adds them, and a
+    """Results lie where git sees them, belong to the code that was measured and not to the commit that adds them, and a
     call may go on with another folder's."""
     ignored = subprocess.run(["git", "check-ignore", "benchmarks/results/gpu/rows.csv"], cwd=ROOT)
     assert ignored.returncode != 0
@@ -308,7 +306,7 @@ def test_steps_run_in_the_time_there_is(tmp_path, capfd):
 
 
 def test_what_has_passed_is_left_out(tmp_path):
-    """At the same commit. What failed or was skipped is run again."""
+    """Passed tests are left out at the same commit; failed and skipped tests are run again."""
     file, session = tmp_path / "new" / "passed.txt", SimpleNamespace(exitstatus=5)
     config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
     reports = [("a", "call", True), ("b", "call", False), ("c", "setup", True), ("d[1]", "call", True)]

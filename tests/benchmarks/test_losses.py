@@ -25,7 +25,6 @@ def test_a_wrong_way_has_no_numbers(wrong):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_ours_are_right(case):
-    """With all options, and each truth is one that other inputs change."""
     given = loss_cases.inputs(SMALL)
     true = true_results(case, given)
     for options in ({}, *case.options.values()):

@@ -57,7 +57,7 @@ def harder(setup):
 
 @pytest.mark.parametrize("setup", quick_if(harder, SETUPS), ids=lambda setup: setup.name)
 def test_balanced_stages_are_as_fast_as_the_best_redistribution(setup):
-    """With few micro-batches here; the committed rows say so of a usual number."""
+    """Few micro-batches are simulated here; the committed rows say the same of a usual number."""
     timeline = ours(setup, 1)
     states = [stage.state_bytes for stage in timeline.stages]
     assert max(states) <= 1.03 * min(states)
@@ -114,7 +114,7 @@ def without_messages(setup):
 
 
 def test_stock_takes_what_1f1b_takes():
-    """Without messages: m micro-batches on the slowest stage, and one more way up and down on each of the others."""
+    """Time without messages: m micro-batches on the slowest stage, one more way up and down on each of the others."""
     setup = without_messages(tiny())
     layers = 2 * setup.layer_seconds
     head = sum(setup.head_seconds(1))
@@ -165,7 +165,7 @@ def test_passes_take_6_nvh_over_all_stages_and_sends_are_counted():
 
 
 def test_estimates_of_the_training_loop_find_as_good_an_order():
-    """Its order, run with the durations that are simulated here, against the order for these."""
+    """The training loop's order is run with the simulated durations, against the order for these."""
     from megatron_ext.experimental.pipeline_vocabulary.schedule import estimated_times
 
     setup = next(one for one in SETUPS if one.name == "Llama-3 8B PP8, 400 Gb/s")
@@ -193,7 +193,7 @@ def gains_most(setup):
 
 @pytest.mark.parametrize("setup", quick_if(gains_most, setups()), ids=lambda setup: setup.name)
 def test_launching_messages_in_one_order_costs_no_time(setup):
-    """Beside messages that go as soon as they can. One hardware queue costs less than 2 %."""
+    """Messages that go as soon as they can are the baseline. One hardware queue costs at most 2 %."""
     for chunks in (1, setup.chunks):
         alone = ours(setup, chunks).seconds
         assert launched_seconds(setup, chunks) == pytest.approx(alone, rel=5e-3)

@@ -116,7 +116,7 @@ def test_a_mean_takes_the_memory_of_cache_0_and_an_fp32_dw(case):
 
 
 def test_the_page_tells_where_the_default_is_worse_than_all():
-    """In time and memory. At B, where a half would, the default keeps all."""
+    """Worse means more time and a higher peak. At B, where `cache=0.5` has the higher peak, the default keeps all."""
     half, whole = (committed(plan.B, cache) for cache in (0.5, 1))
     assert half[plan.PEAK] > whole[plan.PEAK]
     assert plan.kept_by_default(plan.B) == 1
@@ -156,7 +156,7 @@ def test_the_limit_of_power_gives_the_measured_times():
 
 
 def test_a_launch_takes_the_longer_of_its_time_and_its_joules():
-    """At rest the card takes what no launch can spend."""
+    """The card takes power at rest that no launch can spend."""
     product = Launch("forward", "mm", "", read=0, written=0, flops=10**12, seconds=1e-3)
     copied = Launch("forward", "copy", "", read=4 * 10**9, written=0, seconds=1e-3)
     sent = replace(copied, is_collective=True)
@@ -267,7 +267,7 @@ def test_an_unknown_kernel_is_refused():
 
 
 def test_rows_of_the_kept_matrix_begin_at_16_bytes():
-    """At any vocabulary: cuBLAS and Triton leave their fast paths where they do not."""
+    """cuBLAS and Triton leave their fast paths where rows begin otherwise, so rows are padded at any vocabulary."""
     from megatron_ext.numerics.tensors import new_matrix
 
     with cuda_rank_of(1, lambda *launch: None):
@@ -288,7 +288,7 @@ def test_waves():
 
 
 def test_epilogues():
-    """What a product writes beyond what the rate was measured with adds to its time; none is faster than that."""
+    """Bytes written beyond those in the measured rate add to the time; fewer bytes save none."""
     square, logits = (8192, 8192, 8192), (1024, 128256, 4096)
     assert epilogue_seconds(H200, *square, 2 * 8192**2) == 0
     assert epilogue_seconds(H200, *square, 4 * 8192**2) == pytest.approx(2 * 8192**2 / H200.bytes_per_s)
@@ -300,7 +300,7 @@ def test_epilogues():
 
 @pytest.mark.parametrize("ranks, assertions", [(1, 1), (8, 6)])
 def test_checks_are_launches_too(ranks, assertions):
-    """Of labels, and with several ranks of refusals, options, labels, shards, and of the same columns on each."""
+    """One rank checks labels; several also check refusals, options, labels, shards and equal columns."""
     case = replace(plan.A, tokens=64, width=32, vocab=8192, ranks=ranks)
     names = [launch.name for launch in plan.plan(case, 1)[0].launches]
     assert names.count("_assert_async") == assertions
@@ -311,7 +311,7 @@ def test_checks_are_launches_too(ranks, assertions):
 
 @pytest.mark.slow
 def test_one_label_for_all_tokens_takes_bounded_time():
-    """In two passes of at most a window of tokens, and of windows, one after the other."""
+    """Two passes bound the time: the first adds up at most a window of tokens a program, the second windows' sums."""
     case = replace(plan.A, tokens=131072, width=2048, vocab=8192)
     usual, worst = (plan.plan(case, 1, worst_labels=worst)[0] for worst in (False, True))
     times = [{launch.name: launch.seconds for launch in one.launches} for one in (usual, worst)]

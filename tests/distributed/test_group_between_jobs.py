@@ -1,4 +1,4 @@
-"""What jobs compare before they send, and the store where they meet: where it listens, and that nothing stays in it."""
+"""Comparisons between jobs before they send, and the store where they meet: its address, and that it keeps nothing."""
 
 import os
 from datetime import timedelta
@@ -29,7 +29,7 @@ def test_the_store_keeps_the_keys_of_one_comparison():
 
 @ranks(2)
 def test_late_rank_and_waiting_ranks_get_the_same_error():
-    """It found what the others had left, and went on to a broadcast for which nobody came."""
+    """Late ranks once found what the others had left, and went on to a broadcast that nobody joined."""
     port, rank = shared_port(), dist.get_rank()
     group = JobsGroup("127.0.0.1", port, rank, 2)
     group._store.set_timeout(timedelta(seconds=1))

@@ -85,7 +85,7 @@ def test_pytorchs_operators_take_what_they_are_given(layouts):
 @ranks(2)
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_says_that_it_cannot(kind):
-    """Without a GPU, or without sequence parallelism: one sentence, in `repr` too, and the plain collectives."""
+    """Layers without a GPU or sequence parallelism take plain collectives; a warning and `repr` give the reason."""
     symmetric_matmul._found.clear()
     for sequence_parallel, reason in ((True, "a rank has no GPU"), (False, "sequence_parallel is off")):
         with pytest.warns(UserWarning, match=rf"tp_comm_overlap is True, but .* \({reason}\).*plain collectives"):
@@ -106,7 +106,7 @@ def test_one_rank_asks_for_nothing():
 
 @ranks(2)
 def test_every_rank_decides_alike():
-    """What one rank lacks, or that ranks are in several machines, is found by all, and asked once.
+    """Ranks learn of what one of them lacks and of several machines in one exchange, and keep the answer.
 
     In an actor of Ray each process has its GPU as cuda:0, which torch refused at the first forward.
     """
@@ -138,7 +138,7 @@ def test_every_rank_decides_alike():
 
 @pytest.mark.parametrize("torch_has", ["a function to tell", "a deprecated one", "none"])
 def test_torch_is_told_of_a_group_where_it_must_be(torch_has, monkeypatch):
-    """Not from 2.13 on, where telling it warns; and where the function is gone nothing is lacking."""
+    """Torch warns from 2.13 on when it is told of a group; where the function is gone, nothing is lacking."""
     memory, told = importlib.import_module("torch.distributed._symmetric_memory"), []
 
     def tell(name):
@@ -158,8 +158,8 @@ def test_torch_is_told_of_a_group_where_it_must_be(torch_has, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.rehearsed
 def test_the_real_operators():
-    """Over as many GPUs as there are, at most 4. On a single one the layers don't go through symmetric memory by
-    themselves: they are told to. Rehearsed on two CPU ranks, with the kernels that PyTorch shows the compiler."""
+    """Take as many GPUs as there are, at most 4. On one GPU the layers don't choose symmetric memory: they are told to.
+    A rehearsal takes two CPU ranks, with the kernels that PyTorch shows the compiler."""
     size = min(4, torch.cuda.device_count()) or 2
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_real_operators, args=(size, f"file://{folder}/store"), nprocs=size)

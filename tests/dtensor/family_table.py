@@ -34,7 +34,7 @@ MIXTURE_ONLY = ("EP",)
 
 
 def cell(name, column):
-    """What the table says there."""
+    """Text of one cell of the table."""
     if column in MIXTURE_ONLY and name not in MIXTURES:
         return "no experts"
     layout = COLUMNS[column]

@@ -38,7 +38,7 @@ def run(model):
 
 
 def entry(name):
-    """What `use_fused_loss` makes of the class `name`."""
+    """Verdict on `use_fused_loss` for the class `name`, and the reason."""
     kind = getattr(transformers, name)
     try:
         model = tiny(kind)

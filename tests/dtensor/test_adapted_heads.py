@@ -19,7 +19,7 @@ from tests.ranks import ranks
 
 
 def adapted(kind="llama", *, tied=False, **options):
-    """With B drawn: PEFT's own starts at 0, where A has no gradient."""
+    """A model with LoRA whose B is drawn: PEFT's own B is 0 at first, and then A has no gradient."""
     torch.manual_seed(4)
     targets = {"target_modules": ["lm_head", "q_proj"]} if "modules_to_save" not in options else {}
     model = get_peft_model(make(kind, tied=tied), LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM"} | targets | options))

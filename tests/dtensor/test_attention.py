@@ -214,7 +214,7 @@ def test_softcap_and_sinks(of, window):
 
 
 def test_softcap_and_sinks_of_documents_and_sinks_behind_masks():
-    """Of a softcap behind masks: `tests/sequence/test_attention.py`."""
+    """Softcaps behind masks are tested in `tests/sequence/test_attention.py`."""
     q, k, v = (torch.randn(6, 1, 2, 4, dtype=torch.float64) for _ in range(3))
     sinks = torch.randn(2, dtype=torch.float64)
     packing = Packing((4, 2), (4, 2))

@@ -85,7 +85,7 @@ def test_packed_tokens_of_an_odd_number_in_slices():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "cohere"])
 def test_models_that_are_not_sharded(name):
-    """What a model itself does to its logits happens here: a cap, or a scale by the one or the other name."""
+    """Models cap their logits, or scale them by attributes of different names."""
     tokens = drawn(2, 9)
     true = reference(name, False, tokens)[0]
     plain = make(name)
@@ -158,7 +158,7 @@ def adapted(model):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_multimodal", "gemma2", "granite", "cohere", "gpt2"])
 def test_what_is_read_from_hidden_states_is_proved(name):
-    """On the model at hand, again after a change, for any class whose head can be found, with a bias too."""
+    """The proof is of this model, again after a change, for any class whose head can be found, with a bias too."""
     model, tokens = make(name), drawn(2, 9)
     assert str(logits_proof(model)).startswith("proved on 9 tokens")
     assert logits_proof(model) is logits_proof(model)
@@ -233,7 +233,7 @@ def test_log_probs_from_sharded_logits(sequence_parallel):
 
 @ranks(2)
 def test_a_label_that_one_context_parallel_rank_holds():
-    """It alone can refuse it: the other hears of it where the results are joined."""
+    """Rank 0 alone can refuse the label; rank 1 hears of the refusal where the results are joined."""
     tokens = drawn(2, 13)  # padded to 16
     model = parallelize(make("llama"), *meshes(cp=2))
     labels = next_tokens(tokens)

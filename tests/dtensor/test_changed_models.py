@@ -296,7 +296,7 @@ class AddedUp(Doubled):
 @pytest.mark.parametrize("function", [Doubled, AddedUp])
 @pytest.mark.parametrize("made", [False, True])
 def test_a_function_of_the_logits_of_some_batches(made, function):
-    """It may be left out of a sample."""
+    """The proof's sample has too few tokens for the function to be called."""
 
     def loss(logits, labels, vocab_size, **others):
         logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
@@ -447,7 +447,7 @@ def test_a_head_that_changes_at_each_call_is_warned_of_once():
 
 
 def test_a_forward_that_was_wrapped_on_the_model_is_undone():
-    """As accelerate's autocast wraps it, which a Trainer in bf16 leaves on the model."""
+    """Accelerate's autocast wraps a forward like this, and a Trainer in bf16 leaves the wrapper on the model."""
     plain, model = make("llama"), make("llama")
     use_fused_loss(model)
     forward = model.forward.__func__
@@ -498,7 +498,7 @@ def in_fp32_without_gradient(logits, labels, vocab_size, **others):
 
 
 def test_logits_of_fp32_that_are_cast_to_it_keep_their_gradient():
-    """Under `no_grad` too: torch gives the tensor itself."""
+    """Torch's cast gives the tensor itself, under `no_grad` too."""
     plain, model = make("llama"), use_fused_loss(make("llama"), proof="off")
     plain.loss_function = model.loss_function = in_fp32_without_gradient
     expected, true = loss_and_gradients(plain, **batch())
@@ -522,7 +522,7 @@ def test_a_spectral_norm_of_the_head_takes_one_step_a_call():
 
 
 def test_accelerate_unwraps_a_model_to_its_fused_forward():
-    """After `prepare` in bf16 and `use_fused_loss`; the loss stays fused."""
+    """The model was prepared in bf16 before `use_fused_loss`; its loss stays fused."""
     from accelerate.utils import extract_model_from_parallel
 
     plain, model = make("llama"), make("llama")

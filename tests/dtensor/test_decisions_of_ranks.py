@@ -141,7 +141,7 @@ def test_a_change_in_a_captured_graph_leaves_logits_to_the_model():
 
 @contextlib.contextmanager
 def captured():
-    """As in the capture of a CUDA graph: nothing can be compared."""
+    """Stands for the capture of a CUDA graph, in which nothing can be compared."""
     with mock.patch.multiple(torch.cuda, is_available=lambda: True, is_current_stream_capturing=lambda: True):
         yield
 

@@ -179,7 +179,6 @@ FUSED = {
 
 @pytest.mark.parametrize("name", FUSED)
 def test_a_forward_of_the_models_own_is_followed(name):
-    """To its cross entropy: its loss, its gradients, no logits."""
     torch.manual_seed(1)
     check_fused(FUSED[name](), **batch())
 
@@ -313,7 +312,8 @@ def test_token_ids_out_of_range_on_one_rank_are_refused_on_all(kind):
 
 
 def check_ids_of_one_rank(kind, tp, cp, options):
-    """In the model's own forward, with labels or without; the first of a row or a later one; the model goes on."""
+    """Calls the model's own forward with a bad id at a row's start or later, with labels (if cp is 1) and without; then
+    the model goes on."""
     mesh, dp_cp = meshes(cp=cp, tp=tp)
     plain = make(kind)
     model = use_fused_loss(sharded(make(kind), mesh, dp_cp, **options))

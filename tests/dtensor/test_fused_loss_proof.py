@@ -240,7 +240,7 @@ AUXILIARY = {
 
 @pytest.mark.parametrize("name", AUXILIARY)
 def test_auxiliary_losses_are_the_models_own(name):
-    """Whatever their coefficient is called, and wherever the model keeps it."""
+    """The name of a loss's coefficient does not matter, nor where the model keeps the coefficient."""
     config = getattr(transformers, f"{name}Config")(**AUXILIARY[name])
     torch.manual_seed(1)
     model = getattr(transformers, f"{name}ForCausalLM")(config).train()
@@ -385,7 +385,7 @@ def test_each_line_that_calls_without_labels_is_told_once():
 
 
 def test_batches_of_16_bits_are_proved():
-    """In fp32, whatever autocast or the model's dtype."""
+    """The proof computes in fp32, whatever autocast or the model's dtype."""
     given = {"input_ids": drawn(2, 80), "labels": drawn(2, 80)}
     for autocast in (False, True):
         model = make("gemma2") if autocast else make("gemma2").bfloat16()
@@ -455,7 +455,7 @@ def test_a_hook_of_a_sharded_head_is_not_left_out():
 
 
 def test_proofs_are_read_while_a_thread_makes_another(monkeypatch):
-    """As a report does while training goes on: a call of another kind adds an owner."""
+    """Reports are read while training goes on, where a call of another kind adds an owner."""
     model = use_fused_loss(make("llama"), in_eval=True)
     model(**batch())
     made = fused_loss._PROOFS.made

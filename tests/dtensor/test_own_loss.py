@@ -75,7 +75,7 @@ def test_a_wrapped_model_is_restored_or_refused():
 
 
 def test_forward_of_the_instance_is_kept():
-    """As accelerate puts one on a model."""
+    """Accelerate puts such a forward on a model."""
     model = make("llama")
     own, calls = model.forward, []
     model.forward = lambda *args, **kwargs: calls.append(1) or own(*args, **kwargs)
@@ -105,7 +105,7 @@ def test_models_of_fsdp_and_of_parallelize_are_restored():
 @pytest.mark.parametrize("wrap", ["the model", "the head too", "PEFT's model"])
 @ranks(1, 2)
 def test_report_under_fsdp2_says_what_calls_did(wrap):
-    """Between calls the lm head is sharded, from forward to backward it is whole."""
+    """The lm head is sharded between calls, and whole from forward to backward."""
     inside = model = make("llama")
     if wrap == "PEFT's model":
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))

@@ -105,7 +105,7 @@ def _wired():
 
 @ranks(2)
 def test_a_model_with_transformers_own_plan():
-    """Its parts are not all understood: it keeps transformers' plan and attention."""
+    """The model keeps transformers' plan and attention, because not all its parts are understood."""
     tokens = drawn(2, 16)
     mesh, dp_cp = meshes(tp=2)
     model = parallelize(_wired(), mesh, dp_cp)
@@ -199,7 +199,7 @@ def _attention_of(model, keys_first):
 
 @ranks(2)
 def test_fused_attention_is_understood_by_what_it_computes():
-    """Not by its text: a forward of another text that computes the same is cut, one that computes another is not."""
+    """A forward with another source text is cut if it computes the same, and refused if it does not."""
     tokens = drawn(2, 16)
     model = parallelize(_attention_of(make("phi3"), False), *meshes(tp=2), sequence_parallel=True)
     check_trains_as(reference("phi3", False, tokens), model, tokens)
@@ -287,7 +287,7 @@ def _other(what):
 @pytest.mark.parametrize("what", ["class or parameters", "weights", "plan", "options"])
 @ranks(2)
 def test_ranks_that_differ_are_refused_on_every_rank(what):
-    """Before anything moves: the same call with the same model goes on."""
+    """The refusal comes before any parameter is sharded; then the same call with equal models goes on."""
     mesh, dp_cp = meshes(tp=2)
     same = {"custom_parallel_plan": PLAN} if what == "plan" else {}
     model, options = _other(what) if torch.distributed.get_rank() else (make("llama"), {})

@@ -171,7 +171,7 @@ def test_an_embedding_that_dtensor_does_not_know_is_refused():
 @of_family("olmo_hybrid")
 @ranks(2)
 def test_a_forward_that_reads_a_cut_parameter_is_refused():
-    """As Gemma4's for images does, which looks up the padding token by itself."""
+    """Gemma4's forward for images reads the embedding, to look up the padding token by itself."""
     kind = type(make("olmo_hybrid"))
 
     class ReadsRows(kind):

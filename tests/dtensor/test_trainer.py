@@ -17,7 +17,7 @@ ROWS = 12
 
 
 def rows():
-    """Of several lengths, as padded rows with prompts that are no targets."""
+    """Padded rows of several lengths, with prompts that are no targets."""
     generator = torch.Generator().manual_seed(3)
     made = []
     for i in range(ROWS):
@@ -30,7 +30,7 @@ def rows():
 
 
 def settings(folder, **arguments):
-    """Of three steps from the same seed, with `arguments` put over them."""
+    """Arguments for three steps from the same seed, with `arguments` put over them."""
     set_seed(1)
     ours = {
         "output_dir": str(folder),
@@ -96,7 +96,7 @@ def test_one_line_before_the_trainer(way, tmp_path):
 
 
 def test_the_trainer_makes_no_logits(tmp_path):
-    """In training; evaluation has them, as metrics want them."""
+    """Only training is without logits: metrics want them in evaluation."""
     with largest_logits() as stock:
         train(make("llama"), tmp_path, max_steps=1, eval_strategy="no")
     with largest_logits() as found:
@@ -136,7 +136,7 @@ def check_ranks(folder, script, numbers, *words, **options):
 
 @pytest.mark.slow
 def test_several_processes(tmp_path):
-    """Under torchrun the trainer wraps the model in DDP; rows differ by rank, and so do counts of targets."""
+    """The trainer wraps the model in DDP under torchrun; rows and counts of targets differ by rank."""
     check_ranks(tmp_path, SCRIPT, 5, ignore_warnings=True)
 
 
@@ -180,5 +180,5 @@ if os.environ["RANK"] == "0":
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["tied", "untied"])
 def test_accelerates_fsdp2(head, tmp_path):
-    """Which wraps the lm head with its neighbours: losses and weights are stock's, and no logits are made."""
+    """FSDP2 wraps the lm head with its neighbours, and nothing warns that logits are made."""
     check_ranks(tmp_path, FSDP2, 4, head)

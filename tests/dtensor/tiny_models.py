@@ -168,7 +168,7 @@ def shrink(config, layers=2, pad=None):
 
 
 def small_arguments(config, layers=2, pad=None):
-    """What a config of the class of `config` is called with to be small: what it works out from these fits them."""
+    """Arguments with which the class of `config` makes a small config, whose derived values fit the small sizes."""
     found = {}
     for name, value in vars(config).items():
         if isinstance(value, transformers.PreTrainedConfig):

@@ -31,7 +31,7 @@ def finetune(words):
 
 
 def samples_of(args, tokenizer):
-    """Those to train on, and those held out."""
+    """Samples to train on, and samples held out."""
     tokens = hf_directory.tokenize(text.documents(args.data), tokenizer)
     held_out = max(int(finetune_hf.HELD_OUT * len(tokens)), args.seq_length + 1)
     return (text.Samples(part, args.seq_length, args.seed) for part in (tokens[:-held_out], tokens[-held_out:]))
@@ -87,7 +87,7 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
 
 
 def held_out_loss(directory, args):
-    """By stock transformers, from a directory."""
+    """Loss of stock transformers on held-out samples, with the model of a directory."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     _, samples = samples_of(args, tokenizer)
     count = args.global_batch_size * finetune_hf.EVALUATION_BATCHES

@@ -17,7 +17,7 @@ CAP = 2.0
 
 
 class Gemma2OutputLayer:
-    """What Megatron-Bridge puts before the class of Gemma 2's output layer."""
+    """Base class that Megatron-Bridge puts before the class of Gemma 2's output layer."""
 
     def forward(self, *args, **kwargs):
         logits, bias = super().forward(*args, **kwargs)

@@ -50,7 +50,7 @@ def metrics_of(words: str, cache: Path) -> dict:
 
 
 def go_back_to_step_3(run: Path) -> None:
-    """What `--load` of the folder takes from here on. All ranks read the file that one of them writes."""
+    """Makes `--load` of the folder take step 3. All ranks read the file that one of them writes."""
     if torch.distributed.get_rank() == 0:
         (run / checkpoint.LATEST).write_text("3\n")
     torch.distributed.barrier()

@@ -124,7 +124,7 @@ def test_the_pipeline_program_does_not_depend_on_its_stages():
     "variables", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}]
 )
 def test_hybrid_script_says_how_to_start_it(variables, monkeypatch):
-    """By python, and by torchrun on a machine without a GPU."""
+    """The script is started by python, and as by torchrun on a machine without a GPU."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

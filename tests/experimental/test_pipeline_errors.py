@@ -1,4 +1,4 @@
-"""Where stages share the vocabulary: what fails on one rank is reported on all, and what cannot be is refused."""
+"""Errors where stages share the vocabulary: one rank's failure is reported on all; unsupported models are refused."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -125,7 +125,7 @@ def _sizes_of_the_schedule(**changed):
     ids=["micro-batches", "micro-batch-size"],
 )
 def test_stages_that_would_send_in_other_orders_are_told(changed, named):
-    """As where one node was started with another global batch size: they would wait for each other for ever."""
+    """Stages would otherwise wait for each other for ever, as where one node was started with another batch size."""
     with model_parallel(pp=2), shared():
         wrapped = data_parallel(tiny_gpt(stock_spec))
         batch = tiny_batches(batch=8)[0]

@@ -47,12 +47,12 @@ SHAPES += [shape._replace(beside=False) for shape in SHAPES[::5]]
 
 @functools.cache
 def runs_of(shape, head=0.3):
-    """What the stages run, but for what runs beside."""
+    """Return the passes of each stage, without those that run beside them."""
     return pass_order(shape, times(shape, head))[: shape.stages]
 
 
 def waits_for(shape, stage, what):
-    """What must have ended before a pass, and the message in between, independently of the code."""
+    """Return the passes that must end before `what`, and the messages in between, independently of the code."""
     kind, n, chunk = what
     every, last = range(shape.stages), shape.stages - 1
     if kind is Kind.LOOKUP:
@@ -117,7 +117,7 @@ def test_each_pass_runs_once_after_what_it_waits_for(head):
 
 
 def test_layers_run_in_megatrons_order(monkeypatch):
-    """With no extra pass it is Megatron's own: its number of warm-up passes and its table of chunks."""
+    """Layers without extra passes follow Megatron's number of warm-up passes and its table of chunks."""
     for shape in SHAPES:
         for stage in range(shape.stages):
             monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda n=shape.stages: n)
@@ -205,7 +205,7 @@ def test_the_best_number_of_extra_forward_passes_is_taken():
 
 
 def test_one_queue_hides_waits_behind_a_second_micro_batch():
-    """They wait for backward passes under way, and the last stage has another forward pass to do meanwhile."""
+    """Waits for backward passes under way leave the last stage another forward pass to do meanwhile."""
     shape = Shape(8, 1, 32, 8)
     one_queue, given = shape._replace(beside=False), times(shape, head=0.1)
     several = length(pass_order(shape, given)[:8])

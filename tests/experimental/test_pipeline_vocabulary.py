@@ -103,7 +103,7 @@ def trained(
 
 
 def logged() -> list[float]:
-    """What the last stage has noted of multi-token prediction: losses, and in newer versions acceptance counts."""
+    """Return the last stage's log of multi-token prediction: losses, and in newer versions acceptance counts."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     tracker = MTPLossLoggingHelper.tracker
@@ -288,7 +288,7 @@ def run(sizes: dict, ours: bool, tied: bool, mtp: int | None, folder: str, load:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied,mtp", [(True, None), pytest.param(False, 1, marks=pytest.mark.each_version)])
 def test_checkpoints_go_both_ways(tied, mtp):
-    """What is saved with a shared vocabulary goes on in stock Megatron at another layout, and the reverse."""
+    """Checkpoints of a shared vocabulary go on in stock Megatron at another layout, and the reverse."""
     expected = trained({"pp": 2}, False, tied, steps=6, mtp_num_layers=mtp)[0][:6].tolist()
     for ours, reader in ((True, {"tp": 2}), (False, {"pp": 2})):
         folder = str(shared_folder())

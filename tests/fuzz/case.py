@@ -110,7 +110,7 @@ def check(case: Case, rank: int) -> None:
 
 
 def _check_refused(case: Case, mine: list[Tensor], rank: int) -> None:
-    """That all ranks get the same ValueError, and none waits."""
+    """Check that all ranks raise the same ValueError, and none waits."""
     said = "nothing"
     try:
         case.ours(mine, rank)

@@ -73,7 +73,7 @@ def labels_and_mask(draw: Draw, lead: tuple[int, ...], vocabulary: Vocabulary, i
 
 
 def results(z: Tensor, labels: Tensor, mask: Tensor | None, size: int, options: dict[str, Any]) -> list[Tensor]:
-    """What the call returns, from transformed logits of all columns."""
+    """Compute the call's results from transformed logits of all columns."""
     ignore = options.get("ignore_index", -100)
     labels = labels.long()
     counted = labels if mask is None else labels.masked_fill(mask == 0, ignore)
@@ -100,7 +100,7 @@ def results(z: Tensor, labels: Tensor, mask: Tensor | None, size: int, options: 
 
 
 def most_of_a_slice(counts: Tensor, slices: int) -> int:
-    """How many tokens count, in the slice of dim 0 that has most; at least 1, as a bound must be."""
+    """Count the tokens that count, in the slice of dim 0 that has most; at least 1, as a bound must be."""
     if not counts.numel():
         return 1
     return max(1, int(counts.reshape(slices, -1).sum(1).max()))
@@ -222,7 +222,7 @@ def sized(largest: float, options: dict[str, Any]) -> float:
 
 
 def product_size(inputs: Any, upstream: list[Tensor], lead: tuple[int, ...], options: dict[str, Any]) -> float:
-    """What a gradient of hidden states or weight is the sum of."""
+    """Size of the sum of the absolute terms of a gradient of hidden states or weight."""
     g = max((x.abs().max().item() for x in upstream if x.numel()), default=0.0)
     operands = max((x.double().abs().max().item() for x, _ in inputs if x.numel()), default=0.0)
     return max(1.0, g * operands * max(torch.Size(lead).numel(), 1) / options.get("temperature", 1.0))

@@ -19,7 +19,7 @@ OUTSIDE = -100.0  # the log-probability of what is outside of a teacher's ids, w
 
 @dataclass
 class Divergence:
-    """Of log-probabilities of student and teacher over the same outcomes, `[..., K]`."""
+    """Divergence of log-probabilities `[..., K]` of student and teacher over the same outcomes."""
 
     kind: str
     beta: float = 0.5
@@ -36,7 +36,7 @@ class Divergence:
         return weight * forward + (1 - weight) * reverse
 
     def outside(self, log_q: Tensor) -> Tensor:
-        """Of outcomes that the teacher gives nothing: `exp(OUTSIDE)` in the reverse KL, 0 in the others."""
+        """Terms of outcomes that the teacher gives nothing: `exp(OUTSIDE)` in the reverse KL, 0 in the others."""
         if self.kind == "jsd":
             return -((1 - self.beta) * math.log(1 - self.beta) * log_q.exp()).sum(-1)
         weight = {"forward": 0.0, "reverse": 1.0, "mixed": 1 - self.mixed}[self.kind]

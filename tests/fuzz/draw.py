@@ -1,4 +1,4 @@
-"""What a case draws, alike on every rank: numbers from its seed, tensors, and how a vocabulary is cut over ranks."""
+"""Draws of a case, alike on every rank: numbers from its seed, tensors, and a vocabulary cut over ranks."""
 
 import itertools
 import random
@@ -31,7 +31,7 @@ class Draw:
         return self.random.random() < probability
 
     def integer(self, low: int, high: int) -> int:
-        """In `[low, high]`."""
+        """Draw from `[low, high]`, both included."""
         return self.random.randint(low, high)
 
     def one_of(self, name: str, *values: Any) -> Any:
@@ -40,7 +40,7 @@ class Draw:
         return value
 
     def options(self, **values: tuple) -> dict[str, Any]:
-        """Of each option one value; the first, its default, half of the time, and then it is left out."""
+        """Draw a value of each option, half of the time the first, its default, which is left out."""
         found = {}
         for name, (_, *others) in values.items():
             if self.chance(0.5):

@@ -37,7 +37,7 @@ class Made:
 
 
 class Tokens:
-    """What read-outs of a call share: labels and which of them count, the vocabulary's size, the temperature."""
+    """Arguments that read-outs share: labels and which of them count, the vocabulary's size, the temperature."""
 
     def __init__(self, draw: Draw, lead: tuple[int, ...], vocabulary: Vocabulary, temperature: float = 1.0):
         self.draw, self.lead, self.temperature = draw, lead, temperature

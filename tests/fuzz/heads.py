@@ -271,7 +271,7 @@ def draft(draw: Draw) -> Case:
         return DraftVocabulary(ids - torch.arange(len(ids)), vocabulary.size)
 
     def rows(x: Tensor, rank: int) -> Tensor:
-        """Of the draft head's rows those whose target ids this rank has."""
+        """The draft head's rows whose target ids this rank has."""
         start, stop = vocabulary.bounds[rank]
         return x[(ids >= start) & (ids < stop)]
 
@@ -315,6 +315,6 @@ def draft(draw: Draw) -> Case:
 
 
 def _gradient_size(lead: tuple[int, ...], facts: dict[str, Any]) -> float:
-    """What a gradient of so many tokens may be the difference of."""
+    """Size of the terms of which a gradient of so many tokens may be the difference."""
     scale = facts.get("logit_scale", 1.0) / facts.get("temperature", 1.0)
     return 8.0 * max(scale, 1.0) * max(1, torch.Size(lead).numel()) ** 0.5

@@ -31,14 +31,14 @@ def _pieces(draw: Draw, dim: int, stride: int = 1) -> Cut:
 
 
 def _all_pieces(draw: Draw, dim: int, stride: int) -> Cut:
-    """Of every rank what it holds, in the order of ranks."""
+    """Every rank's part, in the order of ranks."""
     of_rank = _pieces(draw, dim, stride)
     return lambda x, rank: torch.cat([of_rank(x, each) for each in range(draw.ranks)], dim)
 
 
 @dataclass
 class _Drawn:
-    """What a case of a linear layer is made from.
+    """Drawn parts of a case of a linear layer.
 
     Attributes:
         weight, cuts: the whole weight, and how a rank's parts of weight and bias are cut out.
@@ -144,7 +144,7 @@ class _Drawn:
         return y if bias is None or self.gathers else y + bias
 
     def finish(self) -> None:
-        """What Megatron does after a backward pass: deferred gradients, and the sum of gradients of slices."""
+        """Do what Megatron does after a backward pass: deferred gradients, and the sum of gradients of slices."""
         layer, weight = self.made, self.made.used_weight
         if self.drains == "layer":
             layer.backward_dw()

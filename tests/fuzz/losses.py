@@ -20,7 +20,7 @@ from tests.fuzz.draw import Draw, Vocabulary
 
 @dataclass
 class Rows:
-    """What a loss of log-probabilities reads, `[B, S]` each: labels, weights of tokens, other policies' numbers."""
+    """Inputs of a loss of log-probabilities, `[B, S]` each: labels, weights of tokens, other policies' numbers."""
 
     labels: Tensor
     mask: Tensor | None
@@ -109,7 +109,7 @@ def _grpo(draw: Draw, rows: Rows) -> Made:
 
 
 def _sample_weights(o: dict[str, Any], rows: Rows) -> Tensor:
-    """Of each token, or `[B, 1]` of each row, for what the generator's log-probabilities are off by."""
+    """Weights of each token, or `[B, 1]` of each row, for what the generator's log-probabilities are off by."""
     apart, w = rows.others["old_log_probs"] - rows.others["sampling_log_probs"], rows.weights
     level, _, cut = o.get("sampling_correction", "token_truncate").partition("_")
     of_row = (apart * w).sum(1, keepdim=True)
@@ -176,7 +176,7 @@ def _pair_loss(draw: Draw, rows: Rows) -> Made:
 
 
 def magnified(log_probs: Tensor, weights: Tensor) -> float:
-    """How many times the error of a row's mean log-probability comes back in its log odds: 1 / (1 - p) at most.
+    """Factor by which the error of a row's mean log-probability grows in its log odds, at most: 1 / (1 - p).
 
     That is the derivative of `log(p / (1 - p))` by `log p`: where p is nearly 1, no sum of it keeps more digits.
     """

@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.flo
 
 @dataclass
 class _Arrangement:
-    """How tokens are read.
+    """Order, layout and ranks in which tokens are read.
 
     Attributes:
         at: `[N]`, which of all tokens, in what order.
@@ -51,7 +51,7 @@ class _Arrangement:
         return dist.group.WORLD if self.ranks == dist.get_world_size() else grid(self.ranks).tp_group
 
     def of(self) -> Callable[[Tensor], Tensor]:
-        """What a tensor of all tokens is here: for one tensor one object."""
+        """Make the function that arranges a tensor of all tokens, and returns one object for one tensor."""
         made: dict[int, Tensor] = {}
 
         def arranged(x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class _Sharding:
         return VocabShard(start, start + columns, self.vocabulary.size)
 
     def rows(self, x: Tensor, ranks: int) -> Tensor:
-        """Of `[V, ...]`, with rows that do not count where the last eighths end before the others."""
+        """This rank's rows of `[V, ...]`, with rows that do not count where the last eighths end before the others."""
         shard = self.shard(ranks)
         mine = x[shard.start : shard.stop]
         return torch.cat([mine, mine.new_ones(shard.stop - shard.start - len(mine), *mine.shape[1:])])
@@ -101,7 +101,7 @@ class _Sharding:
 
 @dataclass
 class _Problem:
-    """What is read, whole."""
+    """Student, teacher and read-outs of a case, unsharded."""
 
     student: Side
     theirs: Side | None

@@ -1,4 +1,4 @@
-"""Which of the head's log-probabilities have the bits of inference engines' batch-invariant kernels: a table.
+"""Comparison, bit by bit, of the head's log-probabilities with those of inference engines' batch-invariant kernels.
 
 `TRITON_INTERPRET=1 python -m tests.head.engine_bits VLLM_TREE [MEGATRON_TREE]` runs the engines' own kernels beside the
 head's, both interpreted, and fails where bits that the page on exactness promises are others.
@@ -20,7 +20,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 
 class Case(NamedTuple):
-    """What a head does with its logits, and the same as an engine does it with a product rounded to 16 bits."""
+    """Options of a head (`ours`), and the same computation on an engine's logits of 16 bits (`theirs`)."""
 
     name: str
     theirs: Callable[[Tensor], Tensor]

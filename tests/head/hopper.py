@@ -87,7 +87,7 @@ class Launch:
 
 
 class _Driver:
-    """What Triton asks of a GPU before it compiles."""
+    """Stand-in for Triton's driver, with the methods that Triton calls before it compiles for a Hopper GPU."""
 
     def get_current_device(self):
         return "hopper"  # beside the numbers of real devices

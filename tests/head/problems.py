@@ -120,9 +120,9 @@ class Problem:
         return (log_probs.detach(), entropy.detach(), hits), list(grads)
 
     def plain(self, what: str, ranks: int) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """As `truth`, by unfused PyTorch in the problem's dtype (softmax in fp32), sharded over as many ranks.
+        """Compute `truth` by unfused PyTorch in the problem's dtype (softmax in fp32 at least), over `ranks` shards.
 
-        Their parts of dx are added in that dtype, as an all-reduce does.
+        The ranks' parts of dx are added in the problem's dtype, as an all-reduce does.
         """
         x, w = self.hidden.flatten(0, -2), self.weight
         z = (x @ w.t()).view(*self.shape, w.shape[0]).requires_grad_()
@@ -155,7 +155,7 @@ class Problem:
     def beside_plain(
         self, what: str, group, layout: str = "replicated", **more: Any
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of each result but the hits, then of each gradient: ours, the truth, and what `plain` has."""
+        """Triples of ours, the truth and `plain`'s, for each result but the hits and for each gradient."""
         every = self.ours(what, group, layout, **more), self.truth(what), self.plain(what, group_size(group))
         grads = every[0][1], *(self.pieces(whole, group, layout) for _, whole in every[1:])
         return list(zip(*([*of[0][:2], *own] for of, own in zip(every, grads, strict=True)), strict=True))

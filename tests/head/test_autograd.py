@@ -15,7 +15,7 @@ CACHES = [0, 0.5, 1]
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_autocast(cache):
-    """As a linear layer under autocast: computed in the lower dtype, gradients in the parameters' own."""
+    """The head computes in autocast's dtype and returns gradients in the parameters' own, as a linear layer does."""
     problem = Problem(dtype=torch.float32, options={"bias": True})
     hidden, weight, bias = problem.mine(None)
     with torch.autocast("cpu", torch.bfloat16):
@@ -46,7 +46,7 @@ def test_logits_under_autocast():
 
 @pytest.mark.parametrize("how", ["recomputed", "recomputed by reentrance", "offloaded"])
 def test_hooks_on_saved_tensors(how):
-    """They hand out each tensor once, and another object than was saved."""
+    """Hooks hand out each saved tensor once, and another object than was saved."""
     problem = Problem(options={"bias": True})
     hidden, weight, bias = problem.mine(None)
     ids = torch.arange(3).expand(*problem.shape, 3)

@@ -143,7 +143,7 @@ def test_a_fault_of_one_rank_is_raised_on_all(layout):
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
 @pytest.mark.parametrize("given", [False, True], ids=["no vocab", "vocab"])
 def test_ids_outside_the_vocabulary_that_one_rank_alone_is_given(given, layout):
-    """Whether the size of the vocabulary is known or a guess, and below it as above."""
+    """Ids below and above the vocabulary are refused, whether the size of the vocabulary is known or a guess."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     g = torch.Generator().manual_seed(rank)
     vocab = VocabShard.equal(V, group) if given else None
@@ -196,7 +196,7 @@ def test_labels_of_a_narrow_integer_type():
 
 
 def test_labels_of_bytes_are_not_ignored():
-    """Of uint8, in which -100 would be 156."""
+    """The ignore index of -100 would be 156 in uint8."""
     hidden, weight, labels = torch.randn(1, 3, D), torch.randn(256, D), torch.tensor([[156, 3, 156]])
     losses = F.cross_entropy((hidden @ weight.T)[0], labels[0], reduction="none")
     narrow = labels.to(torch.uint8)

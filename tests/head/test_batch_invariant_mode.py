@@ -55,7 +55,7 @@ def layers(dtype):
 
 @DTYPES
 def test_every_operator_keeps_a_tokens_bits(dtype):
-    """Of tokens alone, in other numbers and orders, and in the middle of a vector register."""
+    """A token's neighbours differ in number and order, as does the token's place in a vector register."""
     x = drawn(T, D).to(dtype)
     order = torch.randperm(T, generator=torch.Generator().manual_seed(4))
     for name, layer in layers(dtype).items():
@@ -87,7 +87,7 @@ def test_on_cuda_a_product_is_the_kernels(monkeypatch, biased):
 
 
 def test_without_the_mode_they_do_not():
-    """What these tests would not see if their problem were too small to show it: products in fp32, and activations."""
+    """Products in fp32 and activations depend on other tokens here, so the problem is large enough for these tests."""
     x = drawn(T, D)
     linear = layers(torch.float32)["linear"]
     assert not torch.equal(linear(x[:3]), linear(x)[:3])
@@ -123,7 +123,7 @@ def test_what_is_no_product_of_floats_is_torchs():
 
 @pytest.mark.parametrize("first_to_leave", [0, 1])
 def test_it_lasts_until_all_who_entered_have_left(first_to_leave, monkeypatch):
-    """As two generators or workers of one process do, of which the first to enter may be the first to leave."""
+    """The first of two generators or workers of one process to enter the mode may be the first to leave it."""
     calls, mm = [], fixed_order.mm
     monkeypatch.setitem(replaced_operators._PRODUCTS, "mm", lambda *given: calls.append(1) or mm(*given))
     x, modes = drawn(3, D), [batch_invariant_mode() for _ in range(2)]

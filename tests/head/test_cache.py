@@ -1,4 +1,4 @@
-"""What the head keeps for backward: a fraction, bytes, by default a bounded number of columns, or by free memory."""
+"""Memory kept for backward: a fraction, bytes, by default a bounded number of columns, or by free memory."""
 
 import inspect
 import os
@@ -36,7 +36,6 @@ def free_memory(monkeypatch, sizes):
 
 
 def kept_bytes(call):
-    """Of all that autograd saves while it runs, each tensor's."""
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.nbytes) or x, lambda x: x):
         call()
@@ -44,7 +43,7 @@ def kept_bytes(call):
 
 
 def test_rows_of_other_read_outs_are_not_kept():
-    """Of log-probabilities three fp64 numbers a token, also where columns are gathered beside them."""
+    """Log-probabilities keep three fp64 numbers a token, also where columns are gathered beside them."""
     hidden, weight, labels = torch.randn(30, 8, requires_grad=True), torch.randn(64, 8), torch.randint(0, 64, (30,))
     storages = {}
 
@@ -60,7 +59,7 @@ def test_rows_of_other_read_outs_are_not_kept():
 
 @pytest.mark.parametrize("cache, kept", [(0.25, 20 * 10 * 8), (20 * 10 * 8 + 7, 20 * 10 * 8), (10**9, 20 * 41 * 8)])
 def test_a_fraction_or_a_number_of_bytes_bounds_what_is_kept(cache, kept):
-    """It is all that autograd holds of vocabulary size."""
+    """Autograd holds nothing else of vocabulary size but the weight."""
     problem = Problem()
     hidden, weight, _ = problem.mine(None)
     sizes = kept_bytes(lambda: linear_cross_entropy(hidden, weight, problem.labels, cache=cache))
@@ -85,7 +84,7 @@ def test_a_fraction_or_a_number_of_bytes_bounds_what_is_kept(cache, kept):
     ids=str,
 )
 def test_default_cache_is_bounded_by_weight_and_fp32_gradient(dtype, width, tokens, eighths):
-    """As many eighths of the columns as that allows, whatever memory is free; one more would be too many."""
+    """The default keeps as many eighths of the columns as the bound allows, whatever memory is free."""
     like, columns = torch.empty(0, width, dtype=dtype), 1003
     found = cached_columns(options(), tokens, columns, like)
     assert found == columns * eighths // 8
@@ -161,7 +160,7 @@ def test_auto_takes_no_more_than_what_is_free_on_cuda(monkeypatch, undecided):
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["bounded", "auto"])
 def test_compiled_at_several_lengths(cache):
-    """In one graph for each: with fp64 and D 8, of 15 tokens 6 eighths are kept, of 40 tokens 2."""
+    """Each length compiles to one graph; "bounded" keeps 6 eighths of the columns for 15 tokens, and 2 for 40."""
     torch._dynamo.reset()
 
     def call(hidden, weight, labels):

@@ -1,4 +1,4 @@
-"""How long the way through the package is: calls of our functions, files, moves between files, and the first product.
+"""Length of the way through the package: calls of our functions, files, moves between files, and the first product.
 
 The bounds are what the code takes today. They only go down: a change that shortens a way lowers its bound.
 """
@@ -24,7 +24,7 @@ T, D, V = 8, 16, 64
 
 
 class Counts(NamedTuple):
-    """Of one run: our functions' calls, the files they are in, moves from file to file, and calls before a product."""
+    """Counts of one run: our functions' calls, their files, moves between files, and calls before the first product."""
 
     calls: int
     files: int
@@ -40,7 +40,6 @@ class Run(NamedTuple):
 
 
 def counted(run: Callable[[], Any]) -> tuple[Any, Run]:
-    """What `run` returns, and what it called."""
     seen: list[str] = []
     called: list[str] = []
     first: list[int] = []

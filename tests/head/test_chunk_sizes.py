@@ -1,4 +1,4 @@
-"""How many tokens a chunk has on CUDA, where a test on a CPU sees no more of it than numbers."""
+"""Tokens of a chunk on CUDA, of which a CPU can test the numbers only."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -25,7 +25,7 @@ def test_tokens_of_which_dw_is_summed(columns, width):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_logits_that_a_product_makes_take_little_memory_on_cuda(dtype):
-    """Without room for more 64 MiB of fp32 logits, and as many of fp64."""
+    """A chunk has at most as many logits as take 64 MiB in fp32, also in fp64."""
     with cuda_branches():
         found = chunk_sizes.product_chunks(slice(0, 8192), None, 32000, torch.empty(0, 512, dtype=dtype), 0)
         assert chunk_sizes.product_chunks(slice(5, 5), None, 32000, torch.empty(0, 512, dtype=dtype), 0) == []
@@ -36,7 +36,7 @@ def test_logits_that_a_product_makes_take_little_memory_on_cuda(dtype):
 
 @pytest.mark.parametrize("columns", [0, 1, 1000, 128256])
 def test_tokens_of_logits_that_exist(columns):
-    """On CUDA eight times as many as on a CPU, where what is made of a chunk has to stay near the cache."""
+    """A chunk has about eight times as many tokens on CUDA as on a CPU, where its work has to stay near the cache."""
     tokens = slice(0, 1 << (30 if columns < 1000 else 20))
     on_cpu, on_gpu = (chunk_sizes.chunks(tokens, None, columns, gpu)[0].stop for gpu in (False, True))
     assert on_cpu <= max(64, (1 << 24) // max(columns, 1))

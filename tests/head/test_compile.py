@@ -95,7 +95,7 @@ def test_gradients_that_forward_makes(dtype):
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 def test_read_outs_are_copied_by_name_before_torch_2_13(monkeypatch):
-    """There `torch.compile` traces no `copy.copy` of an object."""
+    """`torch.compile` of PyTorch before 2.13 traces no `copy.copy` of an object."""
     monkeypatch.setattr(read_out, "TRACES_COPIES", False)
     check("linear_log_probs", "replicated", torch.float32, AotEagerAndRecordGraphs(), group=None)
     hidden, weight, counts = torch.randn(40, 8, requires_grad=True), torch.randn(11, 8), torch.arange(40) % 3 > 0
@@ -115,7 +115,7 @@ def test_read_outs_are_copied_by_name_before_torch_2_13(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 def test_each_pass_is_one_operator_of_the_graph():
-    """What is compiled runs the passes that fit the device, as the plain run does: Triton's on CUDA."""
+    """A compiled call runs the passes that fit the device, Triton's on CUDA, as the plain run does."""
     backend = AotEagerAndRecordGraphs()
     check("vocab_parallel_cross_entropy", "replicated", torch.float32, backend, group=None)
     (forward,), (backward,) = backend.fw_graphs, backend.bw_graphs

@@ -16,7 +16,7 @@ SMALL = (1024, 512, 8192, 4)
 
 
 def costs(call, layout="replicated", sizes=SMALL, frozen=False, grad=True):
-    """Of `call(hidden, weight, labels, group, layout)`, and of backward if anything has a gradient."""
+    """Measure `call(hidden, weight, labels, group, layout)`, and its backward pass if `grad`."""
     tokens, width, vocabulary, ranks = sizes
     with one_rank_of(ranks) as group:
         rows = tokens // ranks if layout == "sequence" else tokens
@@ -31,7 +31,7 @@ def costs(call, layout="replicated", sizes=SMALL, frozen=False, grad=True):
 
 
 def costs_on_logits(call, tokens, columns, ranks):
-    """Of `call(logits, labels, tp_group=group)`, and of its backward pass."""
+    """Measure `call(logits, labels, tp_group=group)`, and its backward pass."""
     with one_rank_of(ranks) as group:
         logits = torch.empty(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
         held = logits + 0  # not a leaf, as in a model

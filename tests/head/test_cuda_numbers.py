@@ -21,7 +21,7 @@ LARGE_SOFTCAP = {"large softcap": {"softcap": 20.0, "temperature": 0.7}}
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32, torch.float16)], ids=str)
 @pytest.mark.parametrize("options", OPTIONS | LARGE_SOFTCAP)
 def test_values_and_gradients(options, dtype):
-    """As tests/head/test_gpu.py has it."""
+    """Errors have the bounds of tests/head/test_gpu.py."""
     problem = Problem((12, 16), 32, 301, dtype, options=(OPTIONS | LARGE_SOFTCAP)[options])
     for what in ("loss", "log_probs"):
         for cache, chunk_tokens in ((0, None), (0.5, 50), (1, None)):

@@ -99,7 +99,7 @@ OF_OPTIONS = [
 @ranks(2, 4)
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
 def test_an_option_of_one_rank(layout):
-    """Of another number of statistics, which once ended the process, and of the same number, which was wrong."""
+    """Options with another number of statistics once ended the process; others gave wrong results."""
     hidden, weight, labels = parts()
     hidden = cut(hidden) if layout == "sequence" else hidden
     for chosen in OF_OPTIONS:
@@ -153,7 +153,7 @@ def test_an_option_of_one_rank_in_other_read_outs(name):
 
 @ranks(2)
 def test_options_that_may_differ():
-    """What changes a rank's memory and not the result, and numbers that are equal however they are written."""
+    """Options that change a rank's memory alone may differ, and equal numbers may be written in different ways."""
     hidden, weight, labels = parts()
     rank = dist.get_rank()
     want = linear_cross_entropy(hidden, weight, labels, dist.group.WORLD, z_loss=1.0)

@@ -1,4 +1,4 @@
-"""Where heads go wrong: extreme logits, nothing to count, odd memory, a graph used twice."""
+"""Edge cases of heads: extreme logits, nothing to count, odd memory, a graph used twice."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_arguments_are_not_written(cache):
     ids=["entropy", "squares", "log-probs", "top-k", "top-p"],
 )
 def test_labels_and_masks_may_be_written_before_backward(asked):
-    """As into a buffer that the next batch is copied to."""
+    """Labels and masks may lie in a buffer that the next batch is copied to."""
     hidden, weight, found = torch.randn(12, 8), 0.1 * torch.randn(41, 8), []
     for writes in (False, True):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]

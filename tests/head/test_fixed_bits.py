@@ -91,7 +91,7 @@ def test_the_same_bits_for_other_tokens_chunks_and_caches(bits, dtype, threads, 
 )
 @pytest.mark.parametrize("width", [5, *slow(1, 3, 7, 9, 17, 33, 65)])
 def test_products_whose_rows_a_library_adds_in_other_orders(width, dtype):
-    """Of few columns, or of a number that fills no register: where equal rows of one product may differ."""
+    """A library may give equal rows different bits where a product's columns are few or fill no register."""
     draws = torch.Generator().manual_seed(width)
     for columns, bits in itertools.product((3, 40, 203), MODES):
         hidden, weight = (torch.randn(n, width, generator=draws, dtype=torch.float64).to(dtype) for n in (140, columns))
@@ -107,7 +107,7 @@ def test_products_whose_rows_a_library_adds_in_other_orders(width, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("inner, columns", [(13, 43), (3, 5), *slow((7, 36), (40, 11))])
 def test_a_rows_place_does_not_change_its_product(inner, columns, dtype):
-    """Where a library adds in another order in every second row, one number of several hundred shows it."""
+    """A library that adds in another order in every second row shows it in one number of several hundred."""
     draws = torch.Generator().manual_seed(1)
     rows, matrix = (torch.randn(*shape, generator=draws).to(dtype) for shape in ((1920, inner), (inner, columns)))
     for b in (matrix, matrix.t().contiguous().t()):
@@ -118,7 +118,7 @@ def test_a_rows_place_does_not_change_its_product(inner, columns, dtype):
 
 
 def test_what_fast_gives_does_depend_on_other_tokens():
-    """What these tests would not see if their problem were too small to show it: in fp32, of one token alone."""
+    """One token alone has another entropy in fp32, so the problem is large enough for these tests."""
     hidden, weight, _, labels = problem(torch.float32)
     results, _ = computed("fast", hidden, weight, labels, slopes_of(torch.float32))
     alone = [computed("fast", hidden[i : i + 1], weight, labels[i : i + 1], torch.ones(1))[0][1] for i in range(50)]
@@ -292,7 +292,7 @@ def test_a_bias_gradient_has_one_order_in_blocks_of_any_width(bits, dtype):
 
 
 def test_sums_of_leaves_are_those_of_their_branches():
-    """In fp64, which results in fp32 seldom show: two ranks add four leaves each, and then their sums."""
+    """Two ranks add four leaves each, and then their sums: in fp64, whose order results in fp32 seldom show."""
     leaves = torch.randn(8, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     call = ResolvedHead(None, VocabShard(0, 8, 8), bits="tensor_parallel")
     whole = statistics.added(leaves, call)

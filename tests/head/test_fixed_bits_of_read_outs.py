@@ -43,7 +43,7 @@ def read_outs(labels, ids, teacher):
 
 
 def kept_ids(ids):
-    """As the generator gives them: where each token's begin, and its label and three others."""
+    """Offsets of each token's ids, and the ids, as a generator gives them: the token's label and three others."""
     kept = (ids[:, :1] + torch.tensor([0, 5, 90, 401], device=ids.device)) % VOCAB
     return 4 * torch.arange(len(ids) + 1, device=ids.device), kept.flatten()
 
@@ -164,7 +164,7 @@ def test_the_same_bits_on_any_number_of_ranks(name, dtype):
 
 @pytest.mark.parametrize("size", [2, 9, *slow(1, 7, 21)])
 def test_a_vocabulary_whose_last_eighths_have_no_columns(size):
-    """On one rank, beside fp64, and with as many columns of padding as eight equal parts need."""
+    """One rank has the bits of a vocabulary padded to eight equal parts, and values near fp64."""
     draws = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(30, 6, generator=draws), torch.randn(size, 6, generator=draws)
     labels = torch.randint(size, (30,), generator=draws)

@@ -37,7 +37,7 @@ def problem(dtype, bits):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_products_of_layers(dtype, biased):
-    """What `batch_invariant_mode` has layers make without Megatron's switch: rounded once, the bias added before."""
+    """`batch_invariant_mode` without Megatron's switch rounds layers' products once, after the bias is added."""
     g = torch.Generator().manual_seed(0)
     x, w, b = (torch.randn(*shape, generator=g).to(GPU, dtype) for shape in ((150, 70), (20, 70), (20,)))
     bias = b if biased else None
@@ -140,7 +140,7 @@ def test_read_outs_have_the_same_bits(name, bits, small):
 
 @pytest.mark.parametrize("bits", MODES)
 def test_chunks_and_lora_do_not_change_read_outs_bits(bits, monkeypatch):
-    """Of more tokens than a chunk has, and a low rank beside the weight of head and teacher."""
+    """Tokens are more than a chunk has, and head and teacher have a low rank beside their weights."""
     from megatron_ext.numerics import fixed_order
 
     monkeypatch.setattr(fixed_order, "TOKENS", 64)
@@ -157,7 +157,7 @@ def test_chunks_and_lora_do_not_change_read_outs_bits(bits, monkeypatch):
 
 @pytest.mark.parametrize("bits", MODES)
 def test_a_loss_has_the_same_bits_beside_others(bits, small):
-    """Of logits that are rounded: in an engine's order, whatever is read beside them."""
+    """The loss of rounded logits is summed in an engine's order, whatever is read beside it."""
     given = small(torch.bfloat16)
     of, loss = LmHead(given.weight, bits=bits, logit_dtype=torch.bfloat16), head.LogProbs(given.labels)
     alone = of.read(given.hidden, loss)

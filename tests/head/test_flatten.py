@@ -143,7 +143,7 @@ READ_OUTS = {
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("name", READ_OUTS)
 def test_read_outs_of_ranks_with_different_orders(name, empty):
-    """What is exchanged is in the tokens' own order. An empty shard has no other: torch gives it back as it likes."""
+    """The exchange has the tokens' own order. An empty shard has no order: torch chooses its strides freely."""
     group, problem = dist.group.WORLD, Problem((3, 2, 4), columns=36)
     size, rank = group_size(group), group_rank(group)
     whole = reference.logits(problem.hidden, problem.weight).requires_grad_()

@@ -21,7 +21,7 @@ def drawn(dtype):
 
 
 def read_outs(head, teacher):
-    """Of the softmax, of chosen columns, and of a teacher: the engine has a path for each."""
+    """Read-outs of the softmax, of chosen columns, and of a teacher: the engine has a path for each."""
     labels = drawn(torch.float32)[-1]
     return [
         lambda x: sum(head.read(x, CrossEntropy(labels, label_smoothing=0.1), Entropy())),

@@ -115,7 +115,7 @@ def test_fused_epilogue_on_two_ranks_agrees_with_pytorch(name):
 
 @on_cpu
 def test_sm_margin_leaves_multiprocessors_free(monkeypatch):
-    """In forward, with kept exponentials and without, and in backward: as many programs fewer, and the same numbers."""
+    """Forward, with kept exponentials and without, and backward launch fewer programs and give the same numbers."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from megatron_ext.head.kernels.epilogues import tiles
@@ -168,8 +168,8 @@ def test_compiled_fused_epilogue_is_refused_on_cpu():
 
 @compiled
 def test_launches_of_logits_made_again_are_an_eighth():
-    """At 16384 x 8192 x 152064 / 8 without kept exponentials, where a block's logits came in eight products and passes;
-    memory is the same, and blocks are larger, since there are no logits beside them."""
+    """One product makes a block's logits, where eight products and passes did, at 16384 x 8192 x 152064 / 8 without
+    kept exponentials. Blocks are larger in no more memory, since no logits lie beside them."""
     fused, peak = plan.plan(plan.B, fused_epilogue(0))
     made = [one for one in fused.launches if one.name == "product_gradient_kernel"]
     assert len(made) <= 8
@@ -182,7 +182,7 @@ def test_launches_of_logits_made_again_are_an_eighth():
 
 @compiled
 def test_log_probs_without_gradient_write_no_logits():
-    """At 8192 x 4096 x 128256: one product, and 12 bytes of each row and tile."""
+    """The only product, at 8192 x 4096 x 128256, writes 12 bytes for each row and tile."""
     launches = plan.reads(plan.A)[f"read: {plan.LOG_PROBS}, fused epilogue"].launches
     products = [one for one in launches if one.flops]
     assert [one.name for one in products] == ["product_statistics_kernel"]

@@ -127,7 +127,7 @@ def test_a_fault_of_one_rank_is_raised_on_all():
 
 @ranks(2)
 def test_what_only_one_rank_finds_too_large():
-    """Without a `vocab` each rank takes the others' shards to be as wide as its own: here for 20 ids, and for 18."""
+    """Each rank without a `vocab` takes the others' shards to be as wide as its own: here for 20 ids, and for 18."""
     group, rank = dist.group.WORLD, dist.get_rank()
     z, w, x = torch.zeros(4, 10 - rank), torch.zeros(10 - rank, 3), torch.zeros(4, 3)
     labels, half = torch.full((4,), 19), torch.zeros(2, 3)
@@ -155,7 +155,7 @@ def test_what_only_one_rank_finds_too_large():
 
 @ranks(2)
 def test_a_shard_that_is_masked_whole_has_no_gradient():
-    """Its maximum is -inf; what stands for it must not make infinity times 0 of the others' logits."""
+    """The number that stands for the shard's maximum of -inf must not make infinity times 0 of the others' logits."""
     rank, group = dist.get_rank(), dist.group.WORLD
     whole = torch.full((3, 8), -100.0)
     whole[:, :4] = -torch.inf

@@ -72,7 +72,7 @@ def drawn(name=None, seed=0):
 
 @pytest.fixture
 def no_look_at_memory(monkeypatch):
-    """What is free changes from run to run."""
+    """Fail where free memory is asked for, which changes from run to run."""
 
     def refuse(device=None):
         raise AssertionError("asked for free memory")
@@ -91,7 +91,7 @@ def test_cuda_tensors_take_the_triton_passes(name, monkeypatch):
 
 
 def kernels_run(run):
-    """What `run` returns, and the names of the Triton kernels that ran, as the device or the interpreter has it."""
+    """Return what `run` returns, and the names of the Triton kernels that the device or the interpreter ran."""
     if ON_GPU:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             found = run()
@@ -132,7 +132,7 @@ def test_values_and_gradients(options, dtype):
 
 @pytest.mark.parametrize("name", [*CALLS, DEFAULT])
 def test_the_same_bits_in_each_run(name, no_look_at_memory):
-    """Where many tokens have one label; and torch's deterministic mode objects to nothing."""
+    """Many tokens have one label, and torch's deterministic mode objects to nothing."""
     leaves, labels, grad = drawn(name)
     labels[1:3] = 5
     first = step(name, leaves, labels, grad)
@@ -212,7 +212,7 @@ def test_compiled(name):
 
 @pytest.mark.parametrize("label", [-1, 41])
 def test_a_label_out_of_range_stops_the_device(label):
-    """In a process of its own: CUDA is of no use after a device-side assertion."""
+    """The call has a process of its own: CUDA is of no use after a device-side assertion."""
     script = f"""
 import contextlib, torch
 from megatron_ext import linear_cross_entropy
@@ -284,7 +284,7 @@ def test_twins_agree():
 
 @pytest.mark.parametrize("cache", [1, 0])
 def test_more_logits_than_a_32_bit_number_counts(cache):
-    """At full size on a GPU: the last tokens have the losses and gradients that they have alone, and so has dW."""
+    """The last tokens have the losses and gradients that they have alone, and so has dW; a GPU takes the full size."""
     tokens, columns, width = (20480, 128256, 64) if ON_GPU else (24, 304, 16)
     assert not ON_GPU or tokens * columns > 1 << 31
     generator = torch.Generator(GPU).manual_seed(0)

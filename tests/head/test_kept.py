@@ -17,7 +17,7 @@ from tests.ranks import ranks
 @pytest.mark.parametrize("cases", [8, *slow(24)])
 @ranks(1, 2, 4)
 def test_alone_only_the_kept_columns_are_computed(cases):
-    """Of the shard's, where they are few; beside fp64 of the whole, with softcap, bias, slices and left out tokens."""
+    """Random cases agree with fp64 over the whole vocabulary, with softcap, bias, slices and left out tokens."""
     for number in range(cases):
         for names in (["kept"], ["kept entropy", "kept"]):
             for kind in (heads.read, heads.read_logits):

@@ -27,8 +27,8 @@ def sides(dtype=torch.float64):
 
 @pytest.mark.parametrize("cache, products", [(0, 6), (0.5, 5), (1, 4), ("bounded", 6)])
 def test_products_of_a_forward_and_backward(cache, products):
-    """With all of it kept as many as logits made at once take: two, and two of backward. Who says how large chunks
-    are has no more memory taken by default."""
+    """A gradient kept whole takes two products in forward and two in backward, as logits made at once do. The default
+    keeps nothing beside a given `chunk_tokens`."""
     (hidden, weight, _), teacher = sides(torch.float32)
     teacher = Teacher(LmHead(torch.randn(V, D)), torch.randn(T, D))
     with measure() as costs:
@@ -68,7 +68,7 @@ def test_the_products_and_memory_of_the_measured_divergence():
     "facts", [pytest.param({}, marks=pytest.mark.slow), {"softcap": 3.0, "logit_scale": 0.5, "temperature": 0.7}]
 )
 def test_gradients_are_those_of_nothing_kept(kind, facts):
-    """Of hidden states, weight and bias; a token that does not count may have no divergence; backward runs twice."""
+    """A token whose upstream gradient is 0 may have a divergence of NaN, and backward may run twice."""
     (hidden, weight, bias), teacher = sides()
     teacher.hidden[7], teacher.hidden[20] = torch.nan, torch.inf
     upstream = torch.randn(T).double()
@@ -134,7 +134,8 @@ def test_infinite_divergence_keeps_its_finite_gradient():
 @pytest.mark.parametrize("options", [{"cache": 1}, {"cache": 0.5}, {"cache": 0}, {"bits": "batch"}], ids=str)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_a_token_of_nan_without_a_gradient_does_no_harm(softcap, options, dropout):
-    """Of a divergence, kept or not; the softmax's read-outs give 0 times NaN, as PyTorch does (docs/numerics.md)."""
+    """Divergences alone are tested, kept or not: the softmax's read-outs give 0 times NaN, as PyTorch does
+    (docs/numerics.md)."""
     (hidden, weight, _), teacher = sides()
     g_T = torch.ones(T, dtype=hidden.dtype)
     g_T[5] = 0

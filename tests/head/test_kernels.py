@@ -24,7 +24,7 @@ interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def interpret(*command: str) -> str:
-    """What a Python command prints, run where CPU tensors take the Triton passes."""
+    """Run a Python command where CPU tensors take the Triton passes, and return what it prints."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
@@ -32,7 +32,7 @@ def interpret(*command: str) -> str:
 
 
 def test_both_instances_of_row_passes_take_the_same_arguments():
-    """By name, order, default and type: callers know one of them."""
+    """Names, order, defaults and types of arguments agree, since callers know one instance only."""
     from megatron_ext.head.kernels import TRITON
     from megatron_ext.head.row_passes.passes import PYTORCH, RowPasses
 
@@ -43,7 +43,7 @@ def test_both_instances_of_row_passes_take_the_same_arguments():
 
 
 def test_kernels_say_shape_and_role_of_each_argument():
-    """Of tensors the shape, of numbers the name; a docstring may point to another kernel's."""
+    """A docstring gives the shapes of tensors and the names of numbers, or points to another kernel's docstring."""
     package = ROOT / "megatron_ext"
     files = [*(package / "head" / "kernels").rglob("*.py"), package / "numerics" / "fixed_order_kernels.py"]
     functions = [
@@ -149,8 +149,8 @@ compiled = pytest.mark.skipif(interpreted, reason="interpreted kernels are not c
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["V128256", "V128256/8", "V152064/8", "V262144/8"])
 def test_instructions_on_hopper(shard):
-    """Of the launches of a plain loss: nothing spilled, loads of 16 bytes, two programs an SM and more, and as many
-    instructions an element as a pass at the speed of memory leaves room for (about 20 for 4 bytes read)."""
+    """The launches of a plain loss spill nothing, load 16 bytes at a time, leave room for two programs an SM, and take
+    no more instructions an element than a pass at the speed of memory leaves room for (about 20 for 4 bytes read)."""
     found = by_name(launches(SHARDS[shard], cache=0.5))
     long_rows = blocks.whole_row(SHARDS[shard], SHARDS[shard], more=False, double=False) is None
     of_logits = {"row_gradient", "long_row" if long_rows else "whole_row"}
@@ -188,7 +188,8 @@ def test_no_spills_on_hopper(shard, of_logits):
 @compiled
 @pytest.mark.slow
 def test_label_rows_on_hopper():
-    """Of so many tokens that a label's may lie in several windows: two programs an SM, and nothing spilled."""
+    """The kernels spill nothing and leave room for two programs an SM, for so many tokens that a label's may lie in
+    several windows."""
     from megatron_ext.head.kernels.label_terms import add_label_rows
 
     x, out = torch.zeros(1000, 4096, dtype=torch.bfloat16), torch.zeros(300, 4096, dtype=torch.bfloat16)
@@ -256,7 +257,7 @@ for size in (1.0, 3.0):
 
 @pytest.mark.slow
 def test_a_nucleus_is_found_in_four_passes_and_a_list():
-    """Of normally distributed logits: the bytes that are read are those of the row, four times, and of a short list."""
+    """The bytes read are those of a row of normally distributed logits, four times, and of a short list."""
     passes = [float(line) for line in interpret("-W", "ignore", "-c", READ_BYTES).split()]
     assert len(passes) == 2
     assert all(4 <= rows <= 4.4 for rows in passes), passes
@@ -266,7 +267,8 @@ def test_a_nucleus_is_found_in_four_passes_and_a_list():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 def test_sums_of_one_order_on_hopper(dtype):
-    """Of rows and segments: a thread reads as many bytes at a time as it can, keeps its sums, adds none by atomics."""
+    """A thread that sums rows or segments keeps its sums in registers and adds none by atomics; rows are read 16 bytes
+    at a time."""
     from megatron_ext.head.kernels.fixed_order_sums import row_sums, segment_sums
 
     x, lengths = torch.zeros(64, 4096, dtype=dtype), torch.full((64,), 64)

@@ -1,4 +1,4 @@
-"""How far a student is from a teacher, over the whole vocabulary, from logits and from hidden states."""
+"""Divergences of a student from a teacher over the whole vocabulary, from logits and from hidden states."""
 
 import pytest
 import torch
@@ -188,7 +188,7 @@ def test_bad_input():
 
 @pytest.mark.parametrize("read_out", [KL, JensenShannon, TotalVariation, AcceptanceRate])
 def test_a_teacher_with_a_temperature_of_its_own_is_refused(read_out):
-    """Since the student's divides both logits: it was dropped in silence."""
+    """The student's temperature divides both logits; the teacher's was once dropped in silence."""
     x, w, z = torch.randn(4, 3), torch.randn(10, 3), torch.randn(4, 10)
     said = "temperature 1.7: the student's, 2.0, divides the logits of both"
     with pytest.raises(ValueError, match=f"teacher's head has {said}"):

@@ -43,7 +43,7 @@ def test_the_rounding_shows():
 
 @pytest.mark.parametrize("cache", [1, 0])
 def test_read_outs_of_logits_on_the_way_of_cuda_tensors(cache):
-    """Of which each has a rounding of its own: the student's, and the teacher's."""
+    """Student and teacher round their logits separately."""
     hidden, weight, _, _ = problem()
     other = weight.roll(5, 0)
     z, their_z = ((hidden.double() @ w.double().T).to(BF16).double() for w in (weight, other))

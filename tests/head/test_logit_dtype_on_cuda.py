@@ -35,7 +35,7 @@ def test_bits_do_not_depend_on_other_tokens_cache_or_chunk(bits):
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
 def test_bits_are_those_of_megatrons_batch_invariant_kernels(dtype):
-    """Of product and log-softmax; `make test-engines` has more cases, and vLLM's kernels."""
+    """Products and log-softmax have these bits; `make test-engines` has more cases, and vLLM's kernels."""
     pytest.importorskip("megatron.core")
     if not torch.cuda.is_available():
         engine_kernels.multiply_sixteen_bits()

@@ -55,7 +55,7 @@ def test_values_and_gradients(options):
 @ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_gradient_has_the_logits_dtype_and_full_precision(dtype):
-    """Not always bf16; fp64 is not narrowed; the loss is computed in fp32 even of 16-bit logits."""
+    """The loss of 16-bit logits is computed in fp32, and that of fp64 logits in fp64."""
     group, problem = dist.group.WORLD, Problem(columns=301, options={"label_smoothing": 0.1})
     whole, mine, shard = logits_of(problem, group, dtype)
     truth = whole.double().requires_grad_()

@@ -125,7 +125,7 @@ def test_under_autocast_adapters_are_rounded_as_the_weight_is():
 
 
 def test_a_teacher_may_have_one_and_gets_no_gradient():
-    """Of a policy against its own base: the adapter is the student's, the teacher the weight alone; or vice versa."""
+    """The adapter is the student's, as for a policy against its own base, or the teacher's."""
     hidden, weight, a, b, _ = drawn()
     low = [x.clone().requires_grad_() for x in (a, b)]
     for of_student in (True, False):

@@ -113,7 +113,7 @@ def fused_call(call):
 @pytest.mark.parametrize("how", ["recomputed", "offloaded"])
 @pytest.mark.parametrize("call", ["cross entropy", "gathered"])
 def test_where_hooks_hand_back_another_object(call, how):
-    """Without the parameter's attributes: it is the parameter whose main_grad counts, and that is told."""
+    """The parameter's main_grad gets the gradient, and the parameter is told: the other object lacks its attributes."""
     problem, hidden, weight, run = fused_call(call)
     if how == "recomputed":
         found = checkpoint(run, hidden, use_reentrant=False)

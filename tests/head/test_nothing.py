@@ -68,9 +68,10 @@ def shard():
 
 
 def check_an_empty_shard(call, leaves, dims, more=None, **near):
-    """Of `leaves` cut along `dims`: backward returns on every rank, with the gradients of one that has it all.
+    """Check values and gradients of `leaves` cut along `dims` on every rank against one rank that has it all.
 
-    `more`: options of the call of several ranks."""
+    `more`: options of the call of several ranks.
+    """
 
     def mine(x, dim):
         if dim == "tokens":

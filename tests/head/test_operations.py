@@ -1,4 +1,4 @@
-"""What a small call costs where Python, not arithmetic, takes the time: operations dispatched."""
+"""Operations dispatched by a small call, where Python, not arithmetic, takes the time."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from tests.ranks import ranks
 @ranks(1, 2)
 @pytest.mark.parametrize("source, most", [("hidden states", {1: 74, 2: 135}), ("logits", {1: 62, 2: 113})])
 def test_a_forward_and_backward_on_the_cpu(source, most):
-    """What two ranks say of themselves and of each other takes 40 of them, collectives included."""
+    """Two ranks take more operations than one, to tell each other of themselves and to check it."""
     problem, group, of_hidden = Problem((8,), 16, 64, torch.float32), dist.group.WORLD, source == "hidden states"
     problem.labels = problem.labels.clamp(min=0)
     hidden, weight, _ = problem.mine(group)

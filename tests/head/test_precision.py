@@ -61,7 +61,8 @@ def test_all(sizes):
 @ranks(1, 2)
 @pytest.mark.parametrize("what, grads", [("hidden", "constant"), ("weight", "drawn")])
 def test_a_common_direction(what, grads):
-    """Of all tokens, or all columns: the labels' rows and the product are large and nearly cancel in dW, or in dx.
+    """Tokens, or columns, share a direction: the labels' rows and the product are large and nearly cancel in dW, or in
+    dx.
 
     Rounded apart, or summed in 16 bits, they would err 1.4 x and more.
     """

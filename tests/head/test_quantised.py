@@ -16,7 +16,7 @@ T, D, V = 24, 16, 40
 
 
 class Packed(Tensor):
-    """As torchao's tensors are: a subclass that says its own numbers, and that no product knows."""
+    """Tensor subclass like torchao's, which dequantises itself and which no product takes."""
 
     made: list
 

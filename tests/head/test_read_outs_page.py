@@ -163,7 +163,7 @@ def test_what_is_refused():
 @ranks(1, 2)
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
 def test_two_tensors_of_labels_are_refused_on_every_rank(layout):
-    """Before anything is sent; and what the message advises gives the log-probabilities of both."""
+    """The refusal comes before any message, and its advice gives the log-probabilities of both."""
     torch.manual_seed(3)
     size, rank = dist.get_world_size(), dist.get_rank()
     hidden, weight, labels = torch.randn(4, 6), torch.randn(8, 6), torch.randint(8, (4,))

@@ -1,4 +1,4 @@
-"""On a GPU no operator of the head sums in an order that changes from run to run."""
+"""Operators of the head, of which none sums on a GPU in an order that changes from run to run."""
 
 import os
 from pathlib import Path
@@ -120,7 +120,7 @@ def test_every_read_out_of_the_head_is_called():
 @pytest.mark.parametrize("side", ["Triton", "plain"])
 @pytest.mark.parametrize("name", CALLS)
 def test_no_operator_adds_by_chance(name, side, monkeypatch):
-    """With Triton's passes, whose kernels have no atomics and are left out here, and without Triton."""
+    """Triton's kernels have no atomics and are left out here; the other side has no Triton."""
     from triton.runtime.jit import JITFunction
 
     def leave_out(kernel, *args, **kwargs):
@@ -153,7 +153,7 @@ def test_what_adds_by_chance_is_seen():
 
 @pytest.mark.parametrize("numbers", [1, 63, 64, 65, 128, 5000])
 def test_prefix_sums_by_products(numbers):
-    """In another order than `cumsum`'s."""
+    """The products add in another order than `cumsum`."""
     x = torch.rand(3, numbers)
     with cuda_branches(), NoChance():
         found = prefix_sums(x, torch.float64)

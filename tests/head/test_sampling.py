@@ -138,7 +138,7 @@ def check_more_equals_than_k():
 @ranks(1, 2)
 @pytest.mark.parametrize("top_k", [41, 5000])
 def test_k_above_the_vocabulary_keeps_all_of_it(top_k):
-    """Of a large k the ranks first tell each other their size: one that refuses is heard there."""
+    """Ranks first tell each other their size for a large k: one that refuses is heard there."""
     group, rank, own = dist.group.WORLD, dist.get_rank(), own_columns(40)
     z, labels = drawn()
     labels[0, 1] = 1  # at -inf
@@ -173,7 +173,7 @@ def test_bytes():
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [50, None])
 def test_from_hidden_states_only_a_chunk_of_logits(top_k):
-    """As on a GPU, where nothing waits to see whether logits tie."""
+    """Nothing waits to see whether logits tie, as on a GPU."""
     tokens, width, columns = 1024, 256, 8192
 
     def call(hidden, weight, labels, group, layout):
@@ -256,7 +256,7 @@ def test_top_p_of_shards_that_are_not_equal(chunk_tokens):
 @ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_a_refusal_is_of_the_dtype_that_others_wait_for(dtype):
-    """Under autocast too, where hidden states are not of the dtype that is computed in."""
+    """Autocast computes in another dtype than that of the hidden states."""
     group, rank = dist.group.WORLD, dist.get_rank()
     labels = torch.zeros(4).long()
     weight = torch.ones(10, 3 + rank, dtype=dtype)  # the second rank's does not fit
@@ -308,7 +308,7 @@ def test_a_prefix_of_exactly_top_p_is_enough(top_k):
 
 
 def test_top_p_beside_another_read_out_writes_no_padding_column():
-    """What pads the vocabulary gets no gradient, whatever was in the memory that the pass over rows fills."""
+    """Columns that pad the vocabulary get no gradient, whatever was in the memory that the pass over rows fills."""
     g = torch.Generator().manual_seed(7)
     hidden, weight = torch.randn(6, 4, generator=g), torch.randn(33, 4, generator=g)
     labels, vocab = torch.randint(0, 15, (6,), generator=g), VocabShard(0, 33, 15)

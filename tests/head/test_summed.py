@@ -180,7 +180,7 @@ def test_other_calls_make_their_gradient_in_backward(name):
 
 
 def test_half_precision_keeps_its_range():
-    """Its gradient is made in backward, where the loss scale is known."""
+    """The gradient is made in backward, where the loss scale is known."""
     problem = Problem((8, 5), dtype=torch.float16)
     loss = linear_cross_entropy(*problem.mine(None)[:2], problem.labels, reduction="mean")
     assert loss.grad_fn.name() != "SummedHeadBackward"

@@ -36,7 +36,7 @@ def test_a_bound_changes_nothing(layout):
 @pytest.mark.parametrize("call", [linear_cross_entropy, linear_log_probs])
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
 def test_flops_without_a_wait(call, layout):
-    """On fake tensors whoever reads a value fails."""
+    """Fake tensors fail where a value is read."""
     tokens, width, columns, bound = 64, 8, 48, 10
     found = costs(partial(call, cache=1, skip_ignored=bound), layout, (tokens, width, 2 * columns, 2))
     assert found.flops == 6 * (2 * bound if layout == "sequence" else bound) * width * columns

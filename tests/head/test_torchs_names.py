@@ -58,7 +58,7 @@ def test_torchs_name_of_an_argument_is_told(function, given, told):
 
 @pytest.mark.parametrize("name", [name for name in head.__all__ if name.islower() and "mode" not in name])
 def test_options_are_by_keyword_and_each_is_named(name):
-    """What says where the vocabulary lies may stand in a place, and the number that a function is of."""
+    """Only tensors, the layout of the vocabulary, and a function's main parameters may be positional."""
     places = {"indices", "k", "top_k", "top_p", "temperature", "direction", "beta", "teacher_hidden", "teacher_weight"}
     places |= {"hidden", "weight", "labels", "logits", "student_hidden", "student_weight", "student_logits"}
     places |= {"teacher_logits", "tp_group", "hidden_layout", "vocab"}

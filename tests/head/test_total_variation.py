@@ -25,7 +25,7 @@ def drawn(*shape, seed):
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("cases", [16, *slow(64)])
 def test_with_the_loss_of_all_predictions(cases):
-    """Of one draft of each target, or several; some of which count."""
+    """Each target has one draft or several, of which some count."""
     for number in range(cases):
         check_read(partial(heads.read, several=0.8), number, ["loss", "total variation"])
 

@@ -212,7 +212,7 @@ def compare_nucleus(
 
 
 def compare_selection(device: str, dtype: torch.dtype, columns: int, numbers: tuple[int, ...] = (1, 5, 70)) -> None:
-    """Of many equal numbers, so that rows have more of the k-th than candidates, as many, and none."""
+    """Compare selections from rows of equal numbers, with more of the k-th than candidates, as many, and none."""
     generator = torch.Generator().manual_seed(columns)
     z = torch.randn(7, columns + 5, generator=generator).to(device, dtype)[:, :columns]
     z[1], z[2] = 1.0, z[2].clamp(max=0.5)
@@ -243,8 +243,8 @@ def compare_selection(device: str, dtype: torch.dtype, columns: int, numbers: tu
 
 
 def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict, grads: list[str]) -> None:
-    """Of every rank's statistics, from shards of which one has no finite logit and one no column, and tokens that do
-    not count, have no finite logit, and are certain of their label."""
+    """Compare the terms of every rank's statistics, from shards of which one has no finite logit and one no column, and
+    of tokens that do not count, have no finite logit, and are certain of their label."""
     generator = torch.Generator().manual_seed(ranks)
     tokens, columns = 150, 12  # two programs, the second not full
     z = 6 * torch.randn(tokens, ranks * columns, generator=generator, dtype=dtype)
@@ -314,7 +314,7 @@ EXCHANGES = (
 
 
 def compare_exchange_checks(device: str, fault: str, ranks: int, softcap: float | None, tokens: int) -> None:
-    """What ranks said and sent, sound or with one fault: the kernel's five answers beside the error of plain checks."""
+    """Compare the kernel's five answers with the error of plain checks, for an exchange without or with a fault."""
     generator = torch.Generator().manual_seed(tokens)
     call = ResolvedHead(None, VocabShard(0, 10, 10 * ranks), softcap=softcap, largest=softcap)
     stats = torch.randn(ranks, statistics.SENT, tokens + 1, generator=generator)
@@ -368,7 +368,7 @@ SIZES = (0, 1, 700, 8193, 20000)
 
 
 def compare_ids_exist(device: str, dtype: torch.dtype, count: int, spared: int | None) -> None:
-    """With all ids in place, one below, one above and one that is spared, the last of them: more than one step's."""
+    """Compare checks of ids, for one step and several: all in range, or the last one below, above or spared."""
     for wrong in (None, -1, 100, 120):
         ids = torch.arange(count, dtype=dtype, device=device) % 100
         if wrong is not None and count:

@@ -123,7 +123,7 @@ def test_distillation(kind, zero):
 
 @ranks(2)
 def test_their_losses_train_our_worker():
-    """As ours do: loss and norm of a step, from log-probabilities filtered or not, and from a teacher's top-k."""
+    """Loss and gradient norm of a step are those of our losses, with filters or without, and for a teacher's top-k."""
     for generation in ({"temperature": 0.7}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}):
         config = tiny_config(tp=2, generation=generation)
         data = with_teacher(tiny_batch(8))

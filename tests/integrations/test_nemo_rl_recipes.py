@@ -31,7 +31,7 @@ STARTS = (0, LENGTH, 2 * LENGTH)
 
 
 def losses(parts, filtered: bool, fused: bool):
-    """Those of NeMo-RL that take log-probabilities. Only this one knows of top-k and top-p."""
+    """Names and losses of NeMo-RL that take log-probabilities; under top-k or top-p only the first."""
     f, settings = parts.losses, {"use_fused_linear_logprobs": fused}
     # The penalty is on log-probabilities without a filter, which NeMo-RL takes from whole logits, never from packs.
     penalty = 0.0 if filtered else 0.02
@@ -90,12 +90,12 @@ class Recipe:
         return self.process(loss, self.parts.megatron.apply_temperature_scaling(made, sampling), sampling, False)
 
     def fused(self, loss, sampling):
-        """By NeMo-RL's own switch."""
+        """Loss by NeMo-RL's own switch."""
         with patched(chunk_size=3, temperature=1.0 if sampling is None else sampling.temperature):
             return self.process(loss, self.forward(fused=True), sampling, True)
 
     def read(self, loss, sampling):
-        """From read-outs, with NeMo-RL's loss alone."""
+        """Loss of NeMo-RL on log-probabilities from our read-outs."""
         starts = torch.tensor(STARTS, dtype=torch.int32) if self.packed else None
         labels_SB = self.cut.split(next_tokens(self.ids, starts), 1).transpose(0, 1)
         top_k, top_p, temperature = None, 1.0, 1.0
@@ -127,7 +127,7 @@ class Recipe:
 
 
 def compare(parts, *, packed: bool, sequence_parallel: bool) -> int:
-    """How many values were compared, each with its gradients."""
+    """Compares values and gradients with the unfused ones, and returns how many values it compared."""
     compared = 0
     for name, sampling in samplings(parts):
         recipe = Recipe(parts, packed, sequence_parallel)

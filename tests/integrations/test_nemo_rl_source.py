@@ -296,7 +296,7 @@ def test_the_dtensor_path():
 
 @ranks(1, 2)
 def test_cross_tokenizer_functions():
-    """What the losses of another tokenizer's teacher call."""
+    """Losses whose teacher has another tokenizer call these functions."""
     world, rank = dist.get_world_size(), dist.get_rank()
     with source() as parts, model_parallel(tp=world):
         from megatron.core import parallel_state

@@ -1,4 +1,4 @@
-"""What `apply()` says of itself: which names it replaced, in which modules, and how often ours ran since."""
+"""Report of `apply()`: which names it replaced, in which modules, and how often ours ran since."""
 
 import functools
 import importlib

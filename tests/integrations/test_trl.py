@@ -129,7 +129,7 @@ def test_from_logits(dtype, k):
 
 
 def test_masks_of_rows():
-    """Of the shape of the ids, or a number for each token; a 0 anywhere leaves the token out."""
+    """Masks have the shape of the ids, or a number for each token; a 0 anywhere leaves the token out."""
     z, index = torch.randn(2, 3, 40, requires_grad=True), torch.randint(40, (2, 3, 3))
     wanted, _ = truth(z.detach(), index)
     of_tokens = torch.tensor([[1, 0, 1], [0, 1, 1]])
@@ -210,7 +210,6 @@ def test_a_weight_of_another_dtype():
 
 
 def test_what_is_left_to_theirs():
-    """Not silently: the warning says why."""
     calls = []
     head = ours._fused_head(SimpleNamespace(apply=lambda *given: calls.append(given)))
     hidden, weight, targets = torch.randn(7, 16), torch.randn(50, 16), torch.zeros(7).long()
@@ -389,7 +388,7 @@ def test_online_steps(kind, options, tmp_path, monkeypatch):
 @with_trl
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_distillation_steps(beta, tmp_path, monkeypatch):
-    """Of a student on its own answers."""
+    """The student is distilled on its own answers."""
     model, tokenizer = _parts(tmp_path)
     torch.manual_seed(5)
     teacher = type(model)(model.config)

@@ -66,7 +66,7 @@ def same(found, wanted):
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("sequence_parallel", [None, "gathered", "viewed", "split in backward"])
 def test_linear_cross_entropy(sequence_parallel):
-    """In Megatron's path hidden states may come out of a gather that adds up the gradients of the ranks, or not."""
+    """Hidden states in Megatron's path may come out of a gather, whose backward adds up the ranks' gradients or not."""
     world, rank = dist.get_world_size(), dist.get_rank()
     hidden, weight, labels = drawn()
     leaves = [x.clone().requires_grad_() for x in (hidden, weight)]

@@ -1,4 +1,4 @@
-"""What every rank sees is raised before anything is communicated; what one rank sees, in the exchange of the call."""
+"""Faults of arguments: raised before any message where every rank sees them, else in the exchange of the call."""
 
 import dataclasses
 

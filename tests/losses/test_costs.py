@@ -16,7 +16,7 @@ TOKEN_BYTES = 68
 
 
 def cost(call):
-    """Of forward and backward of `call(hidden, weight, labels, group)`, a scalar or a tensor with its gradient."""
+    """Measure `call(hidden, weight, labels, group)`, which runs forward and backward."""
     with one_rank_of(R) as group:
         hidden = torch.empty(B, S, D, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(V // R, D, dtype=torch.bfloat16, requires_grad=True)
@@ -42,7 +42,7 @@ OF_LOG_PROBS = {
 
 
 def of_log_probs(name, head, mask, options):
-    """Of hidden states, weight and labels, a mask, and more options."""
+    """Call the loss `name` with `head`, which is hidden states, weight and labels."""
     kind, own, per_token = OF_LOG_PROBS[name]
     of_rows = {GRPOLoss: [torch.zeros(len(mask))], KTOLoss: [torch.ones(len(mask)).bool()]}.get(kind, [])
     return kind(cache=1, **own, **options)(*head, *of_rows, mask=mask, **dict.fromkeys(per_token, mask))
@@ -72,7 +72,7 @@ OF_ALL = {name: partial(of_log_probs, name) for name in OF_LOG_PROBS} | {
 
 @pytest.mark.parametrize("name", OF_ALL)
 def test_masked_tokens_make_no_product(name):
-    """Those that count are multiplied, or as many as the bound says."""
+    """Products take the tokens that count, or as many as the bound says."""
     rows, length, width, columns = 4, 8, 6, 48
     hidden, weight = torch.randn(rows, length, width), torch.randn(columns, width)
     labels, mask = torch.randint(columns, (rows, length)), torch.zeros(rows, length)

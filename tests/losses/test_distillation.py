@@ -32,7 +32,7 @@ def test_over_few_columns_only_these_are_computed():
 
 
 def test_nothing_is_left_for_the_bucket():
-    """Beside ids that have all of the probability: finite, and 0 between equals."""
+    """The loss is 0 between equals and its gradient finite where ids have all of the probability."""
     z = torch.tensor([[0.0, 1.0, -torch.inf]], dtype=torch.float64).log_softmax(-1)[:, :2].requires_grad_()
     found, _ = TopKDistillationLoss(bucket=True, divergence="reverse").from_log_probs(z, z.detach())
     assert abs(found) < 1e-12
@@ -159,7 +159,7 @@ def test_teacher_weight_takes_bits_and_logit_dtype_of_student(ids_of, monkeypatc
 
 
 def test_a_teacher_with_a_temperature_of_its_own_is_refused():
-    """Which was dropped in silence."""
+    """The teacher's temperature was once dropped in silence."""
     (hidden, weight), (teacher_hidden, teacher_weight), _ = heads()
     teacher = LmHead(teacher_weight, temperature=1.7)
     said = "teacher_weight has temperature 1.7: the student's, 2.0, divides the logits of both"
@@ -177,7 +177,7 @@ def test_a_teacher_with_a_temperature_of_its_own_is_refused():
 
 @pytest.mark.parametrize("option", ["bucket", "zero_outside_topk"])
 def test_repeated_ids_are_refused_beside_what_is_outside_of_them(option):
-    """Where the token counts: padding may have any ids. Without an outside an id may be two outcomes."""
+    """Padding may have any ids, and a loss without an outside may have an id twice."""
     x, w, ids = torch.randn(4, 3), torch.randn(10, 3), torch.tensor([[0, 1], [2, 2], [3, 4], [5, 6]])
     log_probs = torch.full((4, 2), 0.25).log()
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -193,7 +193,7 @@ def test_repeated_ids_are_refused_beside_what_is_outside_of_them(option):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_logits_are_no_log_probabilities_for_the_bucket(dtype):
-    """Of tokens that count; rounded log-probabilities, whose sum may be above 1, are some."""
+    """Tokens that do not count may have logits, and the sum of rounded probabilities may be above 1."""
     x, w, logits = torch.randn(4, 3), torch.randn(4096, 3), torch.randn(4, 4096) * 3
     loss, (values, ids) = TopKDistillationLoss(bucket=True), logits.topk(64)
     with pytest.raises(ValueError, match="teacher_topk_logits has a token that counts whose exponentials add up to m"):

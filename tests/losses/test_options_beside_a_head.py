@@ -35,7 +35,7 @@ def called(name, weight, **options):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_log_probabilities_have_the_bits_that_are_asked_for(name):
-    """Those of the head with these bits, in any chunks; the switch asks for them too."""
+    """The bits are those of the head with the same `bits`, in any chunks; the switch asks for them too."""
     kind, given = LOSSES[name]
     labels, (hidden, weight) = rows().labels, [x.float().requires_grad_() for x in head()]
     given = given | {"mask": (labels != -100).float()}
@@ -173,7 +173,7 @@ def test_teacher_with_other_shards_or_bits_is_refused():
 
 @ranks(2)
 def test_replaced_head_of_a_linear_layer_stays_unsharded():
-    """In a Megatron job, where None as the group means Megatron's."""
+    """A group of None means Megatron's in a Megatron job."""
     from tests.gpt import model_parallel
 
     with model_parallel(tp=2):

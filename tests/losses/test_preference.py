@@ -101,7 +101,7 @@ def test_metrics():
 
 
 def test_a_reference_that_was_forgotten():
-    """Without it the loss would be another one; who wants that says so."""
+    """A loss without a reference is another loss, which has to be asked for."""
     log_probs, reference_log_probs = drawn(4, S), drawn(4, S, seed=1)
     desirable = torch.tensor([True, False, True, False])
     for kind, given in ((DPOLoss, ()), (KTOLoss, (desirable,))):
@@ -176,7 +176,7 @@ def test_a_mean_below_0_is_no_divergence(kl):
 
 @pytest.mark.parametrize("logit", [2.0, 10.0, 20.0, 30.0])
 def test_odds_near_certainty_lose_digits_as_derived(logit):
-    """Of two tokens with logits x and 0 the first has log odds x: off by a rounding of log p over 1 - p, no more."""
+    """The first of two tokens with logits x and 0 has log odds x: off by a rounding of log p over 1 - p, no more."""
     x = torch.tensor([[[logit]], [[1.0]]], dtype=torch.float64, requires_grad=True)
     weight = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
     labels = torch.zeros(2, 1, dtype=torch.int64)

@@ -110,11 +110,11 @@ class Configuration:
 
     @property
     def sizes(self) -> dict:
-        """Of Megatron's groups."""
+        """Sizes of Megatron's groups."""
         return (LAYOUTS.get(self.layout) or ENGINE_LAYOUTS[self.layout])[0]
 
     def settings(self, engine: bool) -> dict:
-        """Of the config, for Transformer Engine's layers or for others."""
+        """Return the config's settings, for Transformer Engine's layers or for others."""
         more = {"mtp_num_layers": 1} if self.mtp else {}
         if self.layout in LAYOUTS:
             return LAYOUTS[self.layout][1] | more | ({"transformer_impl": "transformer_engine"} if engine else {})
@@ -151,7 +151,7 @@ def build(one: Configuration, way: str) -> list:
 
 
 def why_no_spec(one: Configuration) -> str | None:
-    """Why our layer spec does not serve this Megatron's model; "all" is then the other two ways."""
+    """Return why our layer spec does not serve this Megatron's model, or None; "all" is then the other two ways."""
     from megatron_ext.megatron import versions
 
     if one.layout.startswith("mla"):
@@ -160,7 +160,7 @@ def why_no_spec(one: Configuration) -> str | None:
 
 
 def why_not_local(one: Configuration) -> str | None:
-    """Why Megatron's local layers cannot be built as the configuration has them."""
+    """Return why Megatron's local layers cannot be built as the configuration has them, or None."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     if one.layout.startswith("mla") and "k_channels" not in inspect.signature(DotProductAttention.__init__).parameters:
@@ -224,7 +224,7 @@ class measure:  # what the pool calls, as it calls a test
 
 
 def run_one(pools: list, one: Configuration, way: str, steps: int) -> dict:
-    """What `train` found, or {"error": the last line of the first traceback there is}."""
+    """Return the results of `measure`, or {"error": the last line of the first traceback there is}."""
     if not pools:
         pools.append(_Pool(2))
     with tempfile.TemporaryDirectory() as folder:
@@ -278,7 +278,7 @@ def passed(way: str, result: dict) -> bool:
 
 @dataclass(frozen=True)
 class Results:
-    """What is kept in docs/`page`_matrix.json, and shown in docs/`page`.md."""
+    """Results kept in docs/`page`_matrix.json, and shown in docs/`page`.md."""
 
     page: str
 

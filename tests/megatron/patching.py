@@ -1,4 +1,4 @@
-"""What the tests of the GPTModel patch share: a small batch, a patch for a while, gradients to compare."""
+"""Helpers of the tests of the GPTModel patch: a small batch, a patch for a while, gradients to compare."""
 
 import functools
 import inspect

@@ -44,7 +44,7 @@ def test_the_fused_head_takes_batch_and_says_so(model, by):
 
 @on_gpt()
 def test_bits_are_an_option_of_patch_and_output_processors(model):
-    """What is asked for goes before the mode."""
+    """Options that are given go before the batch-invariant mode."""
     with fixed_calls() as calls:
         tokens, labels, _ = batch()
         for bits, fixed in (("tensor_parallel", 1), ("batch", 1), ("fast", 0), (None, 0)):
@@ -89,7 +89,7 @@ def test_bits_are_refused_where_megatron_makes_the_logits(model):
 
 @contextmanager
 def vllm_asked():
-    """What verl sets in every process where `rollout.full_determinism` is True, and who runs TRL's vLLM by hand."""
+    """Set vLLM's variable, as verl does where `rollout.full_determinism` is True, and users of TRL's vLLM by hand."""
     with mock.patch.dict(os.environ, {checks.VLLMS: "1"}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "VLLM_BATCH_INVARIANT is set")
         yield
@@ -130,7 +130,7 @@ def test_the_mode_reaches_every_head(on):
 
 @on_gpt()
 def test_free_memory_does_not_change_repeated_runs(model):
-    """Under Megatron's `deterministic_mode`, which is said once."""
+    """Megatron's `deterministic_mode` bounds the cache, and one warning says so."""
     with patched(cache="auto"):
         tokens, labels, _ = batch()
         heads, resolved = [], LmHead.resolved

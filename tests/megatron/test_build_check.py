@@ -1,4 +1,4 @@
-"""What would be fused, told of models that are built and not yet trained."""
+"""Report of what would be fused, for models that are built and not yet trained."""
 
 from functools import partial
 

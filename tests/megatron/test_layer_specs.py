@@ -1,4 +1,4 @@
-"""What our layer specs refuse, by the name of the setting; and norms in checkpoints."""
+"""Settings that our layer specs refuse by name, the layers that they build, and norms in checkpoints."""
 
 import functools
 
@@ -52,7 +52,7 @@ def test_settings_that_need_other_layers_are_refused(name, value):
 @ranks(1, 2)
 @pytest.mark.parametrize("freq", [1, [0, 1], [1, 0]], ids=["all", "second", "first"])
 def test_layer_spec_has_experts_where_the_config_says(freq):
-    """It built a dense model; loss and gradients are those of Megatron's own specs."""
+    """Loss and gradients are those of Megatron's own specs; the spec once built a dense model."""
     pipeline = torch.distributed.get_world_size()
     with model_parallel(pp=pipeline):
 

@@ -1,4 +1,4 @@
-"""What the GPTModel patch promises beside its numbers: how it comes and goes, its options, its errors, its costs."""
+"""Promises of the GPTModel patch beside its numbers: how it comes and goes, its options, its errors, its costs."""
 
 import functools
 import gc
@@ -245,7 +245,7 @@ def test_gradients_go_into_main_grad_and_none_is_deferred():
 
 @grouped(1)
 def test_megatron_drains_what_was_deferred_and_nothing_else():
-    """Its own function fails where there is nothing to compute, and the fused head defers nothing."""
+    """Megatron's own function fails where there is nothing to compute, and the fused head defers nothing."""
     stock, calls = utils.drain_embedding_wgrad_compute, []
     try:
         with patched():

@@ -1,4 +1,4 @@
-"""What a proved loss or output layer reads beside its arguments may change later: then the proof holds no longer."""
+"""Values that a proved loss or output layer reads beside its arguments: once they change, the proof holds no longer."""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""What the GPTModel patch refuses, what it leaves to Megatron, and what it says."""
+"""Refusals and messages of the GPTModel patch, and models that it leaves to Megatron."""
 
 import re
 import warnings
@@ -120,7 +120,7 @@ def weight_in_pieces(model):
 
 
 def mxfp8_layer(model):
-    """Which names a softcap, as the advice for linear layers of one's own has it: that must not bring it in."""
+    """Name a softcap in the layer's class, as a user's own linear layers should: the name must not have it fused."""
     kind = type("TELMHeadColumnParallelLinear", (type(model.output_layer),), {"softcap": None})
     model.output_layer.__class__ = vars(transformer_engine)[kind.__name__] = kind
 
@@ -177,7 +177,7 @@ def test_unknown_linear_cross_entropy_stays_with_megatron(model, labels, name):
 
 @on_gpt()
 def test_the_loss_stays_a_method_of_the_model(model, labels):
-    """Whoever is handed it during a forward, as output processors are, finds the model by it."""
+    """Code that is handed the loss during a forward, as output processors are, finds the model by it."""
     seen = []
     kind = type(model)
 
@@ -193,7 +193,7 @@ def test_the_loss_stays_a_method_of_the_model(model, labels):
 
 @grouped(1)
 def test_a_stand_in_for_a_model_is_left_alone():
-    """As tests of a class's `forward` call it: no module, with a function for an output layer."""
+    """Tests of a class's `forward` call it so: on an object that is no module, with a function for an output layer."""
 
     class Model(LanguageModule):
         def forward(self, hidden, labels=None):

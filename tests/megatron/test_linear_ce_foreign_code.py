@@ -36,7 +36,7 @@ def subclass_that_calls_super(model):
 
 
 def function_of_the_cross_entropy(model):
-    """As MindSpeed replaces it, here with another result."""
+    """Replace a function of the cross entropy as MindSpeed does, here with another result."""
     owner = cross_entropy.VocabParallelCrossEntropy
     own = owner.calculate_cross_entropy_loss
 
@@ -78,7 +78,7 @@ def backward_of_the_copy_to_ranks(model):
 
 
 def quantizer_inside(model):
-    """As Model-Optimizer changes a layer's class and gives it quantizers."""
+    """Change the layer's class and give it a quantizer, as Model-Optimizer does."""
 
     class Quantizer(torch.nn.Module):
         def forward(self, x):
@@ -145,7 +145,7 @@ def loss_of_more(model, *given, **named):
 
 
 def layer_of_more(model):
-    """Of an output layer that is called with a factor, first in the patch with one that changes nothing."""
+    """Call the output layer with a factor; the first one in the patch changes nothing."""
     factors = iter([2.0, 1.0, 3.0])
 
     class Scaled(type(model.output_layer)):
@@ -229,7 +229,7 @@ def _not_reentrant(function, _, hidden):
 @on_gpt()
 @pytest.mark.parametrize("checkpointed", [tensor_parallel.checkpoint, _not_reentrant])
 def test_a_checkpointed_loss_is_kept_and_no_other_one_is_taken(model, labels, checkpointed):
-    """Its function runs again in backward, where the model is not patched."""
+    """Backward runs the checkpointed function again, where the model is not patched."""
 
     class Checkpointed(type(model)):
         def _postprocess(self, hidden_states, *args, labels=None, **kwargs):

@@ -20,7 +20,7 @@ SLOW = (pytest.mark.slow, pytest.mark.each_version)
 
 
 def shard(model, reshard: bool) -> None:
-    """As Megatron's TorchFullyShardedDataParallel does: layers, embedding and output layer, then the whole."""
+    """Shard as Megatron's TorchFullyShardedDataParallel does: layers, embedding and output layer, then the whole."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     output = [] if model.output_layer.weight is None else [model.output_layer]
     for module in (model.embedding, *model.decoder.layers, *output, model):

@@ -103,7 +103,7 @@ class Squashed(torch.autograd.Function):
 
 
 def losses(model, change):
-    """Of a model whose output layer has a hook that gives `change(logits)` on."""
+    """Return the losses of a model whose output layer has a hook that gives `change(logits)` on."""
     with model.output_layer.register_forward_hook(lambda module, inputs, outputs: (change(outputs[0]), outputs[1])):
         return run(model, batch()[1])
 

@@ -137,7 +137,7 @@ def test_context_parallel(packed):
 @grouped(2, over="cp")
 @pytest.mark.parametrize("layers", [0, 2], ids=["main", "and multi-token prediction"])
 def test_a_label_that_one_context_parallel_rank_holds(layers):
-    """It alone can refuse it: the other hears of it where the log-probabilities are joined."""
+    """Refusals reach the other rank where the log-probabilities are joined."""
     tokens = tiny_batches(batch=1, seq=15)[0]
     wrong = tokens.clone()
     wrong[0, 15] = VOCAB  # the label of position 14, of rank 0's part
@@ -155,7 +155,7 @@ def test_a_label_that_one_context_parallel_rank_holds(layers):
 @on_gpt(tp=2, mtp_num_layers=1)
 @pytest.mark.parametrize("masked", [True, *slow(False)], ids=["masked", "all"])
 def test_multi_token_prediction_predicts_the_same_tokens(model, masked):
-    """As if Megatron were called with shifted labels and the mask that belongs to them."""
+    """Results are those of Megatron called with shifted labels and the mask that belongs to them."""
     ids = batch()[0]
     mask = torch.ones_like(ids)
     mask[0, :3] = 0 if masked else 1

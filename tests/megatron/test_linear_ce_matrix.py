@@ -34,7 +34,7 @@ def compare(sizes: dict, *, spec=None, step=None, **overrides) -> None:
 
 
 def packed_step(microbatches: Iterator[Tensor], model):
-    """As `tests.gpt.forward_step`, with the micro-batch packed into one row of documents."""
+    """Do as `tests.gpt.forward_step`, with the micro-batch packed into one row of documents."""
     tokens_BS = next(microbatches)
     count, seq = tokens_BS.shape[0], tokens_BS.shape[1] - 1
     first = seq // 2  # documents of two lengths: the first row is cut in two

@@ -99,7 +99,7 @@ def test_hybrid_with_mamba_layers(ours):
 
 @on_gpt()
 def test_a_loss_that_megatron_binds_once(model):
-    """As newer versions choose it when the model is built: the head still goes in."""
+    """Newer versions bind the loss when the model is built: the fused head still takes its place."""
     model.compute_language_model_loss = functools.partial(type(model).compute_language_model_loss, model)
     own = dict(vars(model))
     compare(model)

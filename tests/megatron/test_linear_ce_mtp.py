@@ -26,7 +26,7 @@ BUILDS = {"gpt": partial(one_gpt, mtp_num_layers=2), "hybrid": partial(tiny_hybr
 
 
 def logged() -> dict:
-    """What Megatron logs of multi-token prediction, cleared for the next step."""
+    """Return Megatron's log of multi-token prediction, and clear it for the next step."""
     tracker = MTPLossLoggingHelper.tracker
     found = {name: value.clone() for name, value in tracker.items() if isinstance(value, torch.Tensor)}
     tracker.clear()
@@ -83,7 +83,6 @@ def test_acceptance_counts(build):
 
 @grouped(2)
 def test_without_labels_the_layers_train_on_tokens():
-    """From 0.19 on: the model returns logits, and its layers of multi-token prediction take losses without any."""
     model = BUILDS["gpt"]()
     if not takes_losses_without_labels(model):
         pytest.skip("before Megatron-Core 0.19 multi-token prediction takes no loss without labels")

@@ -191,7 +191,7 @@ def test_what_is_not_proved_on_one_rank_is_fused_on_none(model, labels):
 
 @on_gpt(tp=2, sequence_parallel=True)
 def test_a_change_on_one_rank_reaches_the_others(model, labels):
-    """Before the first call the model keeps its own loss on all; later every rank raises, and none waits."""
+    """Changes before the first call leave all ranks the model's own loss; later every rank raises, and none waits."""
     first, stock = dist.get_rank() == 0, run(model, labels)
     change = unchanging_decorator(model) if first else contextlib.nullcontext()
     with patched(), change, warnings.catch_warnings(record=True, action="always") as caught:
@@ -252,7 +252,7 @@ def test_a_loss_that_cannot_take_a_sample_is_not_compared(model, labels):
 @on_gpt()
 @pytest.mark.parametrize("left_out", [0, 3])
 def test_a_loss_that_leaves_out_padding_is_not_fused(model, left_out):
-    """Of which the first batch has none."""
+    """Padding is absent from the first batch."""
     labels = batch()[1].clamp(8, VOCAB - 8)
     kind = type(model)
 

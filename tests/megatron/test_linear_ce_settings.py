@@ -15,9 +15,9 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from megatron_ext.experimental.pipeline_vocabulary.vocabulary_sharing import output_layer_fault
 from megatron_ext.head import LmHead
-from megatron_ext.head.training_loss import TrainingLoss
 from megatron_ext.megatron.fused_loss import megatron_log
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.fused_loss.training_loss import TrainingLoss
 from megatron_ext.megatron.fusion_report import ModelFusion, fusion_report, reset_fusion_report
 from megatron_ext.megatron.language_model_patch import forward_with_fused_head, patch_language_models
 from megatron_ext.megatron.layer_specs import gpt_layer_spec
@@ -47,7 +47,7 @@ CHANGED = {"z_loss": 0.03, "label_smoothing": 0.2, "softcap": 0.4, "temperature"
 
 
 def reference(logits, labels, *, z_loss=0.0, label_smoothing=0.0, softcap=None, temperature=1.0):
-    """Of whole logits `[B, S, V]` the losses `[B, S]` without z-loss, the z-loss, and the entropies."""
+    """Return losses `[B, S]` without z-loss, the z-loss, and the entropies, of whole logits `[B, S, V]`."""
     z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     z = z / temperature
     loss = F.cross_entropy(z.transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing)
@@ -187,7 +187,7 @@ def training_script(rank, *, writes):
 
 @grouped(2)
 def test_z_loss_entropy_and_counts_in_megatrons_log():
-    """By the script's own weights of the tokens, and in the form in which the script logs its loss."""
+    """Means are by the script's own weights of the tokens, in the form in which the script logs its loss."""
     mask = torch.ones(2, SEQ)
     mask[1, 2:] = 0
 

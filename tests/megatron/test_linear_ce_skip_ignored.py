@@ -70,7 +70,7 @@ def test_labels_given_by_position_are_masked_too(model, labels):
 
 @on_gpt()
 def test_log_probs_of_tokens_that_count(model):
-    """There a mask lies as the token ids do."""
+    """Masks of log-probabilities lie as the token ids do."""
     tokens = batch()[0]
     with patched(), measure() as whole:
         expected = run(model, tokens, tokens, return_logprobs_for_linear_ce_fusion=True)
@@ -84,7 +84,7 @@ def test_log_probs_of_tokens_that_count(model):
 
 @on_gpt()
 def test_a_loss_put_on_later_is_given_the_labels_that_came(model, labels):
-    """In the first call with it as in all others: ids of the vocabulary."""
+    """Labels are ids of the vocabulary in the first call with that loss as in all others."""
     seen = []
     own = type(model).compute_language_model_loss
 

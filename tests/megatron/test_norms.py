@@ -82,7 +82,7 @@ def test_a_wider_residual_comes_out_in_the_weights_dtype(kind):
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_a_wider_residual_runs_under_autocast(kind):
-    """Which ended in torch's "mixed dtype" there; as on CUDA the result has the residual's dtype."""
+    """Autocast once ended in torch's "mixed dtype"; as on CUDA the result has the residual's dtype."""
     norm, x = Norm(config(normalization=kind), 6).bfloat16(), torch.randn(5, 2, 6)
     with torch.autocast("cpu", torch.bfloat16):
         y = norm(x)

@@ -53,7 +53,7 @@ CASES = {
 @on_gpt(tied=False)
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_that_multiplies_its_logits(model, case):
-    """Its factor (muP) is not the teacher's."""
+    """Factors of the student (muP) are not the teacher's."""
     expect, make = CASES[case]
     ids = batch()[0]
     layer, hidden, teacher_hidden = model.output_layer, torch.randn(SEQ, 2, 32), torch.randn(SEQ, 2, 16)

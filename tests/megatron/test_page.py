@@ -1,4 +1,4 @@
-"""What the README and docs/megatron.md say: commands and lines of code run, and the table is what is measured."""
+"""Commands and lines of code of the README and docs/megatron.md, which run, and their table, which is measured."""
 
 import re
 import shlex

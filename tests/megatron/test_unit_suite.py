@@ -65,7 +65,7 @@ def test_that_passes_by_what_others_left():
 
 
 def run_program(folder, tests, *options):
-    """What the program found of these tests, by their names, and its process."""
+    """Run the program on these tests; return its results by name of test, and its process."""
     toys = folder / "tests" / "unit_tests" / "toys"
     toys.mkdir(parents=True)
     for package in (folder / "tests", toys.parent, toys):

@@ -234,7 +234,7 @@ class Run:
 
 
 def outcomes(file, ranks, *, ours, chosen=None, log, patience_s, limit_s):
-    """What became of each test of a file, {id: (outcome, why)}, and why the file could not be collected, or "".
+    """Return each test's outcome in a file, {id: (outcome, why)}, and why the file could not be collected, or "".
 
     Tests that `limit_s` seconds did not suffice for are "not run".
     """
@@ -329,7 +329,7 @@ def folder_of(file):
 
 
 def rows(found, tree, source):
-    """By (source, folder): files that were run of those that there are, world sizes, and how many tests pass."""
+    """Return rows by (source, folder): files run of those there are, world sizes, tests, and tests passed each way."""
     by_folder = {}
     for file, result in found.items():
         by_folder.setdefault(folder_of(file), []).append(result)

@@ -70,7 +70,7 @@ def test_owners_are_all_that_is_replaced():
 
 
 def test_megatron_fsdp_compares_streams(monkeypatch):
-    """Its buffers on main: they ask for NCCL's symmetric memory, and keep a stream where a tensor is on CUDA."""
+    """Buffers of Megatron's main branch ask for NCCL's symmetric memory, and keep a stream for a tensor on CUDA."""
     module = ModuleType("megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer")
 
     class DBuffer:
@@ -251,7 +251,8 @@ def test_nothing_is_left_behind_in_a_new_process(program):
 
 @pytest.mark.parametrize("entered", ["before", "after"])
 def test_megatron_lm_builds_no_kernels(tmp_path, monkeypatch, entered):
-    """Before or after Megatron-LM's module is imported; `megatron` is a namespace, so a folder of ours can hold it."""
+    """The emulation may be entered before or after Megatron-LM's module is imported; `megatron` is a namespace, so a
+    folder of ours can hold that module."""
     package = tmp_path / "megatron" / "legacy" / "fused_kernels"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
@@ -303,7 +304,7 @@ def test_a_gpu_is_neither_used_inside_nor_lost_outside():
 
 
 def test_seeds_reach_the_device_in_forked_processes(monkeypatch):
-    """Where their parent has looked for GPUs, torch built for CUDA does not seed these."""
+    """Torch built for CUDA does not seed forked processes whose parent has looked for GPUs."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     drawn = []
     with megatron_on_cpu():

@@ -1,4 +1,4 @@
-"""What `torch` answers inside the emulation: devices, random numbers, streams, files."""
+"""Answers of `torch` inside the emulation: devices, random numbers, streams, files."""
 
 import copy
 import io
@@ -79,7 +79,7 @@ def test_the_device_has_a_generator_of_its_own():
 
 
 def test_a_number_is_a_device():
-    """As `torch.cuda.current_device()` gives it; a device is torch's own all the same, and its pickle too."""
+    """A number comes from `torch.cuda.current_device()`; the device is torch's own all the same, and its pickle too."""
     with megatron_on_cpu():
         kind = torch.device
         device = torch.device(torch.cuda.current_device())
@@ -153,7 +153,7 @@ def test_outside_random_numbers_go_on_where_the_hosts_stand():
 
 
 def test_states_that_are_referred_to():
-    """As CUDA graphs want them: the device draws from whichever state it was given, and that one moves."""
+    """The device draws from whichever state it was given, and advances that state, as CUDA graphs want."""
     with megatron_on_cpu():
         torch.manual_seed(7)
         device = torch.cuda.default_generators[0]
@@ -216,7 +216,7 @@ def test_streams_and_events():
 
 
 def test_a_graph_that_writes_to_memory_which_is_freed_is_refused():
-    """What was there cannot be put back, and a replay would write where nothing is."""
+    """Freed values cannot be put back, and a replay would write where nothing is."""
     with megatron_on_cpu():
         x = torch.zeros(4, device="cuda")
 

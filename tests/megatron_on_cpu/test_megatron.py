@@ -220,7 +220,7 @@ def test_recompute_draws_the_same_dropout(recompute):
 
 
 def state_of(chunks, optimizer, loading: bool) -> dict:
-    """What Megatron saves and loads: weights and optimizer state, in the format that fits other sizes."""
+    """Weights and optimizer state as Megatron saves and loads them, in the format that fits other sizes."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     model = {f"model{i}": chunk.module.sharded_state_dict() for i, chunk in enumerate(chunks)}
@@ -305,7 +305,7 @@ dist.destroy_process_group()
 
 @ranks(1)
 def test_megatron_may_be_imported_first(tmp_path):
-    """In a process of its own; Megatron's compiled functions, decorated outside, must not compile here."""
+    """Megatron's compiled functions, decorated outside the emulation, must not compile inside it."""
     environment = {**os.environ, "STORE": str(tmp_path / "store"), "PYTHONPATH": ":".join(sys.path)}
     done = alone("-c", IMPORTED_FIRST, env=environment)
     with model_parallel():

@@ -27,7 +27,7 @@ SMALL = Sizes(512, 64, 4096)
 
 
 def test_bytes_are_those_of_real_tensors_on_a_cpu():
-    """On a machine without CUDA, where the meter of the benchmarks sees each tensor."""
+    """The meter of the benchmarks sees each tensor on a machine without CUDA."""
     x, w = torch.randn(512, 64).requires_grad_(), torch.randn(4096, 64).requires_grad_()
     labels = torch.randint(4096, (512,))
     for cache in ("bounded", 1.0, 0.0):
@@ -129,7 +129,7 @@ def test_what_is_not_installed_is_told_with_its_remedy(monkeypatch, capsys):
 
 
 def test_megatron_arguments_give_the_sizes(capsys):
-    """As Megatron pads them: 4000 words to a multiple of 128 times the ranks."""
+    """Megatron pads 4000 words to a multiple of 128 times the ranks."""
     given = "--cache 0 --megatron pretrain_gpt.py --num-layers 2 --hidden-size 64 --seq-length 128 --micro-batch-size 4"
     given += " --vocab-size=4000 --tensor-model-parallel-size 4 --sequence-parallel --bf16 --lr 1e-4"
     programs.main(["memory", *given.split()])

@@ -1,4 +1,4 @@
-"""What NeMo-RL's names cost here: exact FLOPs, bytes and collectives on fake tensors; and rounding in bf16."""
+"""Costs of NeMo-RL's names here: exact FLOPs, bytes and collectives on fake tensors; and rounding in bf16."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_bytes_on_whole_logits(name):
 
 @pytest.mark.parametrize("chunk", [8 * CHUNK, None])
 def test_bytes_of_top_k_50_over_two_ranks(chunk):
-    """What is sent, 50 candidates of each rank for every token, is the most of it."""
+    """Candidates that are sent, 50 of each rank for every token, are most of the bytes."""
 
     def top_50(z, tokens, ids, group):
         return ChunkedDistributedLogprobWithSampling.apply(z, tokens, group, 50, 1.0, chunk)

@@ -52,7 +52,7 @@ def test_sharded_over_the_vocabulary(vocabulary):
 
 @ranks(2, 4)
 def test_sharded_over_the_sequence_too():
-    """In the order that torch's context_parallel gives it; every rank computes the same loss of the whole."""
+    """Tokens lie in the order that torch's context_parallel gives; every rank computes the same loss of the whole."""
     logits, tokens = problem(length=8)
     mesh = mesh_of(2)
     seq_index = torch.tensor([0, 1, 6, 7, 2, 3, 4, 5])
@@ -87,7 +87,7 @@ def test_the_local_part_with_its_columns():
 
 @ranks(2)
 def test_the_chunk_size_is_honoured():
-    """As many chunks as asked for: NeMo-RL drops it on this path."""
+    """NeMo-RL drops the chunk size on this path."""
     logits, tokens = problem(length=8)
     sharded = distribute_tensor(logits, mesh_of(1)["tp"], WHOLE)
     for chunk_size, wanted in ((1, 8), (3, 3), (8, 1)):

@@ -87,7 +87,6 @@ def test_wrong_sampling_and_labels_are_errors_on_every_rank():
 
 
 def test_numbers_of_numpy():
-    """They are what a config file or an array gives."""
     logits, ids = torch.randn(1, 6, 10), torch.randint(10, (1, 6))
     weight, hidden = torch.randn(10, 4), torch.randn(6, 1, 4)
     starts = torch.tensor([0, 2, 6])
@@ -147,7 +146,7 @@ def test_what_stands_at_the_next_position():
 
 @ranks(1, 2, 4)
 def test_sums():
-    """What follows a sum is computed on all ranks: the gradient of each rank's term is the sum's."""
+    """Gradients of each rank's term are the sum's: what follows a sum is computed on all ranks."""
     group, size, rank = dist.group.WORLD, group_size(dist.group.WORLD), dist.get_rank()
     x = torch.tensor([1.0 + rank, 2.0], requires_grad=True)
     total = model_utils.group_all_reduce_sum_with_grad(x, group)

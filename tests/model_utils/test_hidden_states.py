@@ -1,4 +1,4 @@
-"""From hidden states to log-probabilities of next tokens, at every arrangement of ranks.
+"""Log-probabilities of next tokens from hidden states, at every arrangement of ranks.
 
 Values, gradients and collectives of random problems, packed and padded, are those of `tests.fuzz.model_utils`.
 """

@@ -74,7 +74,7 @@ def test_from_vocabulary_to_tokens_and_back():
 
 @ranks(1, 2)
 def test_without_a_group_the_logits_are_whole():
-    """As everywhere in NeMo-RL; also where several ranks run, and none of Megatron's groups exist."""
+    """Whole logits are what NeMo-RL means by no group, also where several ranks run and Megatron has no groups."""
     x = torch.randn(3, 5)
     with count_collectives() as sent:
         for move in (all_to_all_vp2sq, all_to_all_sq2vp):

@@ -1,6 +1,6 @@
-"""From logits to log-probabilities of next tokens, at every arrangement of ranks, against one process.
+"""Log-probabilities of next tokens from logits, at every arrangement of ranks, against one process.
 
-Of random problems, with filters, tokens that do not count and padding: `tests.fuzz.model_utils`.
+`tests.fuzz.model_utils` adds random problems, with filters, tokens that do not count and padding.
 """
 
 import pytest
@@ -155,7 +155,7 @@ def test_wrong_arguments_are_errors_on_every_rank():
 @ranks(2, 4)
 @pytest.mark.parametrize("place", [1, 4, 7])
 def test_an_id_that_only_one_context_parallel_rank_holds(place):
-    """It lies in one rank's part of the sequence; all have the whole target, or learn of it where they meet."""
+    """Other ranks see the id in the whole target, or learn of it where the ranks meet."""
     logits, tokens = problem(length=8)
     for grid in grids():
         mine = grid.own(logits)
@@ -170,7 +170,7 @@ def test_an_id_that_only_one_context_parallel_rank_holds(place):
 
 @ranks(2, 4)
 def test_ids_that_one_rank_alone_is_given():
-    """Of a tensor- or context-parallel group: the others are told in an exchange that they make anyway."""
+    """Other ranks of a tensor- or context-parallel group are told in an exchange that they make anyway."""
     logits, tokens = problem(length=8)
     for grid in grids():
         mine, last = grid.own(logits), torch.distributed.get_world_size() - 1
@@ -196,7 +196,7 @@ def test_columns_that_only_one_context_parallel_rank_has_wrong(sampling):
 
 @ranks(2, 4)
 def test_logits_that_do_not_fit_on_one_context_parallel_rank():
-    """Of another width, by which it takes an id for wrong; of another length: the others hear of it where they meet."""
+    """Widths that make an id wrong, and other lengths: one rank refuses, and the others hear of it where they meet."""
     logits, tokens = problem(length=8)
     tokens[0, 1] = 23
     for grid in grids_with_context():

@@ -86,7 +86,7 @@ def test_lengths_that_the_ranks_cannot_share_are_errors():
 @ranks(2, 4)
 @pytest.mark.parametrize("rolled", [False, True], ids=["whole", "each its own"])
 def test_an_id_that_only_one_context_parallel_rank_holds(rolled):
-    """Of labels split before, one rank alone sees it: the others learn of it where results are joined."""
+    """Labels split before show the id to one rank alone: the others learn of it where results are joined."""
     for grid in grids_with_context():
         logits, tokens, padded = pack(grid)
         parts = SequenceParts(grid.cp_group, cumulative(padded))

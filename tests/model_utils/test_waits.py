@@ -38,7 +38,7 @@ def on_gpus(monkeypatch):
     assign = torch.Tensor.__setitem__
 
     def checked(x, index, value):
-        """On a GPU, where alone it is so, a number for one element is copied there; `fill_` takes it as an argument."""
+        """Refuse a number for one element: a GPU alone has it copied; `fill_` takes the number as an argument."""
         assert isinstance(value, torch.Tensor) or x[index].dim(), "a blocking copy of a number"
         assign(x, index, value)
 
@@ -168,6 +168,6 @@ def test_what_waits_is_seen(waits):
 
 
 def test_a_list_as_an_index_is_seen():
-    """On meta tensors it is out of sight."""
+    """Meta tensors do not show such an index; fake ones do."""
     with one_rank_of(2), NoWait(), pytest.raises(AssertionError):
         torch.empty(2, 2)[:, [0, 1]]

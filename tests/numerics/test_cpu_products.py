@@ -43,7 +43,7 @@ def randn(*shape, dtype=torch.bfloat16, seed=0):
 
 
 def half_a_unit(x, dtype):
-    """Of the last digit of numbers like `x`, and what the fp32 sum may be off by."""
+    """Half a unit in the last digit of numbers like `x`, and what the fp32 sum may be off by."""
     return x.abs() * torch.finfo(dtype).eps / 2 + 1e-4
 
 
@@ -175,7 +175,7 @@ def test_fixed_bits(native):
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_main_grad(native, dtype):
-    """Of 16 bits the sum is rounded once, of 32 the product."""
+    """A sum in 16 bits is rounded once; a sum in 32 bits takes a product that is rounded."""
     left, right, total = randn(50, 600), randn(50, 20, seed=1), randn(600, 20, dtype=dtype, seed=2)
     product = left.double().t() @ right.double()
     true = total.double() + product

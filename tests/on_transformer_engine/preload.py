@@ -1,4 +1,4 @@
-"""For ranks: enters the emulation with Transformer Engine for the rest of the process, before Megatron is imported."""
+"""Enters the emulation with Transformer Engine for the rest of the process, before Megatron is imported."""
 
 import atexit
 from contextlib import ExitStack

@@ -36,7 +36,7 @@ def build(name, grouped=False, **overrides):
 
 
 def assert_weights_go_over(source, target, folder, **overrides):
-    """As strict as Megatron's scripts are by default: what is asked for is there, extra states too."""
+    """Loads as strictly as Megatron's scripts by default: every key that is asked for is there, extra states too."""
     assert_loads(build(source, **overrides), build(target, **overrides), folder)
 
 
@@ -78,7 +78,7 @@ def test_experts_load_into_each_other(source, target, grouped, tmp_path):
 @ranks(1)
 @pytest.mark.parametrize("source", ["local", "ours"])
 def test_checkpoints_that_have_no_extra_states_of_norms(source, tmp_path, monkeypatch):
-    """Of local layers, and of ours without Transformer Engine: they load where Megatron is told to be less strict."""
+    """Checkpoints of local layers, and of ours without the engine, load where Megatron is told to be less strict."""
     with model_parallel():
         from megatron_ext.megatron import norms
 

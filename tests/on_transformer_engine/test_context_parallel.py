@@ -63,7 +63,7 @@ def expected():
 
 @ranks(1, 2)
 def test_packed_sequences():
-    """On one rank, and over a context-parallel group, with two chunks of every sequence each; evaluated too."""
+    """Each rank of a context-parallel group has two chunks of every sequence."""
     size, rank = dist.get_world_size(), dist.get_rank()
     with model_parallel(cp=size):
         import transformer_engine_torch as tex

@@ -39,7 +39,7 @@ def whole_steps():
 
 @contextmanager
 def counted_replays():
-    """How many graphs are replayed inside; none is left."""
+    """Yields a list with one entry for each graph that is replayed inside; no graph is left afterwards."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper as Full
     from megatron.core.full_cuda_graph import StaticBufferLoader
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
@@ -57,7 +57,7 @@ def counted_replays():
 
 
 def captured_by_engine(chunks, optimizer):
-    """What Megatron's training loop does after its warm-up steps."""
+    """Captures graphs as Megatron's training loop does after its warm-up steps."""
     from megatron.core import num_microbatches_calculator as calculator
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 

@@ -15,7 +15,8 @@ BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bf
 
 
 def step(microbatches, model, return_schedule_plan=False):
-    """As Megatron's pretraining script has it: the plan of a micro-batch where the schedule asks for one."""
+    """Forward step as in Megatron's pretraining script: a micro-batch's plan is built where the schedule asks for
+    it."""
     tokens_BS = next(microbatches)
     size, length = tokens_BS.shape[0], tokens_BS.shape[1] - 1
     call = model.build_schedule_plan if return_schedule_plan else model

@@ -92,7 +92,8 @@ def test_settings_of_fp8_are_found_where_they_live_now():
 
 @ranks(1)
 def test_recomputation_without_fp8_is_told_to_te():
-    """By the same name; Megatron's generalized tensor parallelism asks for it, to prefetch weights in that order."""
+    """Megatron's generalized tensor parallelism asks for the phase, to prefetch weights in the order of
+    recomputation."""
     from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_phase
 
     def told(fp8, runs):

@@ -143,8 +143,8 @@ def plain_log_probs(model: nn.Module, data: BatchedDataDict, temperature: float 
 
 
 def plain_train(config: dict, data: BatchedDataDict, loss_fn: Any) -> tuple[list[float], dict, dict, list[float]]:
-    """What one process makes of it: losses, the clipped gradients of the last step, the updated weights, and the
-    gradients' norms before they were clipped."""
+    """Results of one process: losses, the clipped gradients of the last step, the updated weights, and the gradients'
+    norms before they were clipped."""
     model = plain_model(config["model_name"])
     optimizer = import_from_path(config["optimizer"]["name"])(model.parameters(), **config["optimizer"]["kwargs"])
     losses, norms = [], []
@@ -204,7 +204,7 @@ def held_by(worker: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def unchanged(worker: Any) -> Iterator[None]:
-    """Inside, nothing happens to them."""
+    """Checks that a worker's weights and optimizer state do not change inside."""
     before = held_by(worker)
     yield
     torch.testing.assert_close(held_by(worker), before, rtol=0, atol=0)

@@ -143,7 +143,7 @@ def test_another_optimizer_is_refused_before_anything_is_read(trained):
 
 
 class Planted:
-    """What it is unpickled to creates a file."""
+    """Object whose unpickling creates a file."""
 
     def __init__(self, trace):
         self.trace = trace

@@ -1,4 +1,4 @@
-"""What cannot be trained on or loaded is an error on every rank, changes nothing, and leaves no rank waiting."""
+"""Errors for what cannot be trained on or loaded: every rank raises, nothing changes, and no rank waits."""
 
 from functools import partial
 

@@ -29,7 +29,7 @@ def prompts(rows=5, positions=7, seed=1):
 
 
 def scored(config, output, temperature, top_k, top_p):
-    """Of every token, by transformers' logits of one row after another, without padding."""
+    """Log-probabilities of every generated token, by transformers' logits of one row after another, without padding."""
     model = plain_model(config) if not isinstance(config, torch.nn.Module) else config
     found = torch.zeros(output["output_ids"].shape)
     for row, end in enumerate(output["unpadded_sequence_lengths"].tolist()):

@@ -104,7 +104,7 @@ def test_refit_of_vllm(kind):
 
 @pytest.mark.parametrize("method", ["policy_weights_load", "policy_weights_finish"])
 def test_weights_are_freed_when_vllm_fails(method):
-    """What the policy shared would stay in memory; the engine's own error is what the caller sees."""
+    """Shared weights would stay in memory; the caller sees the engine's own error."""
 
     class Worker:
         def prepare_weights_for_ipc(self):

@@ -74,7 +74,7 @@ def config(kind="fixed", generation=None, **layout):
 )
 @ranks(2)
 def test_scores_and_a_step(backend, layout, kind):
-    """With a penalty on the whole distribution beside it; filters of the configuration stand back."""
+    """The KL penalty is on the whole distribution; kept ids overrule the configuration's filters."""
     data, loss_fn = drawn(), ClippedPGLoss(reference_policy_kl_penalty=0.3)
     model = plain_model(MODEL)
     logits = model(input_ids=data["input_ids"], use_cache=False).logits / TEMPERATURE
@@ -104,8 +104,8 @@ def test_scores_and_a_step(backend, layout, kind):
 @pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
 @ranks(1)
 def test_products_are_over_the_kept_columns(backend):
-    """Where few are kept: 6 FLOPs for each element of hidden states, of the columns that any token of the micro-batch
-    has kept."""
+    """Each element of hidden states takes 6 FLOPs for each column that any token of the micro-batch has kept, if few
+    are kept."""
     data, loss_fn = drawn(), ClippedPGLoss()
     few = torch.arange(20, 20 + K).expand_as(data["kept_token_ids"])
     data["input_ids"] = 20 + data["input_ids"] % K

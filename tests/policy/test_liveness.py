@@ -128,8 +128,8 @@ PLACES = [ActorLocation(node, host, 2**30) for node, host in zip(NODES, "ab", st
 
 
 class HostsAtOnce:
-    """What `Liveness` asks of Ray, with monitors that run in this process by a clock that is set by hand. They answer
-    at once, but that of the second node not while it is `silent`."""
+    """Ray as `Liveness` uses it: monitors run in this process, by a clock that is set by hand, and answer at once;
+    while `silent`, the second node's does not answer."""
 
     exceptions = SimpleNamespace(RayError=ConnectionError)
     cloudpickle = SimpleNamespace(register_pickle_by_value=lambda _: None)
@@ -180,8 +180,8 @@ def hosts(monkeypatch):
 )
 @pytest.mark.parametrize("after_s", [0.05, 0.35, 0.95])  # a second
 def test_named_within_10_seconds(monkeypatch, hosts, what, after_s):
-    """By default: ranks tell where they are each `PERIOD_S`, the driver looks half as seldom again as it wants to.
-    Whether they do, and what a real process shows, is for the tests above."""
+    """Ranks report every `PERIOD_S`, and the driver looks every 1.5 `LOOK_S`, with the default timeout; the tests above
+    take real processes."""
     goes_wrong_at, hang, stop, lost = 11 + after_s, "no rank" in what, "stopped" in what, "network" in what
     timeout_s = inspect.signature(RayPolicy.__init__).parameters["heartbeat_timeout_s"].default
 
@@ -213,7 +213,7 @@ def test_named_within_10_seconds(monkeypatch, hosts, what, after_s):
 
 
 def test_a_rank_that_tells_nothing_is_not_hung(hosts):
-    """As in a call of C that holds the interpreter's lock; what it told last is told with its age."""
+    """A call of C that holds the interpreter's lock silences a rank; the rank's last report is shown with its age."""
     watch = Liveness(hosts, PLACES, 6, 5)
     assert watch.fault([0, 1]) is None
     assert watch.doing([1]).endswith("(host b, process 1073741824) is in a call of which it has told nothing yet")
@@ -247,7 +247,7 @@ def test_a_driver_that_was_stopped_itself_takes_no_host_for_lost(monkeypatch, ho
 
 
 def test_a_silent_host_does_not_outlast_the_time_of_a_call(hosts):
-    """As that of `is_alive`: who waits less than the timeout does not learn that the host is lost."""
+    """A call that waits less than the timeout, such as `is_alive`, does not learn that the host is lost."""
     watch = Liveness(hosts, PLACES, 60, 5)
     hosts.silent = True
     assert watch.fault([0, 1], 2.0) is None

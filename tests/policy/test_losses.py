@@ -23,7 +23,7 @@ def whole_loss(loss_fn, log_probs, data):
 
 
 def counting_tokens(data):
-    """For each row that counts, the places of its tokens that do."""
+    """Yields each row that counts, and the positions of its tokens that count."""
     for b in range(data.size):
         if data["sample_mask"][b]:
             yield b, [t for t in range(1, data["input_ids"].shape[1]) if data["token_mask"][b, t]]
@@ -40,7 +40,7 @@ def bounded(x, low, high):
 
 
 def sampling_weight(drift, place, o):
-    """Of a token, `drift` the differences of its row's."""
+    """Importance weight of the token at `place`; `drift` are its row's differences of log-probabilities."""
     weight = math.exp(sum(drift) if o.sequence_level_importance_ratios else drift[place])
     kind, low = o.truncated_importance_sampling_type, o.truncated_importance_sampling_ratio_min or 0.0
     if kind is None:
@@ -220,7 +220,7 @@ def test_settings_that_cannot_be(wrong):
 
 
 def test_positive_examples():
-    """Beside the policy gradient the mean over the tokens of this micro-batch in rows with a reward."""
+    """The loss has another term: the mean over this micro-batch's tokens in rows with a positive reward."""
     log_probs, data = problem()
     data["rewards"] = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.0, 3.0])
     rows = dict(counting_tokens(data))
@@ -320,7 +320,7 @@ def test_what_stands_at_padding_does_not_matter(loss_fn, fill):
 
 
 class _Extra:
-    """As a model of pydantic's that allows keys beside its fields, such as NeMo-RL's `ClippedPGLossConfig`."""
+    """Stands for a pydantic model that allows keys beside its fields, such as NeMo-RL's `ClippedPGLossConfig`."""
 
     __slots__ = ("__dict__", "__pydantic_extra__")
 
@@ -346,7 +346,7 @@ def test_a_key_of_the_configuration_that_is_not_known_is_refused(config):
     ],
 )
 def test_a_configuration_inside_another_is_refused(nested, said):
-    """Where a key holds options of its own, none of them would be read."""
+    """Options nested under a key would not be read."""
     with pytest.raises(ValueError, match=said):
         ClippedPGLoss.from_config(nested)
 
@@ -374,7 +374,7 @@ def test_metrics_keep_no_graph():
 
 
 def test_repeated_ids_are_refused_where_a_rest_is_computed():
-    """Of tokens that count: NeMo-RL's post-processor gives those behind a row's end k times the id 0."""
+    """Only tokens that count are checked: NeMo-RL's post-processor gives tokens behind a row's end k ids of 0."""
     _, data = problem()
     rows, positions = data["input_ids"].shape
     ids = torch.arange(3).expand(rows, positions, 3).clone()

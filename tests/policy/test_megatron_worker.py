@@ -47,7 +47,6 @@ LAYOUTS = {
 
 
 def model_config(kind="llama", tied=False, layers=2, **more):
-    """Without windows."""
     more = {"sliding_window": None, "use_sliding_window": False} | more
     return family_config(kind, tied, vocab_size=98, num_hidden_layers=layers, **more)
 

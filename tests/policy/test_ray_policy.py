@@ -82,7 +82,7 @@ def wait_until(true):
 
 @pytest.fixture(scope="module")
 def truth():
-    """What one process makes of the same batches: log-probs before, losses of two steps, log-probs after."""
+    """Results of one process for the same batches: log-probs before, losses of two steps, log-probs after."""
     data, model = tiny_batch(), plain_model(tiny_model())
     losses, _, weights, _ = plain_train(tiny_config(), BatchedDataDict.from_batches([data, data]), ClippedPGLoss())
     with torch.no_grad():

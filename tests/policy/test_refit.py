@@ -35,7 +35,7 @@ def trained_worker(model, tp=1, **overrides):
 
 
 def is_open(address):
-    """Whether the block still has its descriptor; another file may have the number now."""
+    """Says whether the block still has its descriptor, whose number another file may have by now."""
     return os.path.exists(address.path) and os.stat(address.path).st_ino == address.inode
 
 

@@ -18,7 +18,7 @@ REWARDS = {"enabled": True, "reward_model_type": "bradley_terry"}
 
 
 class PreferenceLoss:
-    """Of pairs, chosen rows first, as NeMo-RL's of the same name is called; it has no `unit` either."""
+    """Loss of pairs, chosen rows first, called like NeMo-RL's `PreferenceLoss`, which has no `unit` either."""
 
     loss_type, input_type = LossType.SEQUENCE_LEVEL, LossInputType.LOGIT
 

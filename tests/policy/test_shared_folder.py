@@ -78,7 +78,7 @@ def test_relative_path_of_differing_folders_is_refused():
 @pytest.mark.parametrize("how", ["file gone", "truncated", "one bit"])
 @ranks(2)
 def test_files_that_one_rank_does_not_see_are_not_published(how):
-    """As where a rank's writes do not arrive."""
+    """Rank 1's files are damaged after they are written, as if the writes had not arrived."""
     with in_a_hurry() as (folder, patch):
         path = folder / "weights"
         save(path, 1.0)

@@ -29,7 +29,6 @@ MODEL = tiny_model(vocab_size=98)
 
 
 def trained(backend, data, loss_fn, **overrides):
-    """What a step gives, and its FLOPs."""
     with ended(backend(tiny_config(MODEL, **overrides), init_reference_model=False)) as worker:
         with measure() as costs:
             found = worker.train(shard(data, worker), loss_fn)
@@ -76,7 +75,7 @@ def test_masked_tokens_make_no_products(backend, loss_fn, products):
 
 @ranks(2)
 def test_bound_that_one_dp_rank_breaks_is_refused_on_all():
-    """Before anything is computed: the other would wait for it in the model."""
+    """The bound is checked before anything is computed: the other rank would wait in the model."""
     data = tiny_batch(8)
     data["token_mask"][: data.size // 2] = 0
     left = left_by_masks(data.slice(4, 8))

@@ -1,4 +1,4 @@
-"""What an index says is believed only where it is whole: nothing outside of the folder, no piece left out."""
+"""Checks of the index of tensors: no name leads out of the folder, and no piece is left out."""
 
 import json
 

@@ -43,7 +43,7 @@ class FusedModel(nn.Module):
                 self.register_parameter(self._key(fused, part), parameter)
 
     def _place(self, name, weight):
-        """Of a weight by its Hub name: the fused one, which part of that it is, and this rank's cut of it."""
+        """Returns the fused weight's name, which part of it the weight `name` is, and this rank's cut of that part."""
         if found := _EXPERT.fullmatch(name):
             before, expert, gate, down, _ = found.groups()
             which = 0 if gate else 1 if down else 2
@@ -77,7 +77,7 @@ class FusedModel(nn.Module):
 
 
 class _Worker:
-    """What vLLM's worker has that an extension may use."""
+    """Attributes of vLLM's worker that an extension may use."""
 
     def __init__(self, model, config, rank):
         self.rank, self.device = rank, torch.device("cpu")
@@ -97,7 +97,7 @@ def worker_of(hub_weights, config, rank, ranks):
 
 
 class Engine:
-    """Its workers in this process, one after another."""
+    """vLLM's engine, with its workers in this process, one after another."""
 
     def __init__(self, hub_weights, config, ranks):
         self.workers = [worker_of(hub_weights, config, rank, ranks) for rank in range(ranks)]

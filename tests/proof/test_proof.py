@@ -224,7 +224,7 @@ class Loss:
 
 
 def test_values_are_read_by_the_shortest_way_to_them():
-    """Here the class of `super()` leads to `weigh` first, by a way on which what that reads is too deep."""
+    """The class of `super()` leads to `weigh` first, by a way on which the values that `weigh` reads are too deep."""
     one, other = {"weight": 1.0}, {"weight": 1.0}
 
     def weigh(loss):

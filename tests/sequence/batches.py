@@ -13,7 +13,7 @@ def cp_mesh():
 
 
 def packed_batch(rows, sentinel=SENTINEL):
-    """From rows of documents (tokens, places); tokens from 1 up, 0 on padding, labels 1000 higher."""
+    """Pack rows of documents (tokens, places); tokens from 1 up, 0 on padding, labels 1000 higher."""
     most = max(len(row) for row in rows)
     batch = {name: [] for name in ("input_ids", "seq_lens", "seq_lens_padded")}
     token = 1
@@ -31,7 +31,7 @@ def packed_batch(rows, sentinel=SENTINEL):
 
 
 def expected_line(rows, size, rank):
-    """What `rank` gets of the documents: ids, labels, positions and padding, by a loop over its two chunks of each."""
+    """Ids, labels, positions and padding of `rank`, by a loop over its two chunks of each document."""
     ids, positions, padding, token = [], [], [], 1
     for n, places in [document for row in rows for document in row]:
         chunk = places // (2 * size)

@@ -136,7 +136,7 @@ def test_attention_inside_the_context_sees_all_ranks(is_causal):
 
 @ranks(2)
 def test_attend_is_the_same_inside_the_context():
-    """With each of its options: they go through the mode that replaces PyTorch's attention."""
+    """Options go through the mode that replaces PyTorch's attention."""
     group = dist.group.WORLD
     q, k, v = (torch.randn(8, 1, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
     packing = Packing((3, 10), (4, 12))
@@ -202,7 +202,7 @@ def test_what_the_context_cannot_do_is_refused_before_it_begins():
 
 @ranks(2)
 def test_attention_of_missing_keys_or_padding_is_refused():
-    """Of functions that hide their call of SDPA, and of SDPA that is not causal where a mask hides padding."""
+    """Functions that hide their call of SDPA are refused, and SDPA that is not causal where a mask hides padding."""
     mesh, x = cp_mesh(), torch.randn(2, 4, 8)
     hidden = [
         lambda: torch.nn.MultiheadAttention(8, 2)(x, x, x, need_weights=False),

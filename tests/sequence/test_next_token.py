@@ -1,4 +1,4 @@
-"""Which token comes next, written out by hand: all labels of the package come from this one function."""
+"""Next tokens, written out by hand: all labels of the package come from this one function."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ PER_TOKEN = ("input_ids", "labels", "position_ids", "padding_mask")
 
 
 def mesh(ranks, rank):
-    """What the functions that communicate nothing ask of a context-parallel mesh."""
+    """Context-parallel mesh for functions that communicate nothing."""
     return SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: rank)
 
 

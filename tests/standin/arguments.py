@@ -1,4 +1,4 @@
-"""Beside the script, found through `sys.path[0]`. Parses at import, as pretraining scripts do."""
+"""Arguments of the script beside this file, found by `sys.path[0]`; parsed at import, as pretraining scripts do."""
 
 import argparse
 import os

@@ -65,7 +65,7 @@ def check_shape(shape: Shape, head: float) -> None:
 
 
 def check_number(stages: int, chunks: int, micro_batches: int, further: bool) -> bool:
-    """Whether there is an order: interleaved, Megatron refuses less than a group of micro-batches at the end."""
+    """Return whether there is an order: interleaved, Megatron refuses less than a group of micro-batches at the end."""
     shape = Shape(stages, chunks, micro_batches, stages, further=further)
     try:
         check_shape(shape, 4.0 if micro_batches % 3 == 0 else 0.3)  # a head of a third of the layers, or of all thrice

@@ -17,7 +17,7 @@ Place = Any  # a stream: its number, or the communicator whose own it is
 
 
 class Use(NamedTuple):
-    """Of a part of a memory by a stream, in a submission."""
+    """Use of a part of a memory by a stream, in a submission."""
 
     place: Place
     at: int

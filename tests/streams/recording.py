@@ -1,4 +1,4 @@
-"""What a rank submits to its GPU, recorded on the CPU: kernels, waits and messages, each on its stream.
+"""Recording, on the CPU, of what a rank submits to its GPU: kernels, waits and messages, each on its stream.
 
 `recording()` stands in for `torch.cuda`'s streams and events and for torch.distributed's messages. Code in it runs as
 it does on the CPU, and every operator of torch counts as a kernel on the current stream. Messages go to the stream of
@@ -31,7 +31,7 @@ _NOT_THE_CODE = (*_RECORDING, "/distributed/collectives.py", "/megatron_on_cpu/"
 
 @dataclass(frozen=True)
 class Message:
-    """What ranks of a group launch together.
+    """Message that ranks of a group launch together.
 
     Attributes:
         group: its name and its ranks in the job.
@@ -131,7 +131,7 @@ class Work:
 
 
 class Log:
-    """What has been submitted so far. `real`: messages are sent as well, over the group's own backend."""
+    """Record of the submissions so far. `real`: messages are sent as well, over the group's own backend."""
 
     def __init__(self, real: bool = False):
         self.real, self.sending = real, False

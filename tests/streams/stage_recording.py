@@ -18,8 +18,8 @@ from tests.streams.recording import Log, recording
 
 
 def recorded_stages(sizes: tuple[int, int, int], make_log=Log, forward_only=False, **overrides) -> list[Log]:
-    """What every stage submits in one step of a tiny GPT. `sizes`: stages, chunks, micro-batches; `overrides` of its
-    config. Each log has `shape` and `program` of its stage."""
+    """Record what every stage submits in one step of a tiny GPT. `sizes`: stages, chunks, micro-batches; `overrides` of
+    its config. Each log has `shape` and `program` of its stage."""
     stages, chunks, _ = sizes
     logs = []
     for stage in range(stages):
@@ -59,7 +59,7 @@ def one_of_a_world(rank: int, ranks: int):
     """This process is one rank of a world in which nobody answers."""
 
     def of_every_rank(value, group):
-        """What the others would say: the same, but for groups of one rank, which are their own."""
+        """Return what the others would say: the same, but for groups of one rank, which are their own."""
         if not isinstance(value, tuple):
             return [value] * ranks
         groups, *others = value

@@ -62,7 +62,8 @@ def test_memory_that_is_freed_while_another_stream_reads(log, kept):
 
 
 def exchanged_on_the_passes_stream(side: torch.cuda.Stream, launched_aside: bool) -> None:
-    """As statistics of the head were: gathered into memory of the passes' stream, read on the side stream, dropped."""
+    """Gather statistics launched on the passes' stream, as the head once did, or aside; read them aside and drop
+    them."""
     statistics = torch.ones(1, 4)
     group = torch.distributed.group.WORLD
     ready = torch.cuda.current_stream().record_event()

@@ -1,4 +1,4 @@
-"""What the head, the layers and refit send and receive is waited for where it is used, and kept until then.
+"""Messages of the head, the layers and refit: waited for where they are used, and kept until then.
 
 Each of them runs twice: as it is, and with its waits left out, which the checker has to see.
 """
@@ -74,7 +74,7 @@ def model(record, **overrides):
 
 
 def deferred_weight_gradients(record):
-    """Of three micro-batches, one of which finds no room; each input is gathered under the product before."""
+    """Weight gradients of three micro-batches, of which one finds no room; each input is gathered under a product."""
     inputs, grads = [], []
     config = Config(sequence_parallel=True, defer_embedding_wgrad_compute=True, wgrad_deferral_limit=2)
     layer = ColumnParallelLinear(
@@ -158,7 +158,7 @@ def faults_of(way) -> list[str]:
 
 
 def only_the_host_waits(work, *_):
-    """What gloo does for us, and NCCL does not."""
+    """Wait as gloo does and NCCL does not: the host waits, and the stream does not."""
     work.log.aside(work.real.wait)
     work.log.waited(work.at)
     return True

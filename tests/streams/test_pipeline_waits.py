@@ -21,7 +21,7 @@ MTP = {"mtp_num_layers": 2}
 
 
 def messages_of(stage: int, exchange: Exchange, shape: Shape) -> list[tuple[str, int]]:
-    """What a stage launches for an exchange, each with the other rank or the root."""
+    """Messages that a stage launches for an exchange, each with the other rank or the root."""
     kind = exchange.kind
     if kind in (Sent.FORWARD, Sent.BACKWARD):
         sender, receiver = members(exchange, shape)
@@ -74,7 +74,7 @@ def test_what_the_stages_launch_runs_through_on_every_machine(sizes, settings, o
 
 
 def check_this_world(sizes: tuple[int, int, int], **settings) -> None:
-    """What all ranks of this world launch, and really send."""
+    """Check what all ranks of this world launch, and really send."""
     log = recorded_step(sizes, Log(real=True), **settings)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, log.submissions)
@@ -149,7 +149,7 @@ def hangs(programs, rules: Rules) -> bool:
 
 
 def test_ranks_that_receive_first_hang():
-    """What two stages did that had a chunk each for the other: the next receive came before the send."""
+    """Two stages that had a chunk each for the other did this: the next receive came before the send."""
     first, second = ([message("receive", peer), kernel(), message("send", peer)] for peer in (1, 0))
     assert all(hangs([first, second], rules) for rules in EVERY)
     right = [first, [kernel(), message("send", 0), message("receive", 0)]]
@@ -208,8 +208,7 @@ def random_programs(rng: random.Random) -> list[list[Submission]]:
 
 
 def test_the_strictest_machine_covers_the_others():
-    """What runs through with one queue and no buffers does with more of them; and what runs one thing at a time, on
-    every machine."""
+    """Programs that run with one queue and no buffers do with more; those that run one thing at a time do anywhere."""
     rng, seen = random.Random(0), Counter()
     for _ in range(150):
         programs = random_programs(rng)

@@ -1,4 +1,4 @@
-"""What waits for what on all ranks' GPUs together: a hang is a circle in this graph.
+"""Graph of what waits for what on all ranks' GPUs together: a hang is a circle in this graph.
 
 Each rank's program, what it submits in which order, is fixed. So nothing needs to be tried out: every start and every
 end of a submission is a node, every rule of CUDA and NCCL is an edge from what comes first to what waits for it, and
@@ -16,7 +16,7 @@ Program = Sequence[Submission]
 
 
 class Rules(NamedTuple):
-    """How a machine runs what is submitted.
+    """Rules by which a machine runs what is submitted.
 
     Attributes:
         eager: communicators are made with the groups. Messages between two ranks then take the group's; else one of
@@ -179,7 +179,7 @@ class _Graph:
 
 
 def _needs(message: Message, rank: int, other: int) -> bool:
-    """Whether a collective cannot end on `rank` before `other` has begun it, although messages are buffered."""
+    """Return whether a collective cannot end on `rank` before `other` has begun it, although messages are buffered."""
     if message.kind == "broadcast":
         return other == message.peer
     return rank == message.peer if message.kind == "reduce" else True

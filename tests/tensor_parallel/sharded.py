@@ -1,4 +1,4 @@
-"""What the tests share: a config, shards of full tensors, how close is close, and trackers of random streams."""
+"""Helpers of these tests: a config, shards of full tensors, how close is close, and trackers of random streams."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from megatron_ext.tensor_parallel._random.process_tracker import Process
 
 @dataclass
 class Config:
-    """As much of Megatron's config as the layers read in a test; what is missing takes its default."""
+    """Fields of Megatron's config that the layers read in a test; what is missing takes its default."""
 
     params_dtype: torch.dtype = torch.float32
     use_cpu_initialization: bool = True
@@ -92,7 +92,7 @@ def assert_as_good(actual: Tensor, plain: Tensor, truth: Tensor, factor: float =
 
 
 def assert_pieces_as_good(found, dims, plain, truth, factor: float = 2.0) -> None:
-    """Of each in `found` the same, beside this rank's piece of `plain` and `truth` along its dim; None: all of it."""
+    """Assert each of `found` as good beside this rank's piece of `plain` and `truth` along its dim; None: all of it."""
     for actual, dim, *wholes in zip(found, dims, plain, truth, strict=True):
         like, true = (whole if dim is None else piece(whole, dim) for whole in wholes)
         if actual.numel():
@@ -103,7 +103,7 @@ def assert_pieces_as_good(found, dims, plain, truth, factor: float = 2.0) -> Non
 
 @contextmanager
 def symmetric_memory() -> Iterator[None]:
-    """As on GPUs that reach each other's memory: PyTorch's operators get the CPU kernels that it shows the compiler."""
+    """Pretend GPUs that reach each other's memory: operators get the CPU kernels that PyTorch shows the compiler."""
     cpu = torch.library.Library("symm_mem", "IMPL", "CPU")
     symmetric_matmul._found.clear()
     try:
@@ -125,7 +125,7 @@ def plain_linear(dtype, x, w, b, dy):
 
 @contextmanager
 def no_tracker() -> Iterator[None]:
-    """Inside, as in a process that never asked for a tracker; afterwards the one that there was."""
+    """Run as in a process that never asked for a tracker; afterwards put back the one that there was."""
     before = Process.tracker, Process.kind
     Process.tracker = None
     try:
@@ -143,6 +143,6 @@ def seeded(seed: int = 1234, **options) -> Iterator[random.CudaRNGStatesTracker]
 
 
 def drawn(seed: int, *counts: int, device: str = "cpu") -> list[torch.Tensor]:
-    """What a generator seeded with `seed` draws, in pieces of these lengths."""
+    """Return what a generator seeded with `seed` draws, in pieces of these lengths."""
     generator = torch.Generator(device).manual_seed(seed)
     return [torch.rand(count, generator=generator, device=device) for count in counts]

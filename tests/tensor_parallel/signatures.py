@@ -37,7 +37,7 @@ def definitions(body, prefix) -> Iterator[tuple[str, ast.AST]]:
 
 
 def signature(node) -> str:
-    """Of a function's node, without annotations; "" of anything else."""
+    """Return the signature of a function's node, without annotations; "" of anything else."""
     if not isinstance(node, ast.FunctionDef):
         return ""
     arguments = node.args
@@ -48,7 +48,7 @@ def signature(node) -> str:
 
 
 def signatures(package: Path) -> dict[str, str]:
-    """By dotted name, in the order of the source; of a name that is defined twice the first."""
+    """Return signatures by dotted name, in the order of the source; of a name that is defined twice the first."""
     found: dict[str, str] = {}
     for module in MODULES:
         path = package / f"{module}.py"

@@ -37,7 +37,7 @@ def unsaid():
 
 
 def whole(y, layout):
-    """What all ranks have of `y` together."""
+    """Return what all ranks have of `y` together."""
     return y if DIM[layout] is None else all_gather(y, world(), dim=y.dim() - 1 if DIM[layout] else 0)
 
 

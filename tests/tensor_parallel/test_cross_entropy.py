@@ -118,7 +118,7 @@ def test_nothing_of_the_logits_size_is_kept_for_backward(smoothing):
     "case", ["gap", "masked column", "masked shard", "strided logits", "strided targets", "nothing counts"]
 )
 def test_odd_logits_and_targets(case):
-    """Of underflowing probabilities the logarithm is far from -inf, and columns at -inf take no part in smoothing."""
+    """Logarithms of underflowing probabilities are far from -inf; columns at -inf take no part in smoothing."""
     z, target, g = draw(torch.float32)
     if case == "gap":
         z[..., 3] += 200

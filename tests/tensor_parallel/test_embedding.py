@@ -76,7 +76,7 @@ def test_ids_outside_the_vocabulary_are_refused_at_every_size(wrong):
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ids_of_one_rank_alone_are_refused_on_every_rank(dtype, sequence):
-    """In the exchange that the call makes anyway, whichever rank it is and whichever token."""
+    """Errors travel in the exchange that the call makes anyway, whichever rank it is and whichever token."""
     layer = embedding(config=Config(params_dtype=dtype), reduce_scatter_embeddings=sequence)
     good = token_ids(2, 4)
     for rank in range(dist.get_world_size()):

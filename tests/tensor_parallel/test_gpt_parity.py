@@ -30,7 +30,7 @@ TP2, PP2, EP2 = {"tp": 2}, {"pp": 2}, {"ep": 2}
 
 
 def trained(ours, sizes, options):
-    """How often modules of each class run, first weights, and loss and gradients of a global batch."""
+    """Return how often modules of each class run, first weights, and loss and gradients of a global batch."""
     calls = Counter()
     with model_parallel(**sizes), ours_everywhere() if ours else nullcontext():
         seed_ranks(7)

@@ -38,7 +38,7 @@ def inputs():
 
 
 def unsharded(column):
-    """What both layers compute, in one process: the residual stream and the column layer's output."""
+    """Compute both layers in one process: the residual stream and the column layer's output."""
     x, residual = inputs()
     row_weight, column_weight = (numbers(*shape, seed=0).double() for shape in ((H, F), (F, H)))
     stream = residual + x @ row_weight.t()

@@ -67,7 +67,6 @@ def test_the_same_full_weight_at_every_size(where, dtype, stride):
 @pytest.mark.parametrize("whose", ["ours", "Megatron's"])
 @pytest.mark.parametrize("is_expert", [False, True], ids=["dense", "expert"])
 def test_each_rank_draws_from_its_own_stream(is_expert, whose):
-    """In a program that seeds by Megatron's own function too."""
     size, rank = dist.get_world_size(), dist.get_rank()
     with model_parallel(tp=size, expert_tensor_parallel_size=size), no_tracker():
         seed = model_parallel_cuda_manual_seed if whose == "ours" else stock_random.model_parallel_cuda_manual_seed
@@ -81,7 +80,7 @@ def test_each_rank_draws_from_its_own_stream(is_expert, whose):
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("stride", [2, *slow(1)])
 def test_megatrons_own_weights(stride, on_cpu):
-    """To the bit; and random numbers go on alike, each rank's own and those of all."""
+    """Weights are equal to the bit, and random numbers go on alike, each rank's own and those of all."""
     with no_tracker():
         config = tiny_config(use_cpu_initialization=on_cpu, params_dtype=torch.bfloat16)
         results = []

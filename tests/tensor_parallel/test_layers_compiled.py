@@ -128,7 +128,7 @@ def test_deferred_weight_gradients_take_a_graph_break():
 
 
 def test_tokens_whose_number_a_compiler_does_not_know():
-    """As after a selection by a mask: it cannot ask whether the tokens are contiguous."""
+    """Selecting by a mask gives such tokens; the compiler cannot ask whether they are contiguous."""
     torch._dynamo.reset()
     layer, x = layer_of("column", sequence_parallel=False), torch.randn(3, 4, D).transpose(0, 1)
     torch._dynamo.decorators.mark_unbacked(x, 0)

@@ -1,4 +1,4 @@
-"""What Megatron and others ask of the layers beside the product: marks, copies, states, buffers, other methods."""
+"""Marks, copies, states, buffers and methods that Megatron and others ask of the layers beside the product."""
 
 import contextlib
 import copy
@@ -130,7 +130,7 @@ def test_state_dict_has_extra_state_of_te_layers():
     "shape, sequence_parallel", [((D,), False), ((S, D), False), ((S, B, D), False), ((S, B, D), True)], ids=str
 )
 def test_deferred_weight_gradient_of_the_output_layer(shape, sequence_parallel, limit, fused):
-    """As many as the limit allows wait in GPTModel's buffers, none of an evaluation; drained, they are summed."""
+    """GPTModel's buffers hold as many steps as the limit allows, none of an evaluation; drained, they are summed."""
     config = Config(sequence_parallel=sequence_parallel, gradient_accumulation_fusion=fused)
     config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, limit
     inputs, grads = [], []
@@ -243,7 +243,6 @@ def test_a_subclass_with_a_matmul_of_its_own(kind, sequence_parallel):
 
 @grouped(2)
 def test_attributes_of_megatrons_layers():
-    """Whatever an object of Megatron's layers carries, ours carries too, with the same value."""
     config = tiny_config()
     for name in CLASSES:
         sizes = (N, D) if name == "embedding" else (D, N)
@@ -324,7 +323,7 @@ def test_a_replaced_function_that_layers_do_not_call_is_told(kind, place, substi
 
 @grouped(1)
 def test_replaced_parts_of_the_loss_of_logits_are_told():
-    """As patch managers replace them, after the substitution; a call of ours by its own name is none of Megatron's."""
+    """Patch managers replace parts after the substitution; a call of ours by its own name is none of Megatron's."""
     logits, labels = numbers(S, B, 8, seed=1), torch.zeros(S, B, dtype=torch.int64)
     plain = vocab_parallel_cross_entropy(logits, labels)
     other = mock.patch.object(cross_entropy, "VocabParallelCrossEntropy", type("Other", (), {}))

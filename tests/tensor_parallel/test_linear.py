@@ -150,7 +150,7 @@ def test_output_may_be_changed_in_place(layouts, native):
 
 
 def test_tokens_of_one_transposed_sequence_are_one_product():
-    """Its rows are contiguous, by other strides: `torch.nn.functional.linear` would make a product of each."""
+    """Rows are contiguous, by other strides: `torch.nn.functional.linear` would make a product of each."""
     x, w = numbers(1, 64, D, seed=0).transpose(0, 1), numbers(N, D, seed=1)
     assert x.is_contiguous()
     with FlopCounterMode(display=False) as counter:

@@ -267,7 +267,7 @@ CLASSES = {  # shapes of what `forward` and `backward` take
 
 @grouped(2)
 def test_the_parts_by_themselves_as_megatrons():
-    """As Megatron's own tests call them. Clones, since it reduces its arguments in place."""
+    """Megatron's own tests call these parts; they get clones, since Megatron's reduces its arguments in place."""
     for name, shapes in CLASSES.items():
         theirs, ours = (list(parts(getattr(module, name), shapes)) for module in (stock, mappings))
         assert [type(part) for part in theirs] == [type(part) for part in ours], name
@@ -276,7 +276,7 @@ def test_the_parts_by_themselves_as_megatrons():
 
 
 def parts(function, shapes):
-    """What `symbolic`, `forward` and `backward` give, the last for either kind of context."""
+    """Yield what `symbolic`, `forward` and `backward` give, the last for either kind of context."""
     group = dist.group.WORLD
     (x,), (g,) = ([t + dist.get_rank() for t in draw([shape], 4)] for shape in shapes)
     options = {"group": group, "output_split_sizes": None, "input_split_sizes": None, "use_global_buffer": False}

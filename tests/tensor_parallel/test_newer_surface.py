@@ -1,4 +1,4 @@
-"""What Megatron-Core 0.17 to 0.20 pass to the layers and functions, under whatever version is installed."""
+"""Arguments that Megatron-Core 0.17 to 0.20 pass to the layers and functions, under whatever version is installed."""
 
 import importlib
 import sys

@@ -161,7 +161,7 @@ def test_recomputation_is_bitwise_the_plain_run(seeded, outside, autocast):
 
 @pytest.mark.parametrize("graph_safe", [True])
 def test_recomputation_can_be_captured(seeded):
-    """Without dropout; states cannot be read while a graph is captured, and are not."""
+    """States cannot be read while a graph is captured, and are not; the function has no dropout."""
     w = torch.nn.Parameter(torch.randn(16, 16, device="cuda"))
     x = torch.randn(4, 16, device="cuda", requires_grad=True)
 

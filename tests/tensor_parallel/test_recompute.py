@@ -244,7 +244,7 @@ def test_containers_and_other_objects_go_in_and_come_out():
 
 @pytest.mark.parametrize("returned", [None, 5, [], torch.arange(3)], ids=str)
 def test_results_without_a_gradient(returned):
-    """Beside others, and alone: nothing to go back through, and no error."""
+    """Backward raises no error where some or all of the results have no gradient."""
     x, unused = numbers(3, seed=0).requires_grad_(), torch.nn.Parameter(torch.ones(3))
     out = checkpoint(lambda x: returned, False, x)
     assert torch.equal(out, returned) if isinstance(returned, torch.Tensor) else out == returned
@@ -391,7 +391,7 @@ def test_what_recomputation_cannot_do_is_said():
 
 
 def test_the_function_may_be_applied_directly():
-    """As Megatron's callers do: None and numbers among the arguments, one tensor or a tuple back."""
+    """Megatron's callers pass None and numbers among the arguments, and get one tensor or a tuple back."""
     x = numbers(3, seed=0).requires_grad_()
     out = random.CheckpointFunction.apply(lambda x, mask, n: x.sin() * n, False, x, None, 3)
     out.sum().backward()
@@ -412,7 +412,7 @@ def test_without_a_tracker_none_is_made():
 
 @pytest.mark.parametrize("graph_safe", [False, True], ids=["bytes", "generators"])
 def test_streams_of_megatrons_own_tracker_are_drawn_again(graph_safe, monkeypatch):
-    """Its layers draw from them, and may run inside our checkpoint without the substitution."""
+    """Megatron's layers draw from these streams, and may run inside our checkpoint without the substitution."""
     with megatron_on_cpu(), no_tracker():
         for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
             monkeypatch.setattr(stock, name, None)

@@ -51,7 +51,7 @@ def test_bitwise_as_without_with_dropout_and_forks(sequence_parallel):
 
 
 def gelu_times(x, recompute):
-    """What a user writes: an activation whose output the product saves, emptied until the backward."""
+    """Multiply gelu(x) by x as a user does: the product saves the activation's output, emptied until the backward."""
     return used(recompute, F.gelu, lambda activated: activated * x, x)
 
 

@@ -1,4 +1,4 @@
-"""Which rank draws what: Megatron's seeds where they are sound, and streams that never meet where they are not."""
+"""Seeds of each rank's streams: Megatron's where they are sound, and streams that never meet where they are not."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def test_the_streams_start_where_their_seeds_say():
 
 
 def test_seeds_are_megatrons_wherever_megatron_seeds(monkeypatch):
-    """On one rank at a time, by Megatron's own code; where that raises, ours does not."""
+    """Megatron's own code seeds one rank at a time; where it raises, ours does not."""
     with megatron_on_cpu(), no_tracker():
         for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
             monkeypatch.setattr(stock, name, None)
@@ -84,7 +84,7 @@ def test_a_size_that_is_given_makes_replicas_agree():
 
 
 def test_unique_streams_are_unique():
-    """With the base that Megatron's training gives each pipeline stage."""
+    """Bases are those that Megatron's training gives each pipeline stage."""
     experts, others = {}, set()
     for pp, at in itertools.product(range(PP), grid()):
         seeds = stream_seeds(100 * pp, at._replace(pp_rank=pp), unique_streams=True)
@@ -97,7 +97,7 @@ def test_unique_streams_are_unique():
 
 
 def test_unique_streams_draw_differently():
-    """By default pipeline stages share streams of experts, as in Megatron."""
+    """Pipeline stages share streams of experts by default, as in Megatron."""
 
     def expert_numbers(pp, ep, **options):
         with seeded(100 * pp, tp_rank=0, ep_rank=ep, etp_rank=0, pp_rank=pp, **options) as tracker:

@@ -11,7 +11,7 @@ from tests.tensor_parallel.sharded import drawn, no_tracker
 
 
 class Cuda:
-    """Whether a graph is being captured, and the device's default generator."""
+    """State of the device: whether a graph is being captured, and its default generator."""
 
     capturing = False
     default: "SharingGenerator"

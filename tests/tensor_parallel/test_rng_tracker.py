@@ -166,7 +166,7 @@ def test_the_trackers_options_hold():
 
 @GRAPH_SAFE
 def test_seeding_by_default_takes_the_tracker_that_there_is(graph_safe):
-    """What is False is not asked for."""
+    """Options that are False ask for no other tracker."""
     with no_tracker():
         random.initialize_rng_tracker(use_cudagraphable_rng=graph_safe, device="cpu")
         tracker = random.get_cuda_rng_tracker()
@@ -254,7 +254,6 @@ def test_states_are_converted_both_ways():
 
 
 def test_the_modules_variables_are_live_and_can_be_set():
-    """By `mock.patch` too, which sets them back."""
     with no_tracker():
         assert random._CUDA_RNG_STATE_TRACKER is None
         assert not random._CUDA_RNG_STATE_TRACKER_INITIALIZED

@@ -47,7 +47,7 @@ def sharded(model, kind, prefix, **options):
 @pytest.mark.slow
 @ranks(4)
 def test_written_at_one_size_read_at_another(tmp_path):
-    """At TP 2 by our layers and by Megatron's; at TP 4 and 1 by either. One file, as writing one takes seconds."""
+    """Ours and Megatron's layers write at TP 2, either read at TP 4 and 1. One file is shared, as writing is slow."""
     with model_parallel(tp=2):
         state = {}
         for writer in ("ours", "stock"):

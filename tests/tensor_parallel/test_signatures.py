@@ -117,14 +117,14 @@ def find(name):
 
 
 def parameters_of(function):
-    """Without annotations; those that are by position alone as others by position."""
+    """Return parameters without annotations; those that are by position alone as others by position."""
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
     given = inspect.signature(function).parameters.values()
     return [p.replace(annotation=p.empty, kind=either if p.kind < either else p.kind) for p in given]
 
 
 def recorded_parameters(text, module):
-    """Of a signature whose defaults are literals, something of torch's, or constants that our module has too."""
+    """Return the parameters of a signature whose defaults are literals, torch's, or constants of our module too."""
     names = {"torch": torch, **vars(module)}
     exec(f"def function{text}: pass", names)
     return parameters_of(names["function"])
@@ -147,7 +147,7 @@ def compared(names):
 
 
 def history(name):
-    """Which versions have it, and which of its arguments came later: "0.18", "`name` 0.18", "up to 0.16"."""
+    """Return the versions that have a name, and those of its later arguments: "0.18", "`name` 0.18", "up to 0.16"."""
     having = [version for version, names in RECORDED.items() if name in names]
     short = {version: ".".join(version.split(".")[:2]) for version in RECORDED}
     said = [] if having[0] == next(iter(RECORDED)) else [short[having[0]]]
@@ -223,7 +223,7 @@ def test_what_fits_megatrons_signatures_fits_ours(version):
 
 
 def test_the_record_is_that_of_the_imported_version():
-    """Of all but the newest, which is a branch that moves on."""
+    """Versions are compared except the newest, which is a branch that moves on."""
     version = max((v for v in RECORDED if minor(v) <= minor(megatron_version())), key=minor)
     same = imported() == RECORDED[version]
     assert same or minor(megatron_version()) >= minor(TESTED[-1]), "record it anew: see signatures.py"
@@ -258,7 +258,7 @@ def test_the_package_has_every_name_of_megatrons():
 
 
 def test_what_megatron_takes_from_its_package_is_in_ours():
-    """By `from megatron.core.tensor_parallel.utils import divide`, say, where the package itself only imports it."""
+    """Names that a module only imports count too: `from megatron.core.tensor_parallel.utils import divide`, say."""
     taken = set()
     for file in SOURCE.parent.rglob("*.py"):
         text = "" if file.parent == SOURCE else file.read_text()

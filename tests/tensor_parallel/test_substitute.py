@@ -25,7 +25,7 @@ from tests.transparent import Transparent
 
 
 def references():
-    """What every loaded module of Megatron holds under each name that is a class or a function."""
+    """Return the classes and functions that loaded modules of Megatron hold, by module and name."""
     return {
         (name, key): value
         for name, module in list(sys.modules.items())
@@ -37,7 +37,6 @@ def references():
 
 @ranks(1, 2)
 def test_a_model_trains_in_ours_and_everything_is_put_back():
-    """With dropout, recomputed as a whole, it has Megatron's own losses."""
     size = torch.distributed.get_world_size()
 
     def losses():
@@ -75,7 +74,7 @@ def test_streams_go_on_where_they_are():
 
 @grouped(1)
 def test_layer_specs_of_users_hold_ours_meanwhile(monkeypatch):
-    """In local variables, and in modules, where one may lead back to itself."""
+    """Specs lie in local variables, and in modules, where one may lead back to itself."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     mlp = get_gpt_layer_local_spec().submodules.mlp.submodules
@@ -92,7 +91,7 @@ def test_layer_specs_of_users_hold_ours_meanwhile(monkeypatch):
 
 @grouped(1)
 def test_megatrons_layers_are_known_after_imports_among_ours():
-    """What is first imported between substituting and putting back knows Megatron's own classes all the same."""
+    """Modules first imported between substituting and putting back know Megatron's own classes all the same."""
     with ours_everywhere():
         names = ("fused_loss.fusion_decision", "fused_loss.fused_region")
         fusion_decision, fused_region = (_executed_anew(f"megatron_ext.megatron.{name}") for name in names)
@@ -238,7 +237,7 @@ def test_substitution_refuses_what_users_replaced(place):
 
 @grouped(1)
 def test_substitution_refuses_code_without_a_file():
-    """As typed at a prompt; or behind an object that answers in the name of Megatron's function."""
+    """Code is typed at a prompt, or is behind an object that answers in the name of Megatron's function."""
     typed = {"__name__": "__main__", "own": layers.RowParallelLinear.forward}
     exec("def forward(*args): return own(*args)", typed)
     for forward in (functools.wraps(typed["own"])(typed["forward"]), Transparent(typed["own"])):

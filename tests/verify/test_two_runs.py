@@ -168,7 +168,7 @@ def test_compare_shows_why_a_run_failed(standin):
 
 @pytest.mark.slow
 def test_verify_on_two_ranks_trains_afterwards(tmp_path):
-    """By torchrun, in whose store the ranks of three runs would meet under the same keys."""
+    """The ranks of three runs would meet under the same keys in torchrun's store."""
     report = tmp_path / "report.json"
     script = [STANDIN, "--tensor-model-parallel-size", 2, "--transformer-impl", "local", "--report", report]
     done = launch(tmp_path, "--cpu", "--linear-ce", "--verify", 2, *script, ranks=2)
@@ -179,7 +179,7 @@ def test_verify_on_two_ranks_trains_afterwards(tmp_path):
 
 @pytest.mark.slow
 def test_page_shows_the_table_that_is_printed(standin, capsys, tmp_path, monkeypatch):
-    """On one rank, whose losses are those of two. Memory and time, the last columns, are those of one run."""
+    """One rank has the losses of the page's two. Memory and time, the last columns, are those of one run."""
     monkeypatch.chdir(tmp_path)
     (_, command), (_, shown) = blocks((DOCS / "debug_a_difference.md").read_text())[:2]
     launched = "torchrun --nproc-per-node 2 -m megatron_ext.compare "

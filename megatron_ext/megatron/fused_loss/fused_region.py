@@ -15,7 +15,6 @@ from megatron_ext.distributed.groups import group_size
 from megatron_ext.head import LmHead
 from megatron_ext.head.call.chunk_sizes import cached_columns
 from megatron_ext.head.checks import rounds
-from megatron_ext.head.training_loss import TrainingLoss, linear_training_loss, training_loss
 from megatron_ext.megatron.fused_loss import fusion_decision, fusion_proof, megatron_log
 from megatron_ext.megatron.fused_loss.fusion_decision import LOSS, Decision, multi_token_layers, output_layer
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
@@ -36,6 +35,7 @@ from megatron_ext.megatron.fused_loss.promised_logits import (
     promise_logits,
     tp_group,
 )
+from megatron_ext.megatron.fused_loss.training_loss import TrainingLoss, linear_training_loss, training_loss
 from megatron_ext.megatron.fusion_report import ModelFusion, counters_of, say_once, tell_once
 from megatron_ext.megatron.substitute import megatrons_own_layer
 from megatron_ext.proof import Proof, cannot_prove_now

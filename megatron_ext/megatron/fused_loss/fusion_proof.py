@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.autograd import leaves_of
 from megatron_ext.distributed.groups import group_size
-from megatron_ext.head.training_loss import linear_training_loss
 from megatron_ext.megatron.fused_loss.fusion_decision import LOSS
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.module_calls import standing
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, operands, tp_group
+from megatron_ext.megatron.fused_loss.training_loss import linear_training_loss
 from megatron_ext.megatron.fusion_report import ModelFusion
 from megatron_ext.proof import SAMPLE_TOKENS, Proof, agreed, cannot_prove_now, compare
 from megatron_ext.proof.comparison import LossOfHidden, main_grads_aside, rng_put_back

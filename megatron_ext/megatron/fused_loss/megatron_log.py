@@ -21,8 +21,8 @@ from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megatron_ext.head.training_loss import TrainingLoss
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
+from megatron_ext.megatron.fused_loss.training_loss import TrainingLoss
 from megatron_ext.megatron.fusion_report import ModelFusion, counts_since_last_call
 
 COUNTS = "_compute_mtp_acceptance_counts"

@@ -138,7 +138,7 @@ def test_group_is_destroyed_when_its_work_is_done():
 
 @ranks(2, rules=LAZY)
 def test_idle_threads_of_a_pool_launch_nothing():
-    """They have launched something before; now the pool has no work."""
+    """The pool's thread has launched something before, and has no work now."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(dist.barrier).result()
         with pytest.raises(CommunicationHang, match="wait for each other in a circle"):

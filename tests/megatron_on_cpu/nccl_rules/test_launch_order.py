@@ -129,8 +129,9 @@ def test_a_ring_of_messages_is_no_hazard():
 
 
 def launched(orders):
-    """What each rank tells the next ranks, and which circles are found, where rank i launches `orders[i]`, asynchronous
-    collectives of communicators by name; who launches of one is of its ranks."""
+    """Returns what each rank tells the rank before it, and the circles that are found, where rank i launches
+    `orders[i]`, asynchronous collectives of communicators by name; the ranks of a communicator are those that launch
+    one of its collectives."""
     of = {name: [r for r, names in enumerate(orders) if name in names] for names in orders for name in names}
     ranks = [LaunchOrder("raise", r) for r in range(len(orders))]
     for rank, names in enumerate(orders):
@@ -147,7 +148,7 @@ def launched(orders):
 
 
 def test_a_launch_tells_one_step_however_many_are_under_way():
-    """Of those before the last one it is known already."""
+    """Steps from earlier launches to the last one were told already."""
     told, found = launched(["abcdefgh", "abcdefgh", "abcdefgh"])
     assert [len(news) for news in told] == [7, 7, 7]
     assert not found

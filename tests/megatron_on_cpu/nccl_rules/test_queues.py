@@ -165,7 +165,7 @@ def test_buffers_of_collectives(name, first, result, runs):
 
 @ranks(2, rules=LAZY)
 def test_launches_go_on_while_the_program_does_not():
-    """What is launched runs to its end although nobody waits for it: the peer needs it."""
+    """Launched work runs to its end although nobody waits for it: the peer needs it."""
     dist.barrier()
     x = torch.full((2,), float(1 + dist.get_rank()))
     works = [dist.all_reduce(x, async_op=True) for _ in range(3)]

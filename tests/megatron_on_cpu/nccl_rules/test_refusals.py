@@ -1,4 +1,4 @@
-"""What gloo takes and NCCL's group refuses, and the other way round. What is refused is refused before it is sent."""
+"""Refusals of NCCL's group before anything is sent, also of calls that gloo takes."""
 
 import pytest
 import torch
@@ -148,7 +148,7 @@ def test_tags_are_ignored():
 
 @ranks(2, rules=RULES)
 def test_every_method_of_a_group_is_ours_or_refused():
-    """What C++ would hand to a backend finds none; so nothing runs on gloo unseen."""
+    """The group has no backend to which C++ could hand a call, so nothing runs on gloo unseen."""
     group = dist.group.WORLD
     with pytest.raises(RuntimeError, match="No backend"):
         group._get_backend(torch.device("cpu"))

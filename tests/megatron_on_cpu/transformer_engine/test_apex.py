@@ -1,4 +1,4 @@
-"""What Megatron calls of Apex: the functions and how many arguments they take, weight gradients, and softmax.
+"""Functions of Apex that Megatron calls: how many arguments they take, weight gradients, and softmax.
 
 `apex_signatures.tsv` lists the functions with their parameters, read from Apex's sources (csrc/megatron, 23c1f86). They
 are taken by position there: names do not count, their number and their order do.

@@ -53,7 +53,7 @@ def test_noop_flag_of_quantising():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rate_step_and_flag_of_capturable_adam(dtype):
-    """Beside the plain kernel, given the same numbers; a step that the flag skips changes nothing."""
+    """The plain kernel, given the same numbers, gives the same; a step that the flag skips changes no parameter."""
     grads = [numbers(5, seed=10 + i).to(dtype) for i in range(4)]
     lists = [[torch.empty(5, dtype=dtype)], [numbers(5, seed=0)], [torch.zeros(5)], [torch.zeros(5)]]
     plain = [[x.clone() for x in row] for row in lists]

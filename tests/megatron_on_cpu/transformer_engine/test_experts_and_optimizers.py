@@ -147,7 +147,7 @@ def test_adam(mode, torchs):
 
 
 def test_moments_of_a_whole_parameter_serve_its_shard():
-    """As under FSDP: the kernels take the number of elements from the gradients."""
+    """The kernels take the number of elements from the gradients, as FSDP needs."""
     grad, flag = torch.randn(2, 3), torch.zeros(1, dtype=torch.int32)
     shard, whole = [torch.zeros(2, 3), torch.zeros(2, 3)], [torch.zeros(4, 3), torch.zeros(4, 3)]
     parameters = [torch.ones(2, 3), torch.ones(2, 3)]

@@ -45,7 +45,7 @@ def call(tensors, layout, mask, cu_q, cu_kv, grad, *, padded=(None, None), **opt
 
 
 def reference(q, k, v, hidden, bias=None, sink=None):
-    """Of one sequence, `[S, H, D]`; `hidden` `[Sq, Skv]` is True where a query does not see a key."""
+    """Attention of one sequence, `[S, H, D]`; `hidden` `[Sq, Skv]` is True where a query does not see a key."""
     k, v = (t.repeat_interleave(H // G, dim=1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(D)
     scores = scores if bias is None else scores + bias

@@ -1,4 +1,4 @@
-"""What the emulation of Transformer Engine refuses before it replaces anything, and padding in the permutation."""
+"""Refusals of Transformer Engine's emulation before it replaces anything, and padding in the permutation."""
 
 import importlib.metadata
 import importlib.util
@@ -70,7 +70,7 @@ def test_megatron_that_goes_without(installed, monkeypatch):
 
 
 def test_padding_inside_of_the_permutation():
-    """As 2.20 calls it: the offsets come before the numbers, by place or by name."""
+    """Transformer Engine 2.20 gives the offsets before the numbers, by place or by name."""
     module = ModuleType("transformer_engine.pytorch.triton.permutation")
 
     def permute_with_mask_map(

@@ -1,4 +1,4 @@
-"""What 2.20 has otherwise than 2.11, beside 2.11 (whose functions have tests beside plain PyTorch) or by hand."""
+"""Functions that 2.20 has otherwise than 2.11, beside 2.11's (which have tests beside plain PyTorch) or by hand."""
 
 import math
 from types import ModuleType
@@ -200,7 +200,7 @@ def test_gated_activations_with_a_factor_for_each_row(name, options, function, s
 
 
 def test_squared_relu_with_a_factor_for_each_row():
-    """In 16 bits: each result has the dtype of what it belongs to, rounded once."""
+    """Each result has the dtype of the tensor that it belongs to, and is rounded once."""
     x, grad, scales = numbers(5, 4, seed=0).bfloat16(), numbers(5, 4, seed=1).bfloat16(), numbers(5, seed=2)
     leaf, factors = x.float().requires_grad_(), scales.clone().requires_grad_()
     expected = F.relu(leaf).square() * factors[:, None]
@@ -213,7 +213,7 @@ def test_squared_relu_with_a_factor_for_each_row():
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_gradients_of_experts_biases(scaled):
-    """They are added to what is there; the second expert has no tokens, and the last row is of none."""
+    """Gradients are added to the tensors' values; the second expert has no tokens, and the last row is of no expert."""
     module = ModuleType("transformer_engine.pytorch.triton.grouped_dbias_dscales")
     ((_, replacements),) = MODULES[module.__name__](module)
     dy, bias, scales = (

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.head import LmHead
-from megatron_ext.head.training_loss import linear_training_loss
+from megatron_ext.megatron.fused_loss.training_loss import linear_training_loss
 
 
 @pytest.mark.parametrize("options", [{}, {"skip_ignored": True}, {"skip_ignored": 9, "hits": True}], ids=str)
 def test_entropy_beside_a_loss_has_no_gradient(options):
-    """It is that of tokens that count, and 0 elsewhere; the loss has the gradients that it has alone."""
+    """The entropy is 0 at tokens that do not count, and the loss has the gradients that it has alone."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 2, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     labels = torch.randint(11, (5, 2))
