@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext import VocabShard, linear_cross_entropy, linear_log_probs
@@ -15,6 +16,7 @@ from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.losses import DPOLoss
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from tests.head.problems import Problem
+from tests.ranks import ranks
 
 
 def options(**chosen):
@@ -155,6 +157,21 @@ def test_auto_takes_no_more_than_what_is_free_on_cuda(monkeypatch, undecided):
     assert cached_columns(auto, 10, 1000, like, later=7000) == 3000 // 20
     assert cached_columns(auto, 10, 1000, like, later=20000) == 0
     assert cached_columns(auto, 10, 100, like) == 100
+
+
+@ranks(2)
+@pytest.mark.parametrize("cache", ["bounded", 1024])
+def test_ranks_gather_alike_whatever_each_keeps(cache):
+    """Of its 2 columns one rank may keep all that backward needs, while the other waits for its hidden states."""
+    group, problem = dist.group.WORLD, Problem(cuts=[39])
+    hidden, weight, _ = problem.mine(group, "sequence", (True, False))
+    (want,), grads = problem.truth("loss")
+    loss = linear_cross_entropy(
+        hidden, weight, problem.labels, group, "sequence", vocab=problem.shard(group), cache=cache
+    )
+    torch.testing.assert_close(loss, want)
+    (dx,) = torch.autograd.grad(loss, hidden, problem.grad)
+    torch.testing.assert_close(dx, problem.pieces(grads, group, "sequence")[0])
 
 
 @pytest.mark.slow
