@@ -162,7 +162,7 @@ def test_auto_takes_no_more_than_what_is_free_on_cuda(monkeypatch, undecided):
 @ranks(2)
 @pytest.mark.parametrize("cache", ["bounded", 1024])
 def test_ranks_gather_alike_whatever_each_keeps(cache):
-    """Of its 2 columns one rank may keep all that backward needs, while the other waits for its hidden states."""
+    """One rank keeps both of its columns and needs no hidden states, for which the other one waits."""
     group, problem = dist.group.WORLD, Problem(cuts=[39])
     hidden, weight, _ = problem.mine(group, "sequence", (True, False))
     (want,), grads = problem.truth("loss")
