@@ -24,7 +24,7 @@ LINES = {
     "megatron_ext/distributed": 849,
     "megatron_ext/dtensor": 4946,
     "megatron_ext/experimental": 2550,
-    "megatron_ext/head": 10943,
+    "megatron_ext/head": 10946,
     "megatron_ext/integrations": 699,
     "megatron_ext/losses": 1389,
     "megatron_ext/megatron": 4569,

@@ -14,6 +14,7 @@ from megatron_ext.head.engine.stored_logits import Flat, StoredLogitsHead
 from megatron_ext.head.lm_head import as_asked, checked
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.teacher import teacher_logits_fault
+from megatron_ext.head.row_passes.passes import has_triton
 from megatron_ext.numerics.tensors import OutsideVocabulary, accumulation_dtype
 
 _NUMBERS = {"softcap": None, "temperature": 1.0}
@@ -29,7 +30,8 @@ class Logits:
         tp_group, vocab, softcap, temperature, chunk_tokens: as for `LmHead`.
         gradient_into_logits: backward writes the gradient into the memory of `logits` instead of new memory. Backward
             then runs once, and autograd raises an error for code that needs the logits afterwards. It works for
-            read-outs of the softmax, and not for logits that are a leaf.
+            read-outs of the softmax, and not for logits that are a leaf, nor by Triton's kernels for logits whose
+            columns do not lie next to each other.
     """
 
     logits: Tensor
@@ -79,6 +81,7 @@ class Logits:
         base = logits if logits._base is None else logits._base
         of_a_leaf = base.is_leaf and base.requires_grad  # whose values outlive backward
         in_place = all(stride or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True))
+        in_place = in_place and (z.stride(-1) == 1 or not has_triton(z))  # whose kernels write neighbouring columns
         own_memory = in_place and not of_a_leaf
         both = self, *teachers
         transforms = [LogitTransform(softcap=each.softcap if plan.needs_logits else None) for each in both]

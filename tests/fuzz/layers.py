@@ -277,7 +277,8 @@ def linear(draw: Draw) -> Case:
         value_dtype=max((it.output_dtype, it.autocast or it.output_dtype), key=eps),
         wanted=[it.wants["input"]] * calls + [it.wants["weight"]] + [True] * (bias is not None),
         gradient_of=it.gradient_of,
-        grad_size=max(1.0, math.sqrt(calls * math.prod(lead))),  # of sums over so many tokens, on their way
+        # Of sums over so many tokens, on their way; those of 16 bits are rounded once.
+        grad_size=max(1.0, math.sqrt(calls * math.prod(lead))) if it.dtype.itemsize > 2 else 1.0,
         refused=refused,
         finish=it.finish,
         grad_rounding=max(map(eps, (it.dtype, it.autocast or it.dtype, it.output_dtype))),

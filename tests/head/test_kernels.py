@@ -78,7 +78,7 @@ CHOSEN = [
     *("test_edges.py infinity", "test_edges.py huge world2"),
     *("test_logits.py test_values_and_gradients plain world1", "test_logits.py test_values_and_gradients all world2"),
     "test_linear.py values_and_gradients all world2",
-    "test_label_rows.py windows",
+    *("test_label_rows.py windows", "test_flatten.py test_values_and_gradients columns some"),
     *("test_lora.py sixteen_bits bfloat16", "test_lora.py dropout_leaves", "test_sampling.py top_p_beside"),
     *("test_read.py test_a_hundred world1", "test_fused_epilogue.py compiled", "test_fused_epilogue.py margin"),
     *(f"test_fused_epilogue.py pytorch {name}-world2" for name in ("layouts", "reach", "frozen", "one", "nothing")),

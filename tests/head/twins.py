@@ -261,7 +261,7 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
         shared = statistics.shared_rows(settings, settings.ranks)
         stats = statistics.new_statistics(tokens, shared, settings.ranks, z.dtype, z.device)
         shift = z.new_empty(tokens)
-        stats[statistics.START, -1] = start
+        stats[statistics.START, -1] = start if ranks > 1 else torch.nan  # one rank does not sign what it does not send
         counted = 0 if ranks == 3 and rank == 1 else columns
         plain.row_statistics(
             z[:, start : start + columns],
@@ -520,7 +520,7 @@ QUICK = {
     ],
     "token_terms": [
         (compare_token_terms, (_FP32, ranks, *TOKEN_CALLS[number]))
-        for ranks, number in ((1, 0), (1, 3), (3, 2), (3, 5))
+        for ranks, number in ((1, 0), (1, 1), (1, 3), (3, 2), (3, 5))
     ],
     "nucleus": [(compare_nucleus, (_FP32, 21, 3.0, temperature, (0.7,), 8)) for temperature in (0.7,)],
     "selection": [(compare_selection, (_FP32, 130, (5,)))],

@@ -352,7 +352,7 @@ def test_beats_come_each_period_while_a_call_lasts(moves):
     beats_of(stands)
     assert time.monotonic() - began < 5 * PERIOD_S, "five periods that are not shortened"
     for thread in {*threading.enumerate()} - before:
-        thread.join(PERIOD_S)
+        thread.join(60)
         assert not thread.is_alive(), "beats go on after the call"
 
 

@@ -102,8 +102,8 @@ def in_runs(z: Tensor, chunks: Iterable[slice], copy: bool = True) -> Iterator[s
 
 
 def new_gradient(z: Tensor) -> Tensor:
-    """Room for the gradient of logits `[..., V]`, in its rows as flat as it gets."""
-    return torch.empty_like(z) if z.dim() == 2 else z.new_empty(tokens_of(z), z.shape[-1])
+    """Room for the gradient of logits `[..., V]`, in its rows as flat as it gets, columns next to each other."""
+    return torch.empty_like(z) if z.dim() == 2 and z.stride(1) == 1 else z.new_empty(tokens_of(z), z.shape[-1])
 
 
 def _run(z: Tensor, i: int) -> Tensor:

@@ -74,7 +74,7 @@ def _combined_kernel(
         if hits_ptr is not None:
             start_ptr = stats_ptr + rank * stats_stride_r + _START * stats_stride_k + tokens * stats_stride_t
             start = tl.load(start_ptr).to(tl.float64)
-            better = (peak == largest) & (start < first)
+            better = (peak == largest) & ((start < first) | (rank == 0))  # of one rank the start is not written
             first = tl.where(better, start, first)
             hit = tl.where(better, tl.load(row_ptr, mask=inside, other=0.0).to(tl.float64), hit)
     total = tl.where(total == 0.0, 1.0, total)  # a row of -inf: its label has -inf, and nothing NaN
