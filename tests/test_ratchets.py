@@ -30,7 +30,7 @@ LINES = {
     "megatron_ext/megatron": 4569,
     "megatron_ext/memory": 672,
     "megatron_ext/model_utils": 1482,
-    "megatron_ext/numerics": 1097,
+    "megatron_ext/numerics": 1098,
     "megatron_ext/policy": 6997,
     "megatron_ext/proof": 750,
     "megatron_ext/sequence": 1517,

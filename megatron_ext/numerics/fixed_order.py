@@ -98,7 +98,8 @@ def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
 def add_column_sums(total_V: Tensor, g_TV: Tensor, factor_T: Tensor | None = None) -> None:
     """`total += (factor * G).sum(0)`, token after token as in `add_transposed`; with a factor in the total's dtype.
 
-    On a CPU the order in which a column is added depends on how many columns there are: it is as many at a time always.
+    On a CPU the order in which torch adds a column depends on the number of columns, so `COLUMNS` are always added at a
+    time.
     """
     step = _SUMMED if g_TV.is_cuda else TOKENS
     for at in range(0, g_TV.shape[0], step):

@@ -264,6 +264,7 @@ def linear(draw: Draw) -> Case:
             mine[calls + 1].stands_for = it.made.bias  # type: ignore[attr-defined]
         return [it.call(x) for x in mine[:calls]]
 
+    rounding = max(map(eps, (it.dtype, it.autocast or it.dtype, it.output_dtype)))
     refused = "input_is_parallel is False" if not column and it.sequence and not named["input_is_parallel"] else None
     return Case(
         f"{'column' if column else 'row'}-parallel linear",
@@ -278,10 +279,10 @@ def linear(draw: Draw) -> Case:
         wanted=[it.wants["input"]] * calls + [it.wants["weight"]] + [True] * (bias is not None),
         gradient_of=it.gradient_of,
         # Of sums over so many tokens, on their way; those of 16 bits are rounded once.
-        grad_size=max(1.0, math.sqrt(calls * math.prod(lead))) if it.dtype.itemsize > 2 else 1.0,
+        grad_size=max(1.0, math.sqrt(calls * math.prod(lead))) if rounding < 1e-6 else 1.0,
         refused=refused,
         finish=it.finish,
-        grad_rounding=max(map(eps, (it.dtype, it.autocast or it.dtype, it.output_dtype))),
+        grad_rounding=rounding,
         roundings=ROUNDINGS,
     )
 
