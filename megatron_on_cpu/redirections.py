@@ -33,6 +33,7 @@ from megatron_on_cpu.nccl_rules.torch_functions import device_was_set
 from megatron_on_cpu.random_numbers import DeviceGenerator, on_host
 
 _CPU = torch.device("cpu")
+_Group = dist.ProcessGroup
 _DEVICE = torch.device  # its own, which answers isinstance sooner than what stands in its place
 
 # Everything that takes `device=` and makes a tensor.
@@ -205,6 +206,26 @@ def _waiting_once(start: Callable[..., Any]) -> Callable[..., Any]:
         return work if work is None else _Message(work)
 
     return redirected
+
+
+class _Gathers:
+    """All-gathers under way, waited for together."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self, *args: Any) -> bool:
+        for work in self._works:
+            work.wait(*args)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _gather_one_by_one(group: Any, outputs: list[Tensor], inputs: list[Tensor], *options: Any) -> _Gathers:
+    """Start an all-gather for each tensor: gloo's coalesced one, with another of its kind under way, ruins the heap."""
+    return _Gathers([group._allgather_base(out, x, *options) for out, x in zip(outputs, inputs, strict=True)])
 
 
 class _NcclGroup:
@@ -410,6 +431,8 @@ def redirections(
     yield torch.nn.Module, {"to": on_cpu(torch.nn.Module.to, position=1)}
     yield DeviceMesh, {"__init__": on_cpu(DeviceMesh.__init__, position=1, keyword="device_type")}
     yield dist, _distributed(rules)
+    gathers = [n for n in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced") if n in vars(_Group)]
+    yield _Group, dict.fromkeys(gathers, _gather_one_by_one)  # a group with NCCL's rules has its own
     yield symmetric_memory, {"set_backend": _nothing}  # asked for before it is known whether any will be allocated
     messages = {name: _waiting_once(getattr(dist, name)) for name in ("isend", "irecv")}
     for module in (dist, dist.distributed_c10d):  # which compares what it is given with its own

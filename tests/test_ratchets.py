@@ -36,7 +36,7 @@ LINES = {
     "megatron_ext/sequence": 1517,
     "megatron_ext/tensor_parallel": 4635,
     "megatron_ext/verify": 389,
-    "megatron_on_cpu/*.py": 1395,
+    "megatron_on_cpu/*.py": 1418,
     "megatron_on_cpu/nccl_rules": 2123,
     "megatron_on_cpu/transformer_engine": 2933,
 }

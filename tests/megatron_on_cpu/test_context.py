@@ -32,7 +32,16 @@ OWNERS += [
     torch.nn.Module,
     dist,
 ]
-OWNERS += [DeviceMesh, dist.distributed_c10d, os.environ, sys.modules, torch.cuda.graphs, torch._C, symmetric_memory]
+OWNERS += [
+    DeviceMesh,
+    dist.distributed_c10d,
+    dist.ProcessGroup,
+    os.environ,
+    sys.modules,
+    torch.cuda.graphs,
+    torch._C,
+    symmetric_memory,
+]
 
 
 def snapshot():
