@@ -15,7 +15,7 @@ one that is not known. What the statistics of all ranks show to be wrong is rais
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, reduce
@@ -177,51 +177,13 @@ def sign(stats_KT: Tensor, vocab: VocabShard, *checksums: int | Tensor) -> None:
             stats_KT[row, -1].fill_(number)  # on CUDA an assignment of a number is a copy that waits
 
 
-def exchange(
-    stats_KT: Tensor,
-    call: ResolvedHead,
-    words: Callable[[], str],
-    checksum: Callable[[], Tensor | int],
-    labels_T: Tensor,
-    places_T: Tensor | None = None,
-    tokens: int | None = None,
-    *,
-    check: Callable[[Tensor, Tensor, ResolvedHead, str], None],
-) -> Tensor:
-    """Every rank's statistics, signed, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
+def gathered(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None, tokens: int) -> Tensor:
+    """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather.
 
     Args:
-        words: this rank's options; asked for where ranks can read each other's.
-        checksum: what `labels_checksum` gives of the ids that are asked for; asked for where `words` are.
-        labels_T: what `check_apart` takes.
         places_T: where this rank's tokens are in the order that all ranks know, if they are in another one.
         tokens: how many there are in that order, if more than this rank has.
-        check: `RowPasses.check_exchange` of the passes that the statistics come from.
-
-    Raises:
-        ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
     """
-    tokens = stats_KT.shape[1] - 1 if tokens is None else tokens
-    if call.ranks == 1 or tokens == 0:
-        return stats_KT.unsqueeze(0)
-    if not has_values(stats_KT):
-        return exchange_signed(stats_KT, call, places_T, tokens)
-    said = words()
-    sign(stats_KT, call.vocab, options_checksum(said), checksum())
-    stats_RKT = _gathered(stats_KT, call, places_T, tokens)
-    check(stats_RKT, labels_T, call, said)
-    return stats_RKT
-
-
-def exchange_signed(
-    stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None = None, tokens: int | None = None
-) -> Tensor:
-    """`exchange` without checks. Communicates: 1 all-gather."""
-    sign(stats_KT, call.vocab)
-    return _gathered(stats_KT, call, places_T, stats_KT.shape[1] - 1 if tokens is None else tokens)
-
-
-def _gathered(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None, tokens: int) -> Tensor:
     if call.softcap is not None:
         stats_KT = stats_KT[:SENT]  # its slope at the label is nobody else's
     if places_T is None:
@@ -238,7 +200,7 @@ def refuse(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.de
     if call.ranks > 1 and tokens:
         shared = shared_rows(call, call.ranks)
         stats_KT = new_statistics(tokens, shared, call.ranks, dtype, device, more).fill_(REFUSED)
-        _gathered(stats_KT, call, None, tokens)
+        gathered(stats_KT, call, None, tokens)
 
 
 def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead) -> Statistics:

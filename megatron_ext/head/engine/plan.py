@@ -11,7 +11,6 @@ all ranks.
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -223,16 +222,14 @@ class Plan:
         raise fault
 
     def exchange(self, stats_KT: Tensor) -> Tensor:
-        """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather; see `statistics.exchange`.
+        """Every rank's statistics, signed, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
 
         Raises:
             ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
         """
         if self.ranks == 1 or not self.exchanges:
             return stats_KT.unsqueeze(0)
-        tokens = self.asked, self.places_T, self.all_tokens
-        said = self.call, self.words, partial(self.passes.labels_checksum, self.ids, self.places_T)
-        return statistics.exchange(stats_KT, *said, *tokens, check=self.passes.check_exchange)
+        return self._exchanged(stats_KT)
 
     def exchange_chunk(self, stats_Kt: Tensor, first: bool) -> Tensor:
         """Every rank's statistics of a chunk of tokens, `[R, K, t + 1]`. Communicates: 1 all-gather.
@@ -242,22 +239,30 @@ class Plan:
         """
         if self.ranks == 1:
             return stats_Kt.unsqueeze(0)
-        if not first:
-            return statistics.exchange_signed(stats_Kt, self.call)
         tokens = stats_Kt.shape[1] - 1
-
-        def of_chunk(stats_RKT: Tensor) -> Tensor:
-            return torch.cat([stats_RKT[..., :tokens], stats_RKT[..., -1:]], -1)
-
-        def check(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, words: str) -> None:
-            self.passes.check_exchange(of_chunk(stats_RKT), labels_T, call, words)
-
-        def words() -> str:
-            return f"{self.words()}, gradients made in forward by chunks of {tokens} tokens"
-
+        if not first:
+            statistics.sign(stats_Kt, self.call.vocab)
+            return statistics.gathered(stats_Kt, self.call, None, tokens)
         sent_KT = F.pad(stats_Kt[:, :-1], (0, self.tokens + 1 - tokens))
-        checksum = partial(self.passes.labels_checksum, self.ids)
-        return of_chunk(statistics.exchange(sent_KT, self.call, words, checksum, self.asked, check=check))
+        return self._exchanged(sent_KT, tokens)
+
+    def _exchanged(self, stats_KT: Tensor, chunk: int | None = None) -> Tensor:
+        """Every rank's statistics, checked if this rank can read them; of the first `chunk` tokens, where forward makes
+        gradients by such chunks."""
+        if self.all_tokens == 0:
+            return stats_KT.unsqueeze(0)
+        checksums: list[Any] = []
+        if readable := has_values(stats_KT):
+            by_chunks = "" if chunk is None else f", gradients made in forward by chunks of {chunk} tokens"
+            words = self.words() + by_chunks
+            checksums = [statistics.options_checksum(words), self.passes.labels_checksum(self.ids, self.places_T)]
+        statistics.sign(stats_KT, self.call.vocab, *checksums)
+        stats_RKT = statistics.gathered(stats_KT, self.call, self.places_T, self.all_tokens)
+        if chunk is not None:
+            stats_RKT = torch.cat([stats_RKT[..., :chunk], stats_RKT[..., -1:]], -1)
+        if readable:
+            self.passes.check_exchange(stats_RKT, self.asked, self.call, words)
+        return stats_RKT
 
     def parts(self, stats_Kt: Tensor, own_KT: Tensor | None, rows: slice) -> list[tuple[int, Tensor, Any]]:
         """The place of each read-out with rows of its own, those that are sent and those that stay, if any do."""
