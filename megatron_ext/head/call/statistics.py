@@ -109,13 +109,9 @@ SIZE, COUNTED, START, OPTIONS, LABELS = range(5)
 REFUSED = -1.0
 
 
-def statistics_rows(with_mean: bool, with_entropy: bool, with_hits: bool, with_bend: bool) -> int:
-    """Number of rows K that `row_statistics` writes; `with_bend`: there is a softcap."""
-    return 3 + 2 * with_mean + with_entropy + with_hits + with_bend
-
-
-# Shared rows that every call sends, whichever of them it has: a rank with other options is told so then.
-SENT = statistics_rows(True, True, True, False)
+# Shared rows that every call sends, whichever of them it has: a rank with other options is told so then. All but the
+# softcap's slope.
+SENT = 7
 
 
 class Statistics(NamedTuple):
@@ -137,15 +133,14 @@ class Statistics(NamedTuple):
 
 
 def own_rows(call: ResolvedHead) -> int:
-    """Number of rows that `row_statistics` writes."""
-    return statistics_rows(call.mean, call.expected, call.hits, call.softcap is not None)
+    """Number of rows K that `row_statistics` writes."""
+    return 3 + 2 * call.mean + call.expected + call.hits + (call.softcap is not None)
 
 
 def shared_rows(call: ResolvedHead, ranks: int) -> int:
     """Number of rows before those of read-outs' own: those of the shared pass, filled up to `SENT` where several ranks
     send them."""
-    rows = 3 + 2 * call.mean + call.expected + call.hits + (call.softcap is not None)
-    return rows if ranks == 1 else max(rows, SENT)
+    return own_rows(call) if ranks == 1 else max(own_rows(call), SENT)
 
 
 def new_statistics(
@@ -215,7 +210,21 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHe
         whole = joined(stats_RKT, call)[:, :-1].double().unbind()
     else:
         whole = _merged(stats_RKT[..., :-1].double(), stats_RKT[:, START, -1:], call)
-    return _of_whole(whole, own_KT, call, shift_T)
+    peaks, total, target, *rows = whole
+    total = total.clamp(min=1.0)  # less only in a row of -inf: its label has -inf, and nothing NaN
+    more = iter(rows)
+    mean = columns = expected = hits = bend = None
+    if call.mean:
+        sums, columns = next(more), next(more).clone()
+        mean = sums / columns
+    if call.expected:
+        expected = next(more) / total
+    if call.hits:
+        hits = next(more) > 0
+    if call.softcap is not None:
+        bend = own_KT[own_rows(call) - 1, :-1].clone()
+    # Copies of what is kept for backward, which would keep all rows otherwise, and which torch's compiler needs apart.
+    return Statistics(peaks.clone(), total.log(), target - _finite(peaks), shift_T, mean, columns, expected, hits, bend)
 
 
 def joined(stats_NKT: Tensor, call: ResolvedHead) -> Tensor:
@@ -224,8 +233,7 @@ def joined(stats_NKT: Tensor, call: ResolvedHead) -> Tensor:
 
     The softcap's slope at the label is none of them.
     """
-    own_NKT = stats_NKT[:, : statistics_rows(call.mean, call.expected, call.hits, False)]
-    return in_tree(own_NKT.unbind(0), lambda one_KT, other_KT: _joined(one_KT, other_KT, call))
+    return in_tree(stats_NKT.unbind(0), lambda one_KT, other_KT: _joined(one_KT, other_KT, call))
 
 
 def _joined(one_KT: Tensor, other_KT: Tensor, call: ResolvedHead) -> Tensor:
@@ -258,25 +266,6 @@ def _merged(stats_RKT: Tensor, start_R1: Tensor, call: ResolvedHead) -> list[Ten
 def added(x_RT: Tensor, call: ResolvedHead) -> Tensor:
     """The sum of all shards' numbers, in the tree's order where bits are fixed."""
     return in_tree(x_RT.unbind(0), torch.add) if call.bits != "fast" else x_RT.sum(0)
-
-
-def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: ResolvedHead, shift_T: Tensor) -> Statistics:
-    """Return what `combine` gives of the rows of one part that is the whole vocabulary."""
-    peaks, total, target, *rows = whole
-    total = total.clamp(min=1.0)  # less only in a row of -inf: its label has -inf, and nothing NaN
-    more = iter(rows)
-    mean = columns = expected = hits = bend = None
-    if call.mean:
-        sums, columns = next(more), next(more).clone()
-        mean = sums / columns
-    if call.expected:
-        expected = next(more) / total
-    if call.hits:
-        hits = next(more) > 0
-    if call.softcap is not None:
-        bend = own_KT[own_rows(call) - 1, :-1].clone()
-    # Copies of what is kept for backward, which would keep all rows otherwise, and which torch's compiler needs apart.
-    return Statistics(peaks.clone(), total.log(), target - _finite(peaks), shift_T, mean, columns, expected, hits, bend)
 
 
 def fingerprint(z_TV: Tensor, counted: int) -> Tensor:

@@ -180,9 +180,10 @@ class ChunkGradient:
         if stats is not None:
             basis = logit_gradient.basis_of(plan.readouts, stats, saved, grads)
             if any(grad_T is not None for grad_T in basis):
-                coef = logit_gradient.coefficients(stats, plan.kept_T, basis, plan.call.temperature)
-                self._exact, dtype = logit_gradient.pass_coefficients(stats, coef), stats.shift.dtype
-                value = logit_gradient.bent_at_target(coef.target if coef.d is None else coef.target + coef.d, stats)
+                found = logit_gradient.coefficients(stats, plan.kept_T, basis, plan.call.temperature)
+                a, c, d, target, alpha = found
+                self._exact, dtype = logit_gradient.pass_coefficients(stats, a, c, d, alpha), stats.shift.dtype
+                value = logit_gradient.bent_at_target(target if d is None else target + d, stats)
                 self._passed, self._value = self._exact.to(dtype), value.to(dtype)
 
     def write(self, rows: slice, out_tV: Tensor) -> None:
@@ -201,7 +202,17 @@ class ChunkGradient:
             raw_tV, logits = logits_of_chunk(self.made, rows, keep_raw=bent)
         first = self._passed is None and not columns  # of those that pull: nothing is there yet
         if self._passed is not None:
-            self._write_softmax(self._passed, logits[0], rows, out_tV)
+            plan.passes.row_gradient(
+                logits[0],
+                part_of(plan.target_T, rows),
+                part_of(self.stats.shift, rows),
+                out_tV,
+                *parts_of(rows, *self._passed, self._value),
+                counted=call.counted,
+                softcap=call.softcap,
+                temperature=call.temperature,
+                labelled=plan.labelled,
+            )
         elif columns or not pulling:
             out_tV.zero_()
         if columns:
@@ -216,26 +227,6 @@ class ChunkGradient:
                 self._add_at_places(*each, out_tV)
         if raw_tV is not None:
             self.made[0].transform.pull(raw_tV, out_tV)
-
-    def _write_softmax(
-        self, passed: logit_gradient.PassCoefficients, z_tV: Tensor, rows: slice, out_tV: Tensor
-    ) -> None:
-        plan, call = self.plan, self.plan.call
-        scale_t, slope_t, offset_t, value_t = parts_of(rows, *passed, self._value)
-        plan.passes.row_gradient(
-            z_tV,
-            part_of(plan.target_T, rows),
-            part_of(self.stats.shift, rows),
-            out_tV,
-            scale_T=scale_t,
-            slope_T=slope_t,
-            offset_T=offset_t,
-            value_T=value_t,
-            counted=call.counted,
-            softcap=call.softcap,
-            temperature=call.temperature,
-            labelled=plan.labelled,
-        )
 
     def _add_at_places(self, token_n: Tensor, column_n: Tensor, grad_n: Tensor, out_tV: Tensor) -> None:
         """Add gradients at single places of `out_tV`: the sum is made in fp64, and rounded once."""

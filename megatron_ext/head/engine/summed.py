@@ -176,15 +176,12 @@ def _chunk(plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor)
     basis = basis_of([readout], stats, [saved], [weights_t])
     grad = plan.passes.token_gradient(stats, kept_t, leaf.target_T, basis, call, plan.labelled)
     if grad.inside is not None:
-        scale_t, slope_t, offset_t = grad.inside
         plan.passes.row_gradient(
             z_tV,
             leaf.target_T,
             grad.shift,
             g_tV,
-            scale_T=scale_t,
-            slope_T=slope_t,
-            offset_T=offset_t,
+            *grad.inside,
             bias_V=leaf.bias_V,
             counted=leaf.vocab.counted,
             softcap=call.softcap,
@@ -196,7 +193,5 @@ def _chunk(plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor)
 def _scaled(x_ND: Tensor, factor: Tensor, dtype: torch.dtype, passes: RowPasses) -> Tensor:
     """`factor * x`, rounded once to `dtype`, without a second tensor in the dtype of `x`."""
     out_ND, factor_N = x_ND.new_empty(x_ND.shape, dtype=dtype), factor.to(accumulation_dtype(x_ND.dtype))
-    factor_N = factor_N.expand(x_ND.shape[0])
-    for rows in [slice(0, len(x_ND))] if x_ND.is_cuda else pieces(x_ND):
-        passes.scale_rows(part_of(out_ND, rows), part_of(x_ND, rows), factor_N[rows])
+    passes.scale_rows(out_ND, x_ND, factor_N.expand(x_ND.shape[0]))
     return out_ND
