@@ -285,11 +285,12 @@ class KeptGradient:
         options = tokens, w_VD.shape[0], x_TD, 0
         return [rows for part in parts for rows in chunk_sizes.product_chunks(part, *options)]
 
-    def write(self, rows: slice, readout: Any, raw_tV: Any, logits: list[Tensor], stats_Kt: Tensor) -> None:
-        """U of a chunk that `readout` has scanned, in the memory of its logits; `raw_tV`: before bias and softcap."""
+    def write(self, rows: slice, raw_tV: Any, logits: list[Tensor], stats_Kt: Tensor) -> None:
+        """U of a chunk that was scanned, in the memory of its logits; `raw_tV`: before bias and softcap; `stats`: the
+        rows of the read-out."""
         if rows.stop > self.tokens:
             return
-        out_tV, tokens = logits[0], rows.stop - rows.start
+        out_tV, tokens, readout = logits[0], rows.stop - rows.start, self._plan.readouts[0]
         (value_t, *_), saved = readout.results(None, stats_Kt.unsqueeze(0), stats_Kt)
         readout.pull(saved, slice(0, tokens), logits, torch.ones_like(value_t), out_tV, True)
         out_tV[:, self._plan.call.counted :] = 0
@@ -330,12 +331,11 @@ class KeptGradient:
 def kept_gradient(plan: Plan, source: ComputedLogits) -> KeptGradient | None:
     """Return the memory for the gradients of a read-out by factor alone, whose logits `source` makes; None: nothing is
     kept."""
-    call, (x_TD, w_VD) = plan.call, (source.x_TD, source.w_VD)
-    if plan.ranks != 1 or plan.fixed:
+    x_TD, w_VD = source.x_TD, source.w_VD
+    # torch's compiler does not take an output of forward in whose memory its products lie.
+    if plan.ranks != 1 or plan.fixed or torch.compiler.is_compiling():
         return None
-    if torch.compiler.is_compiling():  # which does not take an output of forward in whose memory its products lie
-        return None
-    tokens = chunk_sizes.kept_tokens(call, plan.tokens, w_VD.shape[0], x_TD)
+    tokens = chunk_sizes.kept_tokens(plan.call, plan.tokens, w_VD.shape[0], x_TD)
     if not tokens:
         return None
     source.memory_TV = tensors.new_matrix(x_TD, tokens, w_VD.shape[0])

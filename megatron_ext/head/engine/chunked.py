@@ -234,10 +234,9 @@ def read_chunks(
         else:
             counted = call.counted if whole else plan.leaves[0].call.counted
             stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0][0], counted)
-        for at, part_Kt, own_Kt in plan.parts(stats_Kt, own_KT, rows):
-            plan.scan(at, rows, logits, part_Kt, own_Kt)
-            if kept is not None:
-                kept.write(rows, plan.readouts[at], raw_tV, logits[0], part_Kt)
+        plan.scan(rows, logits, stats_Kt, own_KT)
+        if kept is not None:
+            kept.write(rows, raw_tV, logits[0], stats_Kt[plan.shared_rows :])
         del logits, found, raw_tV  # before the next ones are made
     stats_RKT = plan.exchange(stats_KT)
     stats = None

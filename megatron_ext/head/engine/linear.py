@@ -186,10 +186,9 @@ def _gradients(
                             dw_VD = torch.empty_like(weight_VD) if fused_VD is None else fused_VD
                         if need_dlow and dlow_VR is None:
                             dlow_VR = torch.empty_like(low_VR)
-                        adds, outs = fused_VD is not None, [dw_VD] if low_VR is None else [dw_VD, dlow_VR]
+                        outs, adds = [dw_VD, dlow_VR], [fused_VD is not None, False]
                         x_TD = hidden_TD if gathered is None else gathered.wait()
-                        spans = w_VD.columns if isinstance(w_VD, SideBySide) else [slice(0, w_VD.shape[1])]
-                        sides = weight_gradients(outs, spans, x_TD, leaf, grad, plan, adds)
+                        sides = weight_gradients(w_VD, outs, x_TD, leaf, grad, plan, adds)
                     for side in sides:
                         side.add(block, g_TV)
                 if need_db:
@@ -512,20 +511,21 @@ class WeightGradient:
 
 
 def weight_gradients(
+    w_VD: Operand,
     outs: Sequence[Tensor | None],
-    spans: Sequence[slice],
     x_TD: Tensor,
     leaf: Leaf,
     grad: GradientParts,
     plan: Plan,
-    accumulate: bool,
+    accumulate: Sequence[bool],
 ) -> list[WeightGradient]:
-    """Return the gradients of an operand's parts in a leaf's rows, each with its columns `spans` of `x`; `outs`: None
-    where a part wants none. `accumulate`: the first part's is added to what is there."""
+    """Return the gradients of the parts of `w` in a leaf's rows. `outs`: of each part, None where it is not wanted, or
+    there is no such part. `accumulate`: of each, whether its gradient is added to what is there."""
+    spans = w_VD.columns if isinstance(w_VD, SideBySide) else [slice(0, w_VD.shape[1])]
     found = []
-    for at, (out_VD, span) in enumerate(zip(outs, spans, strict=True)):
+    for out_VD, span, adds in zip(outs, spans, accumulate, strict=False):
         if out_VD is not None and leaf.rows.stop > leaf.rows.start:
             of_leaf = out_VD if leaf.rows.stop - leaf.rows.start == len(out_VD) else out_VD[leaf.rows]
             side_TD = x_TD if len(spans) == 1 else x_TD[:, span]
-            found.append(WeightGradient(of_leaf, side_TD, leaf, grad, plan, accumulate and at == 0))
+            found.append(WeightGradient(of_leaf, side_TD, leaf, grad, plan, adds))
     return found

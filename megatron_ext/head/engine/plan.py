@@ -264,14 +264,6 @@ class Plan:
             self.passes.check_exchange(stats_RKT, self.asked, self.call, words)
         return stats_RKT
 
-    def parts(self, stats_Kt: Tensor, own_KT: Tensor | None, rows: slice) -> list[tuple[int, Tensor, Any]]:
-        """The place of each read-out with rows of its own, those that are sent and those that stay, if any do."""
-        found = []
-        for at, (r, span, own) in enumerate(zip(self.readouts, self._spans, self._own_spans, strict=True)):
-            if r.rows:
-                found.append((at, stats_Kt[span], None if own_KT is None else own_KT[own, rows]))
-        return found
-
     def results(
         self, stats: Statistics | None, stats_RKT: Tensor, stats_KT: Tensor, own_KT: Tensor | None = None
     ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
@@ -321,18 +313,22 @@ class Plan:
         teacher = self.teachers[at]
         return logits[:1] if teacher is None else [logits[0], logits[teacher]]
 
-    def scan(self, at: int, rows: slice, logits: Sequence[list[Tensor]], stats_Kt: Tensor, own_Kt: Any) -> None:
-        """Has read-out `at` write its rows, one leaf's after the other's. `logits`: of each leaf."""
-        r, count = self.readouts[at], self.leaf_count
-        if not self.leaves:
-            r.scan(rows, self.sides_of(at, logits[0]), stats_Kt, own_Kt)
-            return
-        sides = [self.sides_of(at, each) for each in logits]
-        if not r.by_leaf:
-            r.scan(rows, [torch.cat(each, 1) for each in zip(*sides, strict=True)], stats_Kt, own_Kt)
-        else:
-            own = [None] * count if own_Kt is None else own_Kt.chunk(count)
-            chunks = [(rows, *each) for each in zip(sides, stats_Kt.chunk(count), own, strict=True)]
+    def scan(self, rows: slice, logits: Sequence[list[Tensor]], stats_Kt: Tensor, own_KT: Tensor | None) -> None:
+        """Has each read-out write its own rows, one leaf's after the other's: those that are sent, `[K, t]`, and those
+        that stay, `[K, T]`, if any do. `logits`: of each leaf."""
+        for at, (r, span, own) in enumerate(zip(self.readouts, self._spans, self._own_spans, strict=True)):
+            if not r.rows:
+                continue
+            sent_Kt, own_Kt = stats_Kt[span], None if own_KT is None else own_KT[own, rows]
+            if not self.leaves:
+                r.scan(rows, self.sides_of(at, logits[0]), sent_Kt, own_Kt)
+                continue
+            sides = [self.sides_of(at, each) for each in logits]
+            if not r.by_leaf:
+                r.scan(rows, [torch.cat(each, 1) for each in zip(*sides, strict=True)], sent_Kt, own_Kt)
+                continue
+            owns = [None] * self.leaf_count if own_Kt is None else own_Kt.chunk(self.leaf_count)
+            chunks = [(rows, *each) for each in zip(sides, sent_Kt.chunk(self.leaf_count), owns, strict=True)]
             r.scan_leaves([part.readouts[at] for part in self.leaves], chunks)
 
     def _results_of_leaves(self, at: int, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:

@@ -8,7 +8,7 @@ Legend: T tokens, t of a chunk, B sequences, S positions, V columns of this rank
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,11 +72,6 @@ class Flat:
         return x if self._in_order else x.permute([*self.back, *range(len(self.order), x.dim())])
 
 
-def tokens_of(z: Tensor) -> int:
-    """T of logits `[..., V]`."""
-    return z.shape[:-1].numel()
-
-
 def rows_of(z: Tensor, rows: slice) -> Tensor:
     """`[t, V]`: `rows` of the T rows of logits `[..., V]`; a copy only where they lie in several runs."""
     run = z.shape[-2]
@@ -100,7 +95,7 @@ def in_runs(z: Tensor, chunks: Iterable[slice], copy: bool = True) -> Iterator[s
 
 def new_gradient(z: Tensor) -> Tensor:
     """Room for the gradient of logits `[..., V]`, in its rows as flat as it gets, columns next to each other."""
-    return torch.empty_like(z) if z.dim() == 2 and z.stride(1) == 1 else z.new_empty(tokens_of(z), z.shape[-1])
+    return torch.empty_like(z) if z.dim() == 2 and z.stride(1) == 1 else z.new_empty(z.shape[:-1].numel(), z.shape[-1])
 
 
 def _run(z: Tensor, i: int) -> Tensor:
@@ -111,19 +106,14 @@ def _run(z: Tensor, i: int) -> Tensor:
     return z
 
 
-class StoredLogits:
+class StoredLogits(NamedTuple):
     """Logits that exist."""
 
-    def __init__(self, z: Tensor, transform: LogitTransform):
-        self.z, self.transform = z, transform
+    z: Tensor
+    transform: LogitTransform
 
     def __call__(self, rows: slice) -> Tensor:
         return rows_of(self.z, rows)
-
-
-def of_logits(logits: Sequence[Tensor], transforms: Sequence[LogitTransform]) -> list[StoredLogits]:
-    """Sources of the student's and the teachers' logits, which exist already."""
-    return [StoredLogits(z, transform) for z, transform in zip(logits, transforms, strict=True)]
 
 
 class StoredLogitsHead(torch.autograd.Function):
@@ -143,7 +133,7 @@ class StoredLogitsHead(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         with without_autocast(logits[0]):
             chunks = plan.chunks() or _chunks(logits, plan)
-            stats, results, saved, _ = read_chunks(plan, [of_logits(logits, transforms)], chunks, logits[0])
+            stats, results, saved, _ = read_chunks(plan, [[*map(StoredLogits, logits, transforms)]], chunks, logits[0])
         ctx.plan, ctx.transforms, ctx.into_logits = plan, transforms, into_logits
         save_groups(ctx, logits, stats or (), *saved)
         return plan.give(ctx, results)
@@ -154,7 +144,7 @@ class StoredLogitsHead(torch.autograd.Function):
         plan, (logits, fields, *saved) = ctx.plan, saved_groups(ctx)
         stats = Statistics(*fields) if fields else None
         with without_autocast(logits[0]):
-            made = of_logits(logits, ctx.transforms)
+            made = [*map(StoredLogits, logits, ctx.transforms)]
             gradient = ChunkGradient(plan, made, stats, saved, [*map((*grads, None).__getitem__, ctx.firsts)])
             dz = logits[0].detach() if ctx.into_logits else new_gradient(logits[0])
             for rows in _chunks(logits, plan, copy=not ctx.into_logits):
@@ -191,7 +181,7 @@ class DenseSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z_TV: Tensor, logarithm: bool, plan: Plan) -> Tensor:
-        made, counted = of_logits([z_TV], [LogitTransform()]), plan.call.counted
+        made, counted = [StoredLogits(z_TV, LogitTransform())], plan.call.counted
         stats: Any = read_chunks(plan, [made], row_chunks(plan, z_TV.shape[1]), z_TV)[0]
         out_TV = torch.full_like(z_TV, -torch.inf if logarithm else 0, dtype=accumulation_dtype(z_TV.dtype))
         log_sum_T1 = stats.log_sum.to(out_TV.dtype).unsqueeze(1)
