@@ -258,8 +258,7 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
     for rank in range(ranks):
         start = rank * columns
         target = (labels - start).where((labels >= start) & (labels < start + columns), -1)
-        shared = statistics.shared_rows(settings, settings.ranks)
-        stats = statistics.new_statistics(tokens, shared, settings.ranks, z.dtype, z.device)
+        stats = statistics.new_statistics(tokens, statistics.own_rows(settings), 1, z.dtype, z.device)
         shift = z.new_empty(tokens)
         stats[statistics.START, -1] = start if ranks > 1 else torch.nan  # one rank does not sign what it does not send
         counted = 0 if ranks == 3 and rank == 1 else columns

@@ -43,13 +43,6 @@ class SideBySide:
         """Return the dtype of all parts, once `to` has made them alike."""
         return self.parts[0].dtype
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    def element_size(self) -> int:
-        return self.parts[0].element_size()
-
     def __getitem__(self, rows: slice) -> "SideBySide":
         return SideBySide([part[rows] for part in self.parts])
 

@@ -137,16 +137,10 @@ def own_rows(call: ResolvedHead) -> int:
     return 3 + 2 * call.mean + call.expected + call.hits + (call.softcap is not None)
 
 
-def shared_rows(call: ResolvedHead, ranks: int) -> int:
-    """Number of rows before those of read-outs' own: those of the shared pass, filled up to `SENT` where several ranks
-    send them."""
-    return own_rows(call) if ranks == 1 else max(own_rows(call), SENT)
-
-
 def new_statistics(
     tokens: int, shared: int, ranks: int, dtype: torch.dtype, device: torch.device, more: int = 0
 ) -> Tensor:
-    """`[K, T + 1]`: room for the `shared_rows` and `more`, and the column that says whose it is."""
+    """`[K, T + 1]`: room for the `shared` rows and `more`, and the column that says whose it is."""
     stats_KT = torch.empty(shared + more, tokens + 1, dtype=dtype, device=device)
     if ranks == 1:  # nothing is sent, and nobody reads that column
         return stats_KT
@@ -188,14 +182,6 @@ def gathered(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None, toke
     stats_RKT = collectives.all_gather(sent_KT.unsqueeze(0), call.group)
     found_T = stats_RKT.flatten(0, 1).index_select(1, places_T)  # of 3 dims it is 10 times slower
     return found_T.view(*stats_RKT.shape[:2], -1)
-
-
-def refuse(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.device, more: int = 0) -> None:
-    """Take part in the exchange, telling the other ranks that this one refused its arguments."""
-    if call.ranks > 1 and tokens:
-        shared = shared_rows(call, call.ranks)
-        stats_KT = new_statistics(tokens, shared, call.ranks, dtype, device, more).fill_(REFUSED)
-        gathered(stats_KT, call, None, tokens)
 
 
 def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead) -> Statistics:

@@ -26,7 +26,7 @@ from megatron_ext.head.call.matmul import add_to_parts, bend, in_one, operand, t
 from megatron_ext.head.call.resolved_head import FAST, FIXED, Arithmetic, ResolvedHead, leaves_of
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
-from megatron_ext.numerics import cpu_products, fixed_order, tensors
+from megatron_ext.numerics import fixed_order, tensors
 from megatron_ext.numerics.tensors import accumulation_dtype, has_values, new_matrix, part_of, parts_of
 
 
@@ -40,7 +40,6 @@ class LogitTransform(NamedTuple):
 
     @property
     def changes(self) -> bool:
-        """Return whether it does anything."""
         return self.bias_V is not None or self.softcap is not None or self.scale != 1.0
 
     def applied(self, z_tV: Tensor) -> Tensor:
@@ -224,15 +223,12 @@ class ChunkGradient:
             first = False
         for each in places:
             if each is not None:
-                self._add_at_places(*each, out_tV)
+                token_n, column_n, grad_n = each
+                there = token_n, call.place(column_n)
+                value_n = out_tV[there].double() + grad_n / call.temperature  # rounded once
+                out_tV.index_put_(there, value_n.to(out_tV.dtype))
         if raw_tV is not None:
             self.made[0].transform.pull(raw_tV, out_tV)
-
-    def _add_at_places(self, token_n: Tensor, column_n: Tensor, grad_n: Tensor, out_tV: Tensor) -> None:
-        """Add gradients at single places of `out_tV`: the sum is made in fp64, and rounded once."""
-        at = token_n, self.plan.call.place(column_n)
-        value_n = out_tV[at].double() + grad_n / self.plan.call.temperature
-        out_tV.index_put_(at, value_n.to(out_tV.dtype))
 
     def _add_at_columns(self, found: Sequence[tuple[Tensor, Tensor]], z_tV: Any, rows: slice, out_tV: Tensor) -> None:
         """Add gradients at token ids in fp64, rounded once: the terms cancel where the model is sure of one id."""
@@ -325,7 +321,7 @@ class KeptGradient:
             scaled_TD = (x_TD[:kept] * g_T1).masked_fill_(g_T1 == 0, 0).to(x_TD.dtype)
             add_to_parts(totals_VD, self.unit_TV, scaled_TD, columns)
         if total_V is not None:
-            total_V += cpu_products.mm(self.unit_TV.t(), g_T1.to(self.unit_TV.dtype)).squeeze(1)
+            total_V += matmul.column_sums(self.unit_TV, g_T1.squeeze(1))
 
 
 def kept_gradient(plan: Plan, source: ComputedLogits) -> KeptGradient | None:

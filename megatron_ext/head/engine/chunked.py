@@ -30,7 +30,7 @@ from megatron_ext.head.engine.chunk_logits import (
 )
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.passes import engine_combined, in_engine_order, write_engine_sums
-from megatron_ext.numerics import tensors
+from megatron_ext.numerics import fixed_order, tensors
 from megatron_ext.numerics.tensors import accumulation_dtype, part_of, parts_of
 from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
 
@@ -197,10 +197,12 @@ def _product_chunks(plan: Plan, made: Sequence[Sequence[ComputedLogits]], kept: 
 def row_chunks(plan: Plan, columns: int, tokens: int | None = None) -> list[slice]:
     """`tokens`: how many a chunk has where nothing else says it; None: by the number of columns."""
     call, on_gpu, whole = plan.call, plan.target_T.is_cuda, slice(0, plan.tokens)
-    if alike := plan.chunks():
-        return alike
+    alike = plan.chunks()
     if plan.fixed:
-        return chunk_sizes.fixed_chunks(call, plan.tokens, columns, on_gpu)
+        like = alike or chunk_sizes.chunks(whole, call.chunk_tokens, columns, on_gpu)
+        return chunk_sizes.chunks(whole, fixed_order.whole_blocks(like[0]), columns, on_gpu) if like else []
+    if alike:
+        return alike
     if on_gpu and not plan.needs_logits and not call.chunk_tokens:
         return [whole]  # each pass is one launch, and nothing is made of a chunk
     return chunk_sizes.chunks(whole, call.chunk_tokens or tokens, columns, on_gpu)

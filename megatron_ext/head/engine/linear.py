@@ -283,8 +283,17 @@ def statistics_pass(
                     counted=leaf.vocab.counted,
                     **plan.sums,
                 )
-                if apart:
-                    _keep_apart(z_tV[:, :cached], target_t, shift_t, kept_tV, leaf, plan)
+                if apart:  # by a pass of their own
+                    plan.passes.row_gradient(
+                        z_tV[:, :cached],
+                        target_t,
+                        shift_t,
+                        kept_tV,
+                        bias_V=None if leaf.bias_V is None else leaf.bias_V[:cached],
+                        counted=min(leaf.vocab.counted, cached),
+                        softcap=call.softcap,
+                        temperature=call.temperature,
+                    )
                 if fixed and in_engine_order(call, hidden_TD):
                     write_engine_sums(z_tV, stats_KT[:, rows], leaf.bias_V, leaf.vocab.counted, call)
                 del z_tV  # before the next one is made
@@ -306,21 +315,6 @@ def statistics_pass(
     joined_KT = statistics.joined(stats_NKT[..., :-1], call)
     own_KT[: len(joined_KT), :-1] = joined_KT
     return own_KT, exps, shifts
-
-
-def _keep_apart(z_tV: Tensor, target_t: Tensor, shift_t: Tensor, out_tV: Tensor, leaf: Leaf, plan: Plan) -> None:
-    """Write the exponentials of a leaf's first columns by a pass of their own."""
-    width = out_tV.shape[1]
-    plan.passes.row_gradient(
-        z_tV,
-        target_t,
-        shift_t,
-        out_tV,
-        bias_V=None if leaf.bias_V is None else leaf.bias_V[:width],
-        counted=min(leaf.vocab.counted, width),
-        softcap=plan.call.softcap,
-        temperature=plan.call.temperature,
-    )
 
 
 def gradient_tile(

@@ -23,7 +23,6 @@ from megatron_ext.head.call.resolved_head import FAST, FIXED, ResolvedHead, leaf
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.readouts.read_out import ReadOut, ReadOutResults
 from megatron_ext.head.row_passes.passes import passes_of
-from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.tensors import has_values
 
 
@@ -52,7 +51,8 @@ class Plan:
         exchanges: whether any read-out's statistics are sent.
         leaf_count: into how many leaves chunks of logits are cut, see `leaves_of`.
         leaves: the same for each leaf alone, where there are several, once chunks of logits are read.
-        rows: statistics of the read-outs' own, of all leaves, behind the `shared_rows` of the softmax.
+        shared_rows: statistics of the softmax, as many as any call has where several ranks send them.
+        rows: statistics of the read-outs' own, of all leaves, behind the shared ones.
         held: the dtype of hidden states that were widened for the call, which they have until backward; None: as they
             are.
     """
@@ -138,7 +138,8 @@ class Plan:
         """The place of each read-out's own rows among those that are sent and those that stay, and its teacher's."""
         self._spans, self._own_spans, self.teachers = [], [], []
         self.rows = self.own_rows = teachers = 0
-        self.shared_rows = statistics.shared_rows(self.call, self.ranks)
+        own_rows = statistics.own_rows(self.call)
+        self.shared_rows = own_rows if self.ranks == 1 else max(own_rows, statistics.SENT)
         for r in self.readouts:
             times, sent = self.leaf_count if r.by_leaf else 1, self.shared_rows + self.rows
             self._spans.append(slice(sent, sent + times * r.rows))
@@ -196,10 +197,7 @@ class Plan:
         found = None
         for r in self.readouts:
             found = found or (r.chunks(self.tokens, self.target_T.is_cuda) if r.in_step else None)
-        if not found or not self.fixed:
-            return found
-        step = fixed_order.whole_blocks(found[0])
-        return [slice(at, min(at + step, self.tokens)) for at in range(0, self.tokens, step)]
+        return found
 
     def begin(self, chunks: list[slice], device: torch.device) -> None:
         """Tell the read-outs what they must know or agree on before the first chunk of logits, and cut into leaves."""
@@ -218,7 +216,9 @@ class Plan:
             if begins is not None:
                 begins.refuse(device)
             else:
-                statistics.refuse(self.all_tokens, self.call, dtype, device, self.rows)
+                size = self.all_tokens, self.shared_rows, self.ranks, dtype, device, self.rows
+                refused_KT = statistics.new_statistics(*size).fill_(statistics.REFUSED)
+                statistics.gathered(refused_KT, self.call, None, self.all_tokens)
         raise fault
 
     def exchange(self, stats_KT: Tensor) -> Tensor:
