@@ -84,7 +84,7 @@ def tie_word_embeddings(model: nn.Module) -> None:
 
 
 def _ties(model: Any) -> bool:
-    """Tell whether transformers ties the model's weights; some classes never do, whatever the config says (Inkling2)."""
+    """Tell whether transformers ties the model's weights; some classes never do, even if the config asks (Inkling2)."""
     return bool(model.config.get_text_config().tie_word_embeddings and getattr(model, "_tied_weights_keys", None))
 
 
