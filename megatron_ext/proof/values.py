@@ -40,7 +40,7 @@ def module_values(module: nn.Module) -> tuple[Any, ...]:
 
 
 def config_values(config: Any) -> tuple[Any, ...]:
-    """Return the plain values of a config and of configs inside of it, with names; fields set by saving are left out."""
+    """Return the plain values of a config and of configs inside of it, with names; not those that saving sets."""
     found: list[Any] = []
     for name, value in vars(config).items():
         if isinstance(value, PLAIN) and name not in _WRITTEN:
