@@ -26,7 +26,7 @@ LINES = {
     "megatron_ext/experimental": 2550,
     "megatron_ext/head": 10946,
     "megatron_ext/integrations": 699,
-    "megatron_ext/losses": 1389,
+    "megatron_ext/losses": 1397,
     "megatron_ext/megatron": 4569,
     "megatron_ext/memory": 672,
     "megatron_ext/model_utils": 1482,
