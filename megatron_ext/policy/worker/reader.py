@@ -190,7 +190,7 @@ def _distillation(reader: MicroBatchReader, loss_fn: Any) -> LossInputs:
         return [Gather(ids), Entropy()] if with_entropy else [Gather(ids)]
 
     def read(micro_batch: BatchedDataDict) -> Tensor:
-        ids_BSK = micro_batch["teacher_topk_indices"]
+        ids_BSK = micro_batch["teacher_topk_indices"].where(inside_rows(micro_batch)[..., None], 0)
         return reader.read_outs(micro_batch, of_student, ids_BSK.shape[2] + with_entropy, ids_BSK)
 
     def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
