@@ -71,7 +71,7 @@ class MicroBatchReader:
         labels = self._labels_that_count(rows, micro_batch)
         beside = None
         if narrowed and KEPT_IDS in micro_batch:  # of what each position predicts: 0 for none, as where it pads
-            beside = rows.laid(F.pad(micro_batch[KEPT_IDS][:, 1:] + 1, (0, 0, 0, 1)))
+            beside = rows.laid(F.pad(micro_batch[KEPT_IDS][:, 1:].long() + 1, (0, 0, 0, 1)))
         found = self.backend.read_out(ReadRequest(rows, readouts, 1 + with_plain, beside, labels))
         if narrowed:
             found = found.where(found > -torch.inf, 0.0)
