@@ -59,7 +59,7 @@ _TE_USE = (
     "leaves TE's layers where they are"
 )
 _APEX_USE = (
-    "none: our layers add weight gradients into main_grad by PyTorch's matmul; Megatron's own want Apex or TE for it"
+    "none: our layers add weight gradients into main_grad by PyTorch's matmul; Megatron's own layers need Apex or TE"
 )
 
 

@@ -307,7 +307,7 @@ def verify(
     if found.fault is not None:
         sys.exit(f"verify: {found.fault}")
     if last and found.shows_nothing:
-        sys.exit("verify: no step of either run has a loss or a gradient norm that was seen: nothing was compared")
+        sys.exit("verify: no loss or gradient norm of a step was seen in either run: nothing was compared")
     if options.linear_ce and found.fuses_nothing:
         sys.exit("verify: --linear-ce fused no loss, so the fused head was not compared: --check reports why")
     if last:

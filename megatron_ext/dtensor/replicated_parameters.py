@@ -99,7 +99,7 @@ def tell_of_cut_parameters(model: nn.Module) -> None:
             raise ValueError(
                 f"tensor parallelism of {class_of(model).__name__} is not supported (its forward computes with a "
                 f"parameter that is cut, in a way that DTensor does not know: {type(error).__name__} {error}); run it "
-                f"data parallel alone, or pass a custom_parallel_plan without that module, as a rule the embedding"
+                f"data parallel alone, or pass a custom_parallel_plan without that module (often the embedding)"
             ) from error
 
     model.forward = MethodType(forward, model)

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], help="device of the counted code (default: cuda if Triton is installed)"
     )
-    parser.add_argument("--gpu", choices=GPUS, help="whose time is estimated (default: the one here, if it is known)")
+    parser.add_argument("--gpu", choices=GPUS, help="the GPU of the times (default: this machine's, if it is known)")
     parser.add_argument("--model", metavar="NAME", help="a folder or a name that transformers finds a config for")
     parser.add_argument("--megatron", nargs=argparse.REMAINDER, metavar="ARGS", help="Megatron's arguments")
     return parser

@@ -168,7 +168,7 @@ def attend(
         )
     if mask is not None:
         if q_packing is not None:
-            raise ValueError("mask came with packed sequences: their documents say what is seen; pass mask=None")
+            raise ValueError("mask is given with packed sequences, whose documents limit attention; pass mask=None")
         mask = check_mask(mask, q_SBHD, k_TBGD.shape[0] * ranks)
     if sinks is not None and (softcap is not None or sinks.shape != q_SBHD.shape[2:3]):
         raise ValueError(

@@ -103,7 +103,7 @@ class _AttendToAllRanks(TorchFunctionMode):
             demand(
                 (self._mask_BS[:, -1:] >= self._mask_BS[:, :1]).all(),
                 lambda _: (
-                    "attention is not causal, and the batch's attention_mask hides padding, which it would see: over "
+                    "attention is not causal and would see padding, and the batch's attention_mask hides padding: over "
                     "context-parallel ranks pass is_causal=True, or call megatron_ext.sequence.attention.attend with a "
                     "mask"
                 ),

@@ -285,9 +285,9 @@ def _check_only_padding_behind(attention_mask: Tensor, input_ids: Tensor) -> Non
     demand(
         (attention_mask[:, :-1] >= attention_mask[:, 1:]).all(),
         lambda _: (
-            "attention_mask hides tokens before others that it shows: only padding behind the tokens of a row is "
-            "hidden by causal attention of parts; pad there, or call megatron_ext.dtensor.causal_lm_loss, which takes "
-            "any padding mask"
+            "attention_mask hides tokens before others that it shows: causal attention of parts hides only padding "
+            "behind the tokens of a row; pad there, or call megatron_ext.dtensor.causal_lm_loss, which takes any "
+            "padding mask"
         ),
         attention_mask,
     )

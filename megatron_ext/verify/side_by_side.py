@@ -100,8 +100,8 @@ class TwoRuns:
         """Return how the runs differ; None if they are the same within the tolerance."""
         if not self.stock or len(self.stock) != len(self.ours):
             return (
-                f"the stock run took {len(self.stock)} steps of an optimizer, the other one {len(self.ours)}: "
-                f"there is nothing to compare beyond the shorter one"
+                f"the stock run took {len(self.stock)} steps of an optimizer, the other run {len(self.ours)}: "
+                f"steps of one run alone cannot be compared"
             )
         for name, found, limit in zip(("loss", "gradient norm"), self.largest, self.limits, strict=True):
             if found > limit:

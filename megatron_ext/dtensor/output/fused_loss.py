@@ -129,7 +129,7 @@ def use_fused_loss(
     import_transformers()
     if hasattr(model, "_orig_mod"):
         raise ValueError(
-            "model is what torch.compile made, which would make the logits inside of its graph: call "
+            "model is compiled by torch.compile, whose graph would make the logits: call "
             "use_fused_loss(model) on the model itself, and compile its decoder: model.model.compile()"
         )
     inside = model_inside(model)

@@ -203,7 +203,7 @@ def telling_of_change(model: Any) -> Iterator[None]:
 
 _CHANGED = (
     "the output layer or the loss of this {} has changed since its tensor-parallel ranks decided to fuse it ({}), and "
-    "they cannot decide anew: {}. Change it on every rank alike, as also a counter that the loss function keeps, or "
+    "they cannot decide anew: {}. Change it on every rank alike (also counters that the loss function keeps), or "
     "before its first call, or patch it again"
 )
 
