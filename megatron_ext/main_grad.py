@@ -55,7 +55,7 @@ def promise(weight: Tensor) -> None:
     if not hasattr(weight, "grad_added_to_main_grad"):
         return
     if weight.requires_grad and torch.is_grad_enabled():
-        _keep_gradients_of_lookups(weight)  # the dummy of an earlier backward is zeros then
+        _keep_gradients_of_lookups(weight)  # before any backward, so that each backward returns zeros as its dummy
         if torch.compiler.is_compiling():  # a compiled backward cannot set attributes
             weight.grad_added_to_main_grad = True
 
@@ -67,7 +67,7 @@ def finish(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    if not torch.compiler.is_compiling():  # else see promise()
+    if not torch.compiler.is_compiling():  # in compiled code `promise` has set the marks
         weight.grad_added_to_main_grad = True
         _keep_gradients_of_lookups(weight)
     zero = bool(getattr(weight, "zero_out_wgrad", False))

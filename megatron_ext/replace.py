@@ -1,12 +1,12 @@
-"""The one way to put an object in another's place: applied and restored by identity.
+"""The one way in this package to put an object in another's place, and to restore the original.
 
     replacement = Replacement(GPTModel, "forward", make)  # make(original) returns the object for its place
     replacement.apply()
     ...
     replacement.restore()
 
-A replacement recognises objects by identity. Names and modules are no proof: a function made with `functools.wraps` has
-those of the function that it wraps. A wrapper that other code puts around ours stays: see `Replacement.restore`.
+A replacement recognises objects by identity, not by name or module, which `functools.wraps` copies from one function to
+another. A wrapper that other code puts around ours stays: see `Replacement.restore`.
 """
 
 import functools

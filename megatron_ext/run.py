@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
-_LOG = logging.getLogger("megatron_ext.run")  # whose __name__ is "__main__"
+_LOG = logging.getLogger("megatron_ext.run")  # by name, as __name__ is "__main__" under `python -m`
 
 # Warnings of Megatron and torch in every job on a CPU that users cannot act on: missing kernels, one of Megatron's own
 # defaults, deprecated functions of torch that Megatron calls.
@@ -205,7 +205,7 @@ def _tell_of_cpu(options: argparse.Namespace) -> None:
     """Warn that there is no GPU if `--cpu` is not given, as Megatron's own error does not name `--cpu`."""
     from torch import cuda
 
-    if not options.cpu and not cuda.device_count():  # which starts no driver that the script's own settings need
+    if not options.cpu and not cuda.device_count():  # does not initialise CUDA, for which the script may set options
         where = ", but behind SCRIPT, where it is the script's own" if "--cpu" in options.args else ""
         _LOG.warning("no GPU is here, and --cpu is not given%s: put it before SCRIPT if the script needs a GPU", where)
 

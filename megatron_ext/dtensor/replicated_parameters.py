@@ -138,7 +138,7 @@ def check_first_gradients(model: nn.Module, layers: Any, tp_group: Group) -> Non
                 f"custom_parallel_plan, or use tensor-parallel size 1"
             )
 
-    def behind_others() -> None:  # FSDP2's own callback, which waits for gradients, may have been queued later
+    def behind_others() -> None:  # queues again: FSDP2's callback, which waits for gradients, may come after `begin`
         Variable._execution_engine.queue_callback(compare)
 
     def begin(grad: Tensor) -> None:

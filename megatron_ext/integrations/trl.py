@@ -69,7 +69,7 @@ def selective_log_softmax_and_entropy(
 
 
 def _of_tokens(row_mask: Tensor | None, index: Tensor, logits: Tensor) -> Tensor | None:
-    """Return which tokens have no 0 in the mask, bool `[...]`; None: all."""
+    """Return which tokens count, bool `[...]`: those without a 0 in the mask; None: all."""
     if row_mask is None:
         return None
     if row_mask.shape == logits.shape[:-1]:

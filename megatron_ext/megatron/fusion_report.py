@@ -101,7 +101,7 @@ def _counted(count: int, noun: str, ending: str = "s") -> str:
 
 @dataclass
 class FusionReport:
-    """The counters of the models that a patched `forward` ran in this process, in the order of their first loss."""
+    """The counters of the models that a patched `forward` ran in this process, in the order of their first calls."""
 
     models: list[ModelFusion] = field(default_factory=list)
 

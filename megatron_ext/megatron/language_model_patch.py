@@ -248,7 +248,7 @@ def _guard_megatron(wait: bool = True) -> None:
             if patched and hasattr(guard.owner, guard.name):
                 guard.apply()
             elif guard is _DRAIN and guard.stands():
-                guard.restore()  # and what `substitute_tensor_parallel()` put into Megatron meanwhile stays
+                guard.restore()  # then put the function back that Megatron has now, maybe ours by a substitution
                 setattr(guard.owner, guard.name, getattr(megatron.core.utils, guard.name, guard.original))
             else:
                 guard.restore()

@@ -29,7 +29,7 @@ class ByteCounter(TorchDispatchMode):
             return args[0].fake_device  # a shortcut: half of all calls are of this operator
         kwargs = kwargs or {}
         for x in tensors_in((*args, *kwargs.values())):
-            self._known.add(x.untyped_storage())  # older than the count
+            self._known.add(x.untyped_storage())  # made before the count began
         out = func(*args, **kwargs)
         self.ran(func, args, kwargs, out)
         for x in tensors_in((out,)):

@@ -15,8 +15,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Sizes:
     """Sizes of one training step of a head.
 
-    `tokens`: the tokens of a micro-batch, on all tensor-parallel ranks together; `width`: the hidden size; `vocab`: the
-    whole padded vocabulary, of which each of `ranks` holds a shard; `dtype`: the dtype of hidden states and weight.
+    `tokens`: the tokens of a micro-batch, before sequence parallelism splits them; `width`: the hidden size; `vocab`:
+    the whole padded vocabulary, of which each of `ranks` holds a shard; `dtype`: the dtype of hidden states and weight.
     """
 
     tokens: int

@@ -16,7 +16,7 @@ from megatron_ext.proof.proofs import Proof, error_words
 
 LossOfHidden = Callable[[Tensor], Tensor]
 
-_PROJECTED = 16  # wider gradients are projected to so many columns: never keep two of the vocabulary's size
+_PROJECTED = 16  # columns to which wider gradients are projected: two of the vocabulary's size never exist at a time
 _ROWS = 4096  # rows of a gradient that are in fp32 at a time
 _STATE = (bool, int, float, type(None), Tensor)
 _CONTAINERS = (list, dict, set, deque, defaultdict)

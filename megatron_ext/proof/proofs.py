@@ -125,7 +125,8 @@ class ProofBasis:
         for a, b in zip(self._parts, other._parts, strict=True):
             if a is b:
                 continue
-            if type(a) is not type(b) or not isinstance(a, PLAIN) or (a != b and (a == a or b == b)):  # NaN is alike
+            # NaN equals NaN here.
+            if type(a) is not type(b) or not isinstance(a, PLAIN) or (a != b and (a == a or b == b)):
                 return False
         return True
 

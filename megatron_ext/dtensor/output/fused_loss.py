@@ -59,7 +59,7 @@ class FusedLoss:
     Attributes:
         calls_without_labels: how many calls in training made logits because they had no labels.
         compiled: whether a call with labels ran in a graph of torch.compile.
-        arguments: the arguments of the last cross entropy that was read; ranks compare them in the exchange.
+        arguments: the arguments of the last cross entropy that was read, on which the exchange between ranks depends.
         owners: the owners of proofs by kinds of calls, in the order of first calls.
     """
 

@@ -57,9 +57,9 @@ class HeadSettings:
             add one for each row and layer, as Megatron rolls labels of 0 in. False: all tokens are computed.
         bits: which bits are reproducible, as in `LmHead`; None: "batch" where Megatron's `batch_invariant_mode` is on,
             by the model's config or by the global switch, else "fast".
-        proof: when the head is compared with the model's own output layer and loss, on a few tokens. "first": if code
-            of theirs is not Megatron's own, at the first call and after each change of it. "always": at every call.
-            "off": never, and a model with such code keeps its own loss. None: as MEGATRON_EXT_PROOF says, else "first".
+        proof: when the head is compared with the model's own output layer and loss, on a few tokens. "first": at the
+            first call, and after each change, of a model whose layer or loss is not Megatron's own code. "always": at
+            every call. "off": never, and such a model keeps its own loss. None: as MEGATRON_EXT_PROOF says, or "first".
         verify: how many losses of each model, in training, are also computed by its own output layer and loss, of all
             tokens and with gradients; the memory of its logits must be free. `fusion_report()` shows both side by
             side, and a warning says if they differ by more than rounding explains.
