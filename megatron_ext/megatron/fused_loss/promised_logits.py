@@ -50,7 +50,7 @@ _TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.swapaxes)
 
 @dataclass
 class Terms:
-    """The operands of logits `scale * f(hidden @ weight.T + bias)` of an output layer; f is its softcap, if it has one.
+    """The operands of logits `scale * f(hidden @ weight.T + bias)` of an output layer; f caps logits, or is nothing.
 
     Attributes:
         hidden: `[S, B, H]`, under sequence parallelism this rank's `[S/R, B, H]`.
