@@ -123,9 +123,9 @@ def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tens
 
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
-    """Entropies `[...]` from logits `[..., V/R]` over Megatron's tensor-parallel group, which keep their values.
+    """Entropies `[...]` from logits `[..., V/R]` over Megatron's tensor-parallel group.
 
-    Communicates 1 collective, backward none.
+    The logits are kept, whereas verl's own function overwrites them. Communicates 1 collective, backward none.
     """
     return head.token_entropy(vocab_parallel_logits)
 
@@ -150,7 +150,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropies `[...]` from whole logits `[..., V]`, which alone of the vocabulary's size are saved for backward."""
+    """Entropies `[...]` from whole logits `[..., V]`; backward keeps the logits, and no other tensor of that size."""
     return head.token_entropy(logits, tp_group=UNSHARDED)
 
 

@@ -171,7 +171,7 @@ def tell_once(text: str) -> None:
 
 
 def name_of(model: Any) -> str:
-    """The model's class name, with its virtual pipeline stage if there is one."""
+    """Return the model's class name, with its virtual pipeline stage if there is one."""
     stage, kind = getattr(model, "vp_stage", None), type(model).__name__.removeprefix("FSDP")
     return kind if stage is None else f"{kind} (virtual stage {stage})"
 

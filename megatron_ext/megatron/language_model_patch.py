@@ -211,10 +211,10 @@ def _patches_of(model: Any) -> list[Patch]:
 
 
 def _drain_if_deferred(original: Any) -> Any:
-    """Return Megatron's function that is called only if a weight gradient was deferred: the fused head defers none, and
+    """Return a function that calls Megatron's only if a weight gradient was deferred: the fused head defers none, and
     Megatron's function fails without one.
 
-    Each call looks the function up: `substitute_tensor_parallel()` may have put ours in its place.
+    Each call looks Megatron's function up: `substitute_tensor_parallel()` may have put ours in its place.
     """
 
     def drain(config, embedding_activation_buffer, grad_output_buffer, *args, **kwargs):

@@ -279,7 +279,7 @@ def _refuse_half_way(pairs: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _kind(tracker: Any) -> dict[str, bool]:
-    """The arguments of `initialize_rng_tracker`, of either package, that make a tracker like this one."""
+    """Return the arguments of `initialize_rng_tracker`, of either package, that make a tracker of this kind."""
     if is_te_tracker(tracker):
         return {"use_te_rng_tracker": True}
     return {

@@ -256,7 +256,8 @@ def why_different(own: LossAndGradients, fused: LossAndGradients, of_losses: flo
 
 
 def _factor(own: Tensor, fused: Tensor, tolerance: float) -> float | None:
-    """The number other than 1 by which all losses differ, if there is one. Of one loss alone any ratio would do."""
+    """Return the factor other than 1 by which all losses differ, or None. A single loss has a factor in any case, so
+    that only whole numbers up to 8 and their inverses count."""
     square = (fused * fused).sum().item()
     if square == 0:
         return None

@@ -248,7 +248,7 @@ def _check_tokens(tokens: Tensor, batch: int) -> None:
 
 
 def _check_lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor, longest: int) -> None:
-    """Raise ValueError for document lengths larger than the padded ones or than `longest`, or that break a rule."""
+    """Raise ValueError unless lengths begin with 0, never fall, and fit into the padded lengths and into `longest`."""
     if cu_seqlens.shape != cu_seqlens_padded.shape:
         raise ValueError(
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, cu_seqlens_padded {tuple(cu_seqlens_padded.shape)}: they "

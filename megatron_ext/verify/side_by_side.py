@@ -58,7 +58,7 @@ class TwoRuns:
 
     @property
     def agreement(self) -> str:
-        """Say the limits of the numbers that the stock run has."""
+        """Return, in words, the limits of the numbers that the stock run has."""
         numbers = zip(("loss", "gradient_norm"), ("losses", "gradient norms"), self.limits, strict=True)
         had = {name for step in self.stock for name, x in vars(step).items() if x is not None}
         return " and ".join(f"{words} within {limit:g}" for name, words, limit in numbers if name in had)
@@ -76,7 +76,7 @@ class TwoRuns:
 
     @property
     def differences(self) -> str:
-        """Say the largest differences."""
+        """Return, in words, the largest differences."""
         loss, norm = self.largest
         return f"largest relative difference: loss {loss:.1e}, gradient norm {norm:.1e}"
 

@@ -91,7 +91,7 @@ def tell_of_change(model: Any, head: Any, read: Read, hidden: Tensor, given: Seq
 
 
 def tell_of_unread_head(model: Any, head: Any, read: Read, given: Sequence[Tensor]) -> None:
-    """Tell the ranks whose forward has called the head, and which wait for this rank, that its forward did not call it.
+    """Tell ranks that have called the head, and wait for this rank in it, that this rank's forward did not call it.
 
     Raises `ToldFault`, unless no rank has called the head.
     """
