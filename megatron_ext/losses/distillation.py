@@ -246,6 +246,8 @@ class TopKDistillationLoss(FromHidden):
         """Compute the loss from log-probabilities `[..., K]` of the K tokens, normalised as the class says.
 
         Args:
+            student: -inf is the log-probability of an id that the student rules out. The forward and the mixed
+                divergence are infinite where the teacher does not rule this id out.
             teacher: -inf stands for `exp(-100)`.
             entropy: `[...]`, of the student's distribution over its vocabulary; see `needs_entropy`.
         """
@@ -254,26 +256,29 @@ class TopKDistillationLoss(FromHidden):
         check_per_token(student.shape[:-1], mask=mask)
         student, teacher = (_where_counted(widened(x), mask) for x in (student, teacher))
         # An id that the teacher rules out would make 0 times infinity, which is NaN.
-        teacher = teacher.where(teacher != -torch.inf, LOG_OUTSIDE)
+        ruled_out = teacher == -torch.inf
+        teacher = teacher.where(~ruled_out, LOG_OUTSIDE)
+        student = student.where(~ruled_out | (student != -torch.inf), LOG_OUTSIDE)
         if self.bucket:
             student, teacher = (torch.cat([x, _log_rest(x)], -1) for x in (student, teacher))
         return _mean(self._divergence(student, teacher, entropy), mask, count)
 
     def _divergence(self, student: Tensor, teacher: Tensor, entropy: Tensor | None) -> Tensor:
         q = student.exp()
+        own_logs = student.where(student != -torch.inf, LOG_OUTSIDE)  # whose products with q are 0, and not NaN
         if self.divergence == "jsd":
             own, other = 1 - self.beta, self.beta
             mixture = torch.logaddexp(student + math.log(own), teacher + math.log(other))
-            inside = own * q * (student - mixture) + other * teacher.exp() * (teacher - mixture)
+            inside = own * q * (own_logs - mixture) + other * teacher.exp() * (teacher - mixture)
             outside = -own * math.log(own) * (1 - q.sum(-1)) if self.zero_outside_topk else 0.0
             return inside.sum(-1) + outside
         forward = (teacher.exp() * (teacher - student)).sum(-1)
         if self.divergence == "forward":
             return forward
-        reverse = (q * (student - teacher)).sum(-1)
+        reverse = (q * (own_logs - teacher)).sum(-1)
         if self.needs_entropy:
             assert entropy is not None
-            reverse = reverse - entropy - (q * student).sum(-1) - LOG_OUTSIDE * (1 - q.sum(-1))
+            reverse = reverse - entropy - (q * own_logs).sum(-1) - LOG_OUTSIDE * (1 - q.sum(-1))
         if self.divergence == "reverse":
             return reverse
         return self.mixed_kl_weight * forward + (1 - self.mixed_kl_weight) * reverse

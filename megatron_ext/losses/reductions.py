@@ -34,7 +34,10 @@ def divide(x: Tensor, count: Tensor | float) -> Tensor:
     """
     if (fault := below_0(count)) is not None:
         raise fault
-    return x / (count.clamp(min=1e-8) if isinstance(count, Tensor) else max(count, 1e-8))
+    if isinstance(count, Tensor):
+        count = count.clamp(min=1e-8)
+        return x / (count.reshape(()) if count.numel() == 1 else count)
+    return x / max(count, 1e-8)
 
 
 def below_0(count: Tensor | float, name: str = "count") -> ValueError | None:

@@ -298,7 +298,7 @@ def check_kept_ids(tokens_BS: Tensor, kept_BSK: Tensor, vocabulary: int) -> None
             f"{KEPT_IDS} is {kept_BSK.dtype} {list(kept_BSK.shape)}: it must be integers [rows, positions, ids], the "
             f"ids that were kept where each token was drawn, -1 for none; pad it so"
         )
-    labels_BS, (offsets, ids) = replayed(tokens_BS, kept_BSK + 1)
+    labels_BS, (offsets, ids) = replayed(tokens_BS, kept_BSK.long() + 1)
     try:
         check_kept_rows(labels_BS, offsets, ids, vocabulary, IGNORE_INDEX)
     except ValueError as fault:

@@ -18,10 +18,13 @@ from megatron_ext.policy.data.batch import (
     check_kept_ids,
     counted,
     fixed,
+    inside_rows,
     packed,
     within_tokens,
 )
-from megatron_ext.policy.losses.worker_protocol import LossType, rows_together, valid_counts
+from megatron_ext.policy.losses.worker_protocol import LossInputType, LossType, rows_together, valid_counts
+
+TEACHER_IDS = "teacher_topk_indices"  # the key of `[B, S, K]` integers
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,9 @@ def _agreed(prepare: Callable[[], list[_Share]], coordinates: RankCoordinates) -
 
 def _needs(loss_fn: Any, bounds: MicroBatchBounds) -> list[str]:
     needs = [*getattr(loss_fn, "needs", ()), "input_ids", "sample_mask"]
+    kind = getattr(loss_fn, "input_type", None)
+    if getattr(kind, "value", kind) == LossInputType.DISTILLATION.value:
+        needs += ["teacher_topk_logits", TEACHER_IDS]
     if bounds.kind != "fixed":
         needs.append("input_lengths")
     kind = getattr(getattr(loss_fn, "loss_type", None), "value", None)  # NeMo-RL's losses have an enum of their own
@@ -205,8 +211,8 @@ def _needs(loss_fn: Any, bounds: MicroBatchBounds) -> list[str]:
 
 def checked(data: Mapping[str, Any], needs: Iterable[str], vocabulary: int, least: int = 2) -> BatchedDataDict:
     """Return `data` if it has the keys `needs`, a row or more of at least `least` positions, and valid token ids."""
-    batch = BatchedDataDict(data)
-    if missing := sorted({*needs} - set(batch)):
+    batch, needed = BatchedDataDict(data), {*needs}
+    if missing := sorted(needed - set(batch)):
         raise ValueError(f"data lacks {', '.join(missing)}: it has {', '.join(sorted(batch)) or 'nothing'}; add them")
     tokens_BS = batch["input_ids"]
     if not isinstance(tokens_BS, Tensor) or tokens_BS.dim() != 2 or tokens_BS.is_floating_point():
@@ -237,4 +243,20 @@ def checked(data: Mapping[str, Any], needs: Iterable[str], vocabulary: int, leas
         raise ValueError(f"input_lengths are {lengths.tolist()}: they must lie in 1 to {tokens_BS.shape[1]}")
     if KEPT_IDS in batch:
         check_kept_ids(tokens_BS, batch[KEPT_IDS], vocabulary)
+    if TEACHER_IDS in needed:
+        _check_teacher_ids(batch[TEACHER_IDS], inside_rows(batch), vocabulary)
     return batch
+
+
+def _check_teacher_ids(ids_BSK: Any, inside_BS: Tensor, vocabulary: int) -> None:
+    if not isinstance(ids_BSK, Tensor) or ids_BSK.dim() != 3 or ids_BSK.is_floating_point():
+        found = f"{ids_BSK.dtype} {list(ids_BSK.shape)}" if isinstance(ids_BSK, Tensor) else type(ids_BSK).__name__
+        raise ValueError(
+            f"{TEACHER_IDS} is {found}: it must be integers [rows, positions, ids]; pass those of get_topk_logits()"
+        )
+    ids = ids_BSK[inside_BS]
+    if len(wrong := ids[(ids < 0) | (ids >= vocabulary)]):
+        raise ValueError(
+            f"{TEACHER_IDS} has {int(wrong[0])} inside a row: the ids there must lie in 0 to {vocabulary - 1}, the "
+            f"student's vocabulary; take the teacher's likeliest tokens among these"
+        )

@@ -71,7 +71,7 @@ class MicroBatchReader:
         labels = self._labels_that_count(rows, micro_batch)
         beside = None
         if narrowed and KEPT_IDS in micro_batch:  # ids of the next token, plus 1: 0 is none, as in padding
-            beside = rows.laid(F.pad(micro_batch[KEPT_IDS][:, 1:] + 1, (0, 0, 0, 1)))
+            beside = rows.laid(F.pad(micro_batch[KEPT_IDS][:, 1:].long() + 1, (0, 0, 0, 1)))
         found = self.backend.read_out(ReadRequest(rows, readouts, 1 + with_plain, beside, labels))
         if narrowed:
             found = found.where(found > -torch.inf, 0.0)
@@ -190,7 +190,7 @@ def _distillation(reader: MicroBatchReader, loss_fn: Any) -> LossInputs:
         return [Gather(ids), Entropy()] if with_entropy else [Gather(ids)]
 
     def read(micro_batch: BatchedDataDict) -> Tensor:
-        ids_BSK = micro_batch["teacher_topk_indices"]
+        ids_BSK = micro_batch["teacher_topk_indices"].where(inside_rows(micro_batch)[..., None], 0)
         return reader.read_outs(micro_batch, of_student, ids_BSK.shape[2] + with_entropy, ids_BSK)
 
     def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
