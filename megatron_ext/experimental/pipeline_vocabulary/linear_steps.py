@@ -29,7 +29,7 @@ from megatron_ext.head.call.matmul import is_quantised
 from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import Statistics, check_exchange
 from megatron_ext.head.checks import check_floating, linear_fault
-from megatron_ext.head.engine.linear import FirstPass, WeightGradient, finished_dx, leaf_weights, statistics_pass
+from megatron_ext.head.engine.linear import WeightGradient, finished_dx, leaf_weights, statistics_pass
 from megatron_ext.head.engine.plan import Plan
 
 
@@ -38,12 +38,14 @@ class Products(NamedTuple):
 
     x_TD: Tensor
     plan: Plan
-    first: FirstPass
+    stats_KT: Tensor  # with a place more in each row for the exchange
+    exp_TV: Tensor  # E, `[T, 0]` if no gradient is wanted
+    shift_T: Tensor  # what it is relative to
     product_TD: Tensor | None  # E @ W, fp32 (fp64 for fp64); None if no gradient is wanted
 
     def tensors(self) -> list[Tensor]:
         """List the tensors that later steps read, maybe on another stream."""
-        mine = [self.x_TD, *self.first, *self.plan.tensors()]
+        mine = [self.x_TD, self.stats_KT, self.exp_TV, self.shift_T, *self.plan.tensors()]
         return mine if self.product_TD is None else [*mine, self.product_TD]
 
 
@@ -111,15 +113,15 @@ def products(hidden_TD: Tensor, weight_VD: Tensor, readouts: Any, call: Resolved
     plan = plan_steps(readouts, call, hidden_TD)
     with torch.autocast(hidden_TD.device.type, enabled=False):
         _, leaves = leaf_weights(weight_VD, None, None, plan, hidden_TD)
-        (first,) = statistics_pass(hidden_TD, weight_VD, leaves, plan, sizes=None, keep=backward)
-        product_TD = matmul.add_product(None, first.exp_TV, weight_VD) if backward else None
-    return Products(hidden_TD, plan, first, product_TD)
+        stats_KT, (exp_TV,), (shift_T,) = statistics_pass(hidden_TD, weight_VD, leaves, plan, sizes=None, keep=backward)
+        product_TD = matmul.add_product(None, exp_TV, weight_VD) if backward else None
+    return Products(hidden_TD, plan, stats_KT, exp_TV, shift_T, product_TD)
 
 
 def start_exchange(found: Products) -> Pending:
     """Begin the second step's exchange. Communicates: 1 all-gather of `[K, T + 1]`."""
     call = found.plan.call
-    own_KT = found.first.stats_KT[: statistics.own_rows(call)]
+    own_KT = found.stats_KT[: statistics.own_rows(call)]
     statistics.sign(own_KT, call.vocab)
     return collectives.start_all_gather(own_KT.unsqueeze(0), call.group)
 
@@ -133,8 +135,8 @@ def result(found: Products, stats_RKT: Tensor, weight_VD: Tensor) -> Result:
     """
     plan = found.plan
     check_exchange(stats_RKT, plan.asked, plan.call)
-    stats = plan.passes.combined(stats_RKT, found.first.stats_KT, found.first.shift_T, plan.call)
-    results, saved = plan.results(stats, stats_RKT, found.first.stats_KT)
+    stats = plan.passes.combined(stats_RKT, found.stats_KT, found.shift_T, plan.call)
+    results, saved = plan.results(stats, stats_RKT, found.stats_KT)
     unit_TD = None
     if found.product_TD is not None:
         grad = _gradient(plan, stats, saved, torch.ones_like(results[0][0]))
@@ -151,13 +153,13 @@ def weight_gradient(found: Result, grad_T: Tensor, weight: Tensor) -> Tensor | N
     With `call.fuse_main_grad` dW is added to `weight.main_grad`, and the result is the gradient to give autograd in its
     place (None: none).
     """
-    x_TD, plan, first, _ = found.products
+    x_TD, plan = found.products.x_TD, found.products.plan
     call = plan.call
     grad = _gradient(plan, found.stats, found.saved, grad_T)
     out_VD = main_grad.buffer_of(weight) if call.fuse_main_grad else torch.empty_like(weight)
     _, (leaf,) = leaf_weights(weight, None, None, plan, x_TD)
     total = WeightGradient(out_VD, x_TD, leaf, grad, plan, accumulate=call.fuse_main_grad)
-    total.add(slice(0, weight.shape[0]), first.exp_TV)
+    total.add(slice(0, weight.shape[0]), found.products.exp_TV)
     total.finish()
     return main_grad.finish(weight, weight.dtype) if call.fuse_main_grad else out_VD
 

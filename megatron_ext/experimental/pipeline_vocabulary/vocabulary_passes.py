@@ -153,7 +153,7 @@ class VocabularyPasses:
         found = self.products[n]
         begin = partial(linear_steps.start_exchange, found)
         # On the stream that reads the statistics, which then owns their memory.
-        self.statistics[n] = self.side.run(begin, self.side.now(), [found.first.stats_KT])
+        self.statistics[n] = self.side.run(begin, self.side.now(), [found.stats_KT])
 
     def make_result(self, what: Pass) -> None:
         """Make the result of a micro-batch beside the passes, or as one of them."""
@@ -180,7 +180,7 @@ class VocabularyPasses:
             failures.append(error)
         if result is None:
             unit = weight.new_zeros(found.x_TD.shape) if self.backward else None
-            loss = torch.zeros_like(found.first.shift_T)
+            loss = torch.zeros_like(found.shift_T)
             results = [[loss], [loss.bool()]][: 1 + self.hits]
             result = linear_steps.Result(results, unit, found, None, [])
         if result.unit_dx_TD is not None and self.output.sequence_parallel:
