@@ -19,9 +19,8 @@ CACHES = (1, 0)
 REHEARSED = [(8, 16, 40)], (1.0,)
 
 
-def measure(run: Run) -> None:
+def measure(run: Run, device: str) -> None:
     """Rows "dx, error / plain" and "dW, error / plain" of each case, as far as `run` lacks them."""
-    device = run.machine.device
     sizes, of_logits = (SIZES, LOGITS) if device == "cuda" else REHEARSED
     for tokens, width, vocab in sizes:
         for size in of_logits:

@@ -80,12 +80,12 @@ def measure(run: gpu_run.Run, cases: list[Case]) -> None:
 
 
 def _times(run: gpu_run.Run, step: Callable[[], object]) -> list[gpu_run.Row]:
-    return [("time", "ms", gpu_run.by_turns(run.machine, {"it": step}, run.seconds)["it"])]
+    return [("time", "ms", gpu_run.by_turns({"it": step}, run.seconds)["it"])]
 
 
 def profile(run: gpu_run.Run, cases: list[Case]) -> None:
     """The kernels of one step at cache 1 and 0, by time: `PROFILE` beside the rows."""
-    on_gpu, kinds = run.machine.device == "cuda", torch.profiler.ProfilerActivity
+    on_gpu, kinds = cases[0].device == "cuda", torch.profiler.ProfilerActivity
     with run.out.with_name(PROFILE).open("a") as file:
         for case, cache in product(cases, (1, 0)):
             inputs, step = drawn(case), ours(cache).build(case, None)

@@ -79,7 +79,7 @@ def _rows(run: Run, ours: Callable[[], Any], theirs: Callable[[], Tensor]) -> li
         found = found if isinstance(found, Tensor) else found[0]
         error = _difference(found if found.dim() == 1 else found.t(), results[1])
         del results, found
-        times = by_turns(run.machine, {"ours": ours, "theirs": theirs}, run.seconds)
+        times = by_turns({"ours": ours, "theirs": theirs}, run.seconds)
     ratios = [theirs / ours for ours, theirs in zip(times["ours"], times["theirs"], strict=True)]
     return [
         ("time", "ms", times["ours"]),
