@@ -9,12 +9,10 @@ import argparse
 import torch
 
 from benchmarks.cases import Case
-from benchmarks.implementations import UNFUSED
+from benchmarks.implementations import UNFUSED, ours
 from benchmarks.plan import plan
 
-HEADS = {"Megatron-Core": UNFUSED, "megatron_ext": None, "megatron_ext, `cache=0`": 0}
-
-
+HEADS = {"Megatron-Core": UNFUSED, "megatron_ext": ours(None), "megatron_ext, `cache=0`": ours(0)}
 # Tokens, and tensor-parallel ranks.
 SIZES = {"8192 tokens": (8192, 1), "32768 tokens": (32768, 1), "8192 tokens, a rank of TP 8": (8192, 8)}
 

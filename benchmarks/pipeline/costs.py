@@ -80,9 +80,9 @@ def head_seconds(tokens: int, width: int, vocab: int, ranks: int, device: Device
     case = Case("simulated", tokens, width, vocab, ranks, torch.bfloat16)
     if importlib.util.find_spec("triton") is None:
         return HeadSeconds(*(2 * case.nvh / device.flops,) * 3)
-    from benchmarks.plan import plan
+    from benchmarks.plan import WHOLE, plan
 
-    launches = plan(case, 1, device)[0].launches
+    launches = plan(case, WHOLE, device)[0].launches
     names = [launch.name for launch in launches]
     backward = next(at for at, launch in enumerate(launches) if launch.phase == "backward")
     last_of_dx = names.index("finish_dx_kernel")
