@@ -105,6 +105,7 @@ def test_scale_that_is_a_tensor():
     scale.fill_(3.0)
     replay()
     assert torch.equal(target, 3 * x)
+    assert flag.item() == 0
 
 
 def test_token_count_of_the_auxiliary_loss():

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_on_cpu.transformer_engine import cross_entropy
 from megatron_on_cpu.transformer_engine.compiled_module import compiled_module
 from megatron_on_cpu.transformer_engine.python_modules import MODULES
-from megatron_on_cpu.transformer_engine.since_2_20 import cross_entropy as cross_entropy_since_2_20
 from tests.megatron_on_cpu.transformer_engine.test_fused_attention import numbers
 
 old, new = compiled_module((2, 11)), compiled_module((2, 20))
@@ -241,17 +241,9 @@ def test_cross_entropy(mean):
     expected = F.cross_entropy(logits.view(6, 7), labels.view(6), reduction=reduction)
     grad = torch.tensor(2.0) if mean else numbers(2, 3, seed=1)
     expected.backward(grad.view(expected.shape))
-    loss, *saved, count, rank, ranks = cross_entropy_since_2_20.cross_entropy_forward(
+    loss, *saved, count, rank, ranks = cross_entropy.cross_entropy_forward_since_2_20(
         logits.detach(), labels, 0.0, mean, None, -100, False
     )
     torch.testing.assert_close(loss.view(expected.shape), expected.detach())
-    found = cross_entropy_since_2_20.cross_entropy_backward(*saved, count, grad, 0.0, mean, rank, ranks, -100)
+    found = cross_entropy.cross_entropy_backward_since_2_20(*saved, count, grad, 0.0, mean, rank, ranks, -100)
     torch.testing.assert_close(found, logits.grad)
-
-
-def test_lists_are_scaled_by_a_tensor():
-    source, target = numbers(5, seed=0), torch.empty(5)
-    overflow = torch.zeros(1, dtype=torch.int32)
-    new.multi_tensor_scale_tensor(1024, overflow, [[source], [target]], torch.tensor([0.25]))
-    assert torch.equal(target, 0.25 * source)
-    assert overflow.item() == 0
