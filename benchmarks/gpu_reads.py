@@ -12,7 +12,8 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from benchmarks.gpu_run import Run, by_turns
-from benchmarks.measure import MIB, drawn
+from benchmarks.measure import drawn
+from benchmarks.meter import MIB
 from megatron_ext import head
 
 CHUNK, K, TOP_K, TOP_P = 1024, 64, 50, 0.9

@@ -13,7 +13,6 @@ from benchmarks import record
 from benchmarks.cases import Case
 from benchmarks.implementations import Implementation, ours
 from benchmarks.measure import (
-    MIB,
     Inputs,
     Results,
     baselines,
@@ -25,6 +24,7 @@ from benchmarks.measure import (
     run_once,
     truth,
 )
+from benchmarks.meter import MIB
 from megatron_ext.head.call.gpu_properties import device_of, product_seconds
 
 NOT_MEASURED, NOT_INSTALLED = "not measured", "not installed"
@@ -50,9 +50,9 @@ def by_turns(steps: dict[str, Callable[[], object]], seconds: float) -> dict[str
     torch.cuda.synchronize()
     found: dict[str, list[float]] = {name: [] for name in steps}
     began = time.perf_counter()
-    while not found[next(iter(found))] or (
-        time.perf_counter() - began < seconds and len(found[next(iter(found))]) < _ROUNDS
-    ):
+    for round_ in range(_ROUNDS):
+        if round_ and time.perf_counter() - began >= seconds:
+            break
         marks = {}
         for name, step in steps.items():
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -110,7 +110,7 @@ class Run:
         return [row for row in found if (row.case, row.impl, row.device, row.versions, row.commit) == here]
 
     def write(self, case: Case, name: str, rows: list[Row]) -> None:
-        record.add(self.out, [self.origin.row(case.name, name, *row) for row in rows])
+        record.write(self.out, [self.origin.row(case.name, name, *row) for row in rows], by=record.ONE_HEAD)
         print(f"{time.perf_counter() - self.began:4.0f} s  {case.name}: {name}", flush=True)
 
     def attempt(self, case: Case, name: str, measure: Callable[[], list[Row]]) -> None:

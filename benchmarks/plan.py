@@ -5,10 +5,10 @@ table in `megatron_ext/head/call/gpu_properties.py`: matrix products by whole wa
 Beside it is what the same launches take at the limit of the card's power, and what was measured.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -76,22 +76,17 @@ def floor_seconds(case: Case, head: Implementation, device: Device) -> float:
 
 
 def folded(launches: Iterable[Launch]) -> Iterator[tuple[Launch, int]]:
-    """Launches that repeat, as one that has all their bytes and time, and their number."""
-    for _, same in groupby(_by_turns(list(launches)), key=lambda launch: (launch.phase, launch.name, launch.shapes)):
-        found = list(same)
+    """Launches that repeat, as in the loop over chunks: each kind, in the order in which the kinds begin, as one launch
+    that has all their bytes and time, and their number."""
+    kinds: dict[tuple[str, str, str], list[Launch]] = defaultdict(list)
+    for launch in launches:
+        kinds[launch.phase, launch.name, launch.shapes].append(launch)
+    for found in kinds.values():
         totals = {
             name: sum(getattr(launch, name) for launch in found)
             for name in ("read", "written", "flops", "waves", "seconds", "epilogue")
         }
         yield replace(found[0], **totals), len(found)
-
-
-def _by_turns(launches: list[Launch]) -> list[Launch]:
-    """The loop over chunks repeats a product and what follows it: each kind of them together, where it first stood."""
-    first: dict[tuple[str, str, str], int] = {}
-    for at, launch in enumerate(launches):
-        first.setdefault((launch.phase, launch.name, launch.shapes), at)
-    return sorted(launches, key=lambda launch: first[launch.phase, launch.name, launch.shapes])
 
 
 def rows(case: Case, head: Implementation, device: Device = DEVICES["H200"]) -> record.Rows:
@@ -152,7 +147,7 @@ def read_rows(case: Case, device: Device) -> record.Rows:
 
 
 def text(case: Case, head: Implementation, device: Device = DEVICES["H200"]) -> str:
-    """The launches of one case, for reading."""
+    """The launches of one case, for reading, and what was measured on that device, if anything was."""
     found, peak = plan(case, head, device)
     floor = floor_seconds(case, head, device)
     lines = [
@@ -172,27 +167,26 @@ def text(case: Case, head: Implementation, device: Device = DEVICES["H200"]) -> 
         f"{floor * 1e3:.3f}; {found.elementwise_bytes / logits:.2f} bytes a logit beside the products; peak "
         f"{peak / logits:.2f} bytes a logit; {len(found.launches)} launches"
     )
+    lines += [f"measured on {row.device}: {row.p50:.3f} ms" for row in measured_rows(case, head.name, device)]
     return "\n".join(lines)
 
 
 def summary(path: Path) -> str:
     """The totals of the rows in `path` as a table in Markdown: the one in docs/head.md."""
     metrics = (MILLISECONDS, EPILOGUES, WORST, FLOOR, ABOVE, BESIDE, PEAK, LAUNCHES)
-    lines = [
-        "| T x D x V | ours by `cache`, or another | ms | of it epilogues | with worst labels | floor | above, % "
-        "| bytes a logit beside products | peak bytes a logit | launches |"
-    ]
-    lines.append("|" + "---|" * 10)
+    heads = "T x D x V|ours by `cache`, or another|ms|of it epilogues|with worst labels|floor|above, %"
+    heads += "|bytes a logit beside products|peak bytes a logit|launches"
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in record.read(path):
         if row.impl.startswith("read: "):
             continue
         head = row.impl.rsplit(", ", 1)[0].removeprefix("ours, ").removeprefix("cache ")
         found.setdefault((row.case, head), {})[row.metric] = row.p50
-    for (case, cache), totals in found.items():
-        numbers = [f"{totals[metric]:.2f}" for metric in metrics[:-1]] + [f"{totals[LAUNCHES]:.0f}"]
-        lines.append(f"| {case} | {cache} | {' | '.join(numbers)} |")
-    return "\n".join(lines)
+    lines = [
+        [*names, *(f"{totals[metric]:.2f}" for metric in metrics[:-1]), f"{totals[LAUNCHES]:.0f}"]
+        for names, totals in found.items()
+    ]
+    return record.markdown(heads.split("|"), lines)
 
 
 def heads(case: Case) -> list[Implementation]:
@@ -212,17 +206,11 @@ def main(out: Path | None, device: Device) -> None:
     origin = replace(record.Origin.here("cpu"), device=f"planned for {device.name}", commit="", date="")
     for case in (*CASES, EIGHT_LEAVES):
         for head in heads(case):
-            print(text(case, head, device) + measured_beside(case, head, device) + "\n", flush=True)
+            print(text(case, head, device) + "\n", flush=True)
             if out is not None:
-                record.add(out, [origin.row(case.name, *row) for row in rows(case, head, device)])
+                record.write(out, [origin.row(case.name, *row) for row in rows(case, head, device)], by=record.ONE_HEAD)
         if case in (A, B) and out is not None:
-            record.add(out, [origin.row(case.name, *row) for row in read_rows(case, device)])
-
-
-def measured_beside(case: Case, head: Implementation, device: Device) -> str:
-    """Return what was measured on that device, if anything was, for reading."""
-    found = measured_rows(case, head.name, device)
-    return "".join(f"\nmeasured on {row.device}: {row.p50:.3f} ms" for row in found)
+            record.write(out, [origin.row(case.name, *row) for row in read_rows(case, device)], by=record.ONE_HEAD)
 
 
 def measured_rows(case: Case, name: str, device: Device) -> list[record.Row]:

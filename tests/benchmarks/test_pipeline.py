@@ -11,11 +11,10 @@ import torch
 from benchmarks import record
 from benchmarks.cases import Case
 from benchmarks.pipeline import __main__ as program
-from benchmarks.pipeline.costs import LINKS, Model, Setup, head_seconds
+from benchmarks.pipeline.costs import LINKS, LLAMA_8B, LLAMA_70B, Model, Setup, head_seconds, setups
 from benchmarks.pipeline.launched import launched_seconds
 from benchmarks.pipeline.launched import table as launched_table
 from benchmarks.pipeline.schedules import SCHEDULES, Timeline, even, ours, paper, redistributed, stock
-from benchmarks.pipeline.setups import LLAMA_8B, LLAMA_70B, setups
 from benchmarks.plan import WHOLE, plan
 from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import (
     Kind,
