@@ -17,10 +17,14 @@ def called(function, given):
 
 def of_attention(tex, tensors, layout, mask, cu_q, cu_kv, **more):
     """The arguments of fused attention; `more`: other ones than neither bias, window, softmax offset nor dropout."""
-    longest = int(cu_q.diff().max()), int(cu_kv.diff().max())
     return {
-        **dict(zip(("Q", "K", "V", "cu_seqlens_q", "cu_seqlens_kv"), (*tensors, cu_q, cu_kv), strict=True)),
-        **dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=True)),
+        "Q": tensors[0],
+        "K": tensors[1],
+        "V": tensors[2],
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_kv": cu_kv,
+        "max_seqlen_q": int(cu_q.diff().max()),
+        "max_seqlen_kv": int(cu_kv.diff().max()),
         "qkv_layout": layout,
         "attn_mask_type": mask,
         "bias_type": tex.NVTE_Bias_Type.NVTE_NO_BIAS,
