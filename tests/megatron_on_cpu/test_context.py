@@ -27,6 +27,7 @@ OWNERS += [
     trace_rules,
     torch.accelerator,
     torch.autocast,
+    torch.amp.autocast_mode,
     DeviceContext,
     Tensor,
     torch.nn.Module,
