@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.policy import BatchedDataDict, ClippedPGLoss, DTensorPolicyWorker, NLLLoss
+from megatron_ext.policy import BatchedDataDict, ClippedPGLoss, DistillationLossFn, DTensorPolicyWorker, NLLLoss
 from tests.marks import slow
 from tests.policy.problems import (
     VOCAB,
+    inside,
     largest_error,
     plain_train,
     shard,
@@ -18,6 +19,7 @@ from tests.policy.problems import (
     tiny_model,
     unchanged,
     whole,
+    with_teacher,
 )
 from tests.ranks import ranks, shared_folder
 
@@ -67,21 +69,40 @@ def test_bad_data_of_one_rank_is_an_error_on_all():
     worker.train(data, ClippedPGLoss())  # and both go on
 
 
-@pytest.mark.parametrize(
-    "gbs, mbs, message",
-    [
+BAD_TEACHERS = {
+    f"has {VOCAB} inside a row: .* 0 to {VOCAB - 1}": lambda ids: ids.index_fill(2, torch.tensor([1]), VOCAB),
+    "has -1 inside a row": lambda ids: ids.index_fill(2, torch.tensor([1]), -1),
+    "is torch.float32": lambda ids: ids.float(),
+    r"is torch.int64 \[4, 13\]: it must be integers \[rows, positions, ids\]": lambda ids: ids[..., 0],
+}
+
+
+@ranks(2)
+def test_teacher_ids_of_one_rank_that_cannot_be():
+    worker, data = made()
+    data, own_fault = with_teacher(data), dist.get_rank() == 1
+    ids = data["teacher_topk_indices"]
+    for message, change in BAD_TEACHERS.items():
+        batch = BatchedDataDict(data, teacher_topk_indices=change(ids) if own_fault else ids)
+        with pytest.raises(ValueError, match=message):
+            worker.train(batch, DistillationLossFn())
+    padded = BatchedDataDict(data, teacher_topk_indices=ids.where(inside(data)[..., None], -1))
+    losses = [worker.train(batch, DistillationLossFn(), eval_mode=True)["global_loss"] for batch in (data, padded)]
+    assert losses[0] == losses[1]
+
+
+@ranks(2)
+def test_sizes_that_do_not_divide():
+    worker, data = made()
+    for gbs, mbs, message in [
         (5, None, "must divide by 2"),
         (8, 3, "multiple of it"),
         (None, 0, r"mbs \(micro_batch_size\) is 0: it must be a positive integer"),
         (0, None, "gbs is 0"),
         (-8, None, "gbs is -8"),
-    ],
-)
-@ranks(2)
-def test_sizes_that_do_not_divide(gbs, mbs, message):
-    worker, data = made()
-    with pytest.raises(ValueError, match=message):
-        worker.train(data, NLLLoss(), gbs=gbs, mbs=mbs)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            worker.train(data, NLLLoss(), gbs=gbs, mbs=mbs)
 
 
 @pytest.mark.parametrize("kind", ["tp", "cp"])

@@ -63,8 +63,8 @@ def config(kind="fixed", generation=None, **layout):
     "backend, layout, kind",
     [
         (DTensorPolicyWorker, "cp", "packed"),
-        (DTensorPolicyWorker, "dp", "dynamic"),
         *slow(
+            (DTensorPolicyWorker, "dp", "dynamic"),
             (DTensorPolicyWorker, "tp_sp", "fixed"),
             (MegatronPolicyWorker, "tp_sp", "packed"),
             (MegatronPolicyWorker, "cp", "packed"),
@@ -98,6 +98,20 @@ def test_scores_and_a_step(backend, layout, kind):
         torch.testing.assert_close(float(found["global_loss"][0]), float(loss), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(float(found["grad_norm"][0]), float(norm), rtol=1e-4, atol=1e-6)
         end_worker(worker)
+
+
+@ranks(1)
+def test_largest_id_of_a_narrow_integer_type():
+    data = tiny_batch(4)
+    kept = data["input_ids"].unsqueeze(-1) + torch.tensor([0, 1])
+    kept[..., 1] = 127
+    worker = DTensorPolicyWorker(tiny_config(tiny_model(vocab_size=128)), init_reference_model=False)
+    wide, narrow = (
+        worker.get_logprobs(dict(data, kept_token_ids=kept.to(dtype)))["logprobs"]
+        for dtype in (torch.int64, torch.int8)
+    )
+    assert wide[0, 1] != 0
+    assert torch.equal(wide, narrow)
 
 
 @pytest.mark.slow

@@ -18,16 +18,19 @@ from megatron_ext.policy.data.batch import (
     check_kept_ids,
     counted,
     fixed,
+    inside_rows,
     packed,
     within_tokens,
 )
-from megatron_ext.policy.losses.worker_protocol import LossType, rows_together, valid_counts
+from megatron_ext.policy.losses.worker_protocol import LossInputType, LossType, rows_together, valid_counts
+
+TEACHER_IDS = "teacher_topk_indices"  # the key of `[B, S, K]` integers
 
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """This rank among those that hold other rows (dp), and how many ranks hold the same ones: `copies` (cp * tp) in
-    each of `stages` of a pipeline. Global ranks go through (stages, dp, copies), copies fastest."""
+    """This rank's place among `dp_size` data-parallel ranks, and the number of ranks that get the same rows: `copies`
+    (cp * tp) in each of `stages` of a pipeline. Global ranks count through (stages, dp, copies), copies fastest."""
 
     dp_rank: int = 0
     dp_size: int = 1
@@ -35,7 +38,7 @@ class RankCoordinates:
     stages: int = 1
 
     def replica(self, rank: int) -> int:
-        """The data-parallel rank of a global one."""
+        """Return the data-parallel rank of a global rank."""
         return rank // self.copies % self.dp_size
 
     def first_ranks(self, stage: int = 0) -> range:
@@ -45,13 +48,13 @@ class RankCoordinates:
 
 
 class Counts(NamedTuple):
-    """Rows and tokens that count, by the names of what a loss divides by."""
+    """Numbers of rows and tokens that count, by which losses divide, under the names that losses give them."""
 
     global_valid_seqs: float
     global_valid_toks: float
 
 
-# A rank's: rows of micro-batches, rows and tokens that count, and a checksum of what is read of the data.
+# One rank's rows of micro-batches, its numbers of rows and tokens that count, and a checksum of the data that is read.
 _Share = tuple[list[list[int]], float, float, int]
 
 
@@ -61,8 +64,8 @@ class Step:
 
     Attributes:
         micro_batches: rows of each micro-batch.
-        passes: how many micro-batches every rank runs; one with fewer repeats its first, to no effect.
-        counts: those of the global batch.
+        passes: the number of passes of every rank; a rank with fewer micro-batches repeats its first, without effect.
+        counts: the counts of the global batch.
     """
 
     micro_batches: list[list[int]]
@@ -79,8 +82,8 @@ class Step:
 class MicroBatchBounds:
     """Bounds of a micro-batch: rows (kind "fixed"), or tokens, each row in a multiple of `multiple` places.
 
-    Token ids are below `vocabulary`. `at_most`: no more tokens than these does any micro-batch have that the masks of
-    the data leave; None: there is no such bound.
+    Token ids are below `vocabulary`. `at_most`: the most tokens of a micro-batch that the masks of the data may leave;
+    None: there is no such bound.
     """
 
     kind: str
@@ -114,8 +117,8 @@ def training_steps(
     bounds: MicroBatchBounds,
     coordinates: RankCoordinates,
 ) -> list[Step]:
-    """The global batches in `data`, this rank's rows of which follow each other; with None a single one, of which the
-    ranks may have different numbers of rows.
+    """Plan the global batches in `data`, which holds this rank's rows of each, one batch after the other. With
+    `global_batch_size` None there is one batch, and the ranks may have different numbers of rows.
 
     Communicates: two collectives of a few bytes over all ranks.
 
@@ -156,7 +159,7 @@ def _own_rows(rows: int, global_batch_size: int, bounds: MicroBatchBounds, coord
 
 
 def scoring_step(data: Mapping[str, Any], bounds: MicroBatchBounds, coordinates: RankCoordinates) -> Step:
-    """All rows of `data` once; communication and errors as for `training_steps`."""
+    """Plan one pass over all rows of `data`; communication and errors are those of `training_steps`."""
 
     def prepare() -> list[_Share]:
         batch = checked(data, needs := ("input_ids", "input_lengths"), bounds.vocabulary)
@@ -166,7 +169,7 @@ def scoring_step(data: Mapping[str, Any], bounds: MicroBatchBounds, coordinates:
 
 
 def _checksum(batch: Mapping[str, Any], needs: Iterable[str]) -> int:
-    """A number by which ranks find that they were given other tensors of these names."""
+    """Checksum of the tensors of these names, by which ranks detect that they were given different ones."""
     found = 0
     for name in dict.fromkeys((*needs, KEPT_IDS)):
         if isinstance(x := batch.get(name), Tensor):
@@ -175,7 +178,7 @@ def _checksum(batch: Mapping[str, Any], needs: Iterable[str]) -> int:
 
 
 def _agreed(prepare: Callable[[], list[_Share]], coordinates: RankCoordinates) -> list[Step]:
-    """The steps of which each rank prepares its share."""
+    """Exchange the ranks' shares, check that they fit together, and return this rank's steps."""
     found = agree(prepare)
     for replica, first in enumerate(coordinates.first_ranks()):
         ranks = [rank for rank in range(len(found)) if coordinates.replica(rank) == replica]
@@ -197,6 +200,9 @@ def _agreed(prepare: Callable[[], list[_Share]], coordinates: RankCoordinates) -
 
 def _needs(loss_fn: Any, bounds: MicroBatchBounds) -> list[str]:
     needs = [*getattr(loss_fn, "needs", ()), "input_ids", "sample_mask"]
+    kind = getattr(loss_fn, "input_type", None)
+    if getattr(kind, "value", kind) == LossInputType.DISTILLATION.value:
+        needs += ["teacher_topk_logits", TEACHER_IDS]
     if bounds.kind != "fixed":
         needs.append("input_lengths")
     kind = getattr(getattr(loss_fn, "loss_type", None), "value", None)  # NeMo-RL's losses have an enum of their own
@@ -204,9 +210,9 @@ def _needs(loss_fn: Any, bounds: MicroBatchBounds) -> list[str]:
 
 
 def checked(data: Mapping[str, Any], needs: Iterable[str], vocabulary: int, least: int = 2) -> BatchedDataDict:
-    """`data`, if it has what it needs: one row or more, of `least` positions or more, tokens below `vocabulary`."""
-    batch = BatchedDataDict(data)
-    if missing := sorted({*needs} - set(batch)):
+    """Return `data` if it has the keys `needs`, a row or more of at least `least` positions, and valid token ids."""
+    batch, needed = BatchedDataDict(data), {*needs}
+    if missing := sorted(needed - set(batch)):
         raise ValueError(f"data lacks {', '.join(missing)}: it has {', '.join(sorted(batch)) or 'nothing'}; add them")
     tokens_BS = batch["input_ids"]
     if not isinstance(tokens_BS, Tensor) or tokens_BS.dim() != 2 or tokens_BS.is_floating_point():
@@ -237,4 +243,20 @@ def checked(data: Mapping[str, Any], needs: Iterable[str], vocabulary: int, leas
         raise ValueError(f"input_lengths are {lengths.tolist()}: they must lie in 1 to {tokens_BS.shape[1]}")
     if KEPT_IDS in batch:
         check_kept_ids(tokens_BS, batch[KEPT_IDS], vocabulary)
+    if TEACHER_IDS in needed:
+        _check_teacher_ids(batch[TEACHER_IDS], inside_rows(batch), vocabulary)
     return batch
+
+
+def _check_teacher_ids(ids_BSK: Any, inside_BS: Tensor, vocabulary: int) -> None:
+    if not isinstance(ids_BSK, Tensor) or ids_BSK.dim() != 3 or ids_BSK.is_floating_point():
+        found = f"{ids_BSK.dtype} {list(ids_BSK.shape)}" if isinstance(ids_BSK, Tensor) else type(ids_BSK).__name__
+        raise ValueError(
+            f"{TEACHER_IDS} is {found}: it must be integers [rows, positions, ids]; pass those of get_topk_logits()"
+        )
+    ids = ids_BSK[inside_BS]
+    if len(wrong := ids[(ids < 0) | (ids >= vocabulary)]):
+        raise ValueError(
+            f"{TEACHER_IDS} has {int(wrong[0])} inside a row: the ids there must lie in 0 to {vocabulary - 1}, the "
+            f"student's vocabulary; take the teacher's likeliest tokens among these"
+        )
