@@ -1,10 +1,10 @@
-"""Triton twins of the modules of the same names in `row_passes/`, whose `passes.py` chooses. No autograd.
+"""The passes over rows in Triton: twins of the functions in `row_passes/`, whose `passes.py` chooses. No autograd.
 
-Docstrings of kernels give the shape of each argument that points to a tensor, whose columns are next to each other;
-None in its place: there is none. `..._stride` is how many elements a row begins behind the one before (`..._stride_r`
-and the like: along R, K, T, ...). Shapes have the letters of `row_passes/`. Capitals are constants that a kernel is
-compiled for: BLOCK..., LANES, STEPS and the like count what a program takes at a time, HAS_... says whether there is
-one.
+A kernel's docstring gives the shape of each tensor whose pointer the kernel takes. Neighbouring columns of a tensor are
+adjacent in memory; a pointer is None if there is no such tensor. `..._stride` is the number of elements from one row to
+the next (`..._stride_r` and the like: along the dim R, K, T, ...). Shapes have the letters of `row_passes/`. Capitals
+are constants that a kernel is compiled for: BLOCK..., LANES, STEPS and the like count what a program takes at a time;
+HAS_... is whether the option is set.
 
 Offsets are 64-bit: T * V/R may pass 2^31. The two passes over logits read nothing back to the host and allocate
 nothing, so they can be captured in a CUDA graph.

@@ -10,7 +10,7 @@ from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.numerics.launches import launch
 from megatron_ext.numerics.tensors import raise_unless
 
-_TOKENS = 256  # tokens that the program compares at a time; of shards the first ones differ already
+_TOKENS = 256  # tokens that the program compares at a time; real shards differ in the first ones already
 
 
 @triton.jit
@@ -30,15 +30,15 @@ def exchange_checks_kernel(
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program. Writes five bools to `fine`: no rank refused, one vocabulary, the same options, the same labels, and
-    shards that are not all of the same columns.
+    """Write five bools to `fine`: no rank refused its arguments; the shards cover one vocabulary; options agree; labels
+    agree; the shards are not all the same columns. A single program runs.
 
     Args:
-        stats_ptr: `[RANKS, K, tokens + 1]`, fp32 or fp64: maxima, sums of exponentials, ...; last column: whose.
-        labels_ptr: `[labels]`, integers, ids of the vocabulary: of each token, or fewer, or more.
+        stats_ptr: `[RANKS, K, tokens + 1]`, fp32 or fp64: maxima, sums of exponentials, ...; signed in the last column.
+        labels_ptr: `[labels]`, integers, token ids; `labels` need not be the number of `tokens`.
         fine_ptr: `[5]`, written.
-        columns: of each rank's shard. largest: above which a maximum tells nothing, if CAPPED: by a softcap.
-        tokens: that are compared. ROWS: RANKS as a power of two.
+        columns: number of columns of this rank's shard. largest: with CAPPED, maxima from it on tell nothing.
+        tokens: number of tokens that are compared. ROWS: RANKS rounded up to a power of two.
     """
     rank = tl.arange(0, ROWS).to(tl.int64)  # a rank's statistics may be 2^31 numbers away
     live = rank < RANKS
@@ -58,9 +58,9 @@ def exchange_checks_kernel(
         agreed = tl.max(tl.where(live & (own != 0) & (own != tl.max(own, 0)), 1, 0), 0) == 0
         tl.store(fine_ptr + 2 + number, agreed)
 
-    # Shards of one vocabulary have other sums, or a label past the first rank's columns. So the first tokens mostly do.
+    # Shards of one vocabulary differ in their sums, or a label is past one shard's columns: mostly at the first tokens.
     at, apart, unalike = 0, 0, 0
-    first = tokens  # the first token whose sums tell something; all others are compared with it
+    first = tokens  # the first token whose sums tell something; the others are compared with this token
     while (at < tokens) & (apart == 0):
         token = at + tl.arange(0, BLOCK)
         inside = token < tokens
@@ -90,7 +90,7 @@ def exchange_checks_kernel(
 
 
 def exchange_checks(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> Tensor:
-    """`[5]`, 1 where right: no rank refused, one vocabulary, options, labels, shards that are not the same columns."""
+    """Return `[5]`, int8, 1 where all is well: refusal, vocabulary, options, labels, shards that are not the same."""
     ranks, _, tokens = stats_RKT.shape
     fine = torch.empty(5, dtype=torch.int8, device=stats_RKT.device)
     launch(
@@ -114,7 +114,7 @@ def exchange_checks(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> 
 
 
 def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, words: str = "") -> None:
-    """See `megatron_ext.head.call.statistics.check_exchange`."""
+    """Raise what all ranks' statistics show. See `megatron_ext.head.call.statistics.check_exchange`."""
     if stats_RKT.shape[0] == 1:
         return
     refused, shards, options, labels, apart = exchange_checks(stats_RKT, labels_T, call).unbind()

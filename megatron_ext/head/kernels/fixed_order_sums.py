@@ -1,9 +1,9 @@
-"""Sums of rows that have one order: each is made in one program, and nothing is chosen by the shape; and a softmax's
-sums in the order of inference engines' batch-invariant kernels, which Megatron-Core has too.
+"""Sums of rows in one order: one program makes each sum, and no size is chosen by the shape; and a softmax's sums in
+the order of inference engines' batch-invariant kernels, which Megatron-Core has too.
 
-That order is: the row's maximum; exponentials below it in blocks of 1024 columns, each summed by one program of 4 warps
-and added to those before, in fp32; the logarithm of the sum. It is that of batch_invariant_ops (Thinking Machines Lab),
-from which vLLM's and Megatron's kernels come. It errs more than the head's own, by one rounding for each block.
+That order is: the row's maximum; `exp(z - maximum)` in blocks of 1024 columns, each summed by 4 warps and added to the
+blocks before, in fp32; the logarithm of the sum. It is the order of batch_invariant_ops (Thinking Machines Lab), from
+which vLLM's and Megatron's kernels come. The sums have one rounding more for each block than the head's own.
 """
 
 import torch
@@ -16,12 +16,12 @@ from megatron_ext.head.kernels import blocks
 from megatron_ext.head.kernels.logits import bends, logits, packed, rowwise, writable
 from megatron_ext.numerics.launches import launch
 
-_BLOCK = tl.constexpr(1024)  # columns of an engine
+_BLOCK = tl.constexpr(1024)  # columns that engines' kernels sum at a time
 
 
 @triton.jit
 def segment_sums_kernel(x_ptr, starts_ptr, out_ptr, columns, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of one row of `columns`, or given starts of what lies between two: by lanes, then over them.
+    """Sum one row of `columns` numbers, or given `starts` one segment: first each lane, then over the lanes.
 
     x_ptr: `[T, columns]`, or `[n]` with starts_ptr: `[T + 1]`, int64; out_ptr: `[T]`, fp64, written; DTYPE: of sums.
     """
@@ -36,12 +36,12 @@ def segment_sums_kernel(x_ptr, starts_ptr, out_ptr, columns, DTYPE: tl.constexpr
 
 
 def row_sums(x_TN: Tensor) -> Tensor:
-    """See `row_passes.fixed_order_sums.row_sums`."""
+    """Sum each row, in one launch. See `row_passes.fixed_order_sums.row_sums`."""
     return _sums(x_TN.contiguous(), None, *x_TN.shape)
 
 
 def segment_sums(x_n: Tensor, lengths_T: Tensor) -> Tensor:
-    """See `row_passes.fixed_order_sums.segment_sums`."""
+    """Sum each segment. See `row_passes.fixed_order_sums.segment_sums`."""
     starts_T = torch.nn.functional.pad(lengths_T.cumsum(0), (1, 0))
     return _sums(x_n.contiguous(), starts_T, lengths_T.shape[0], 0).to(x_n.dtype)
 
@@ -68,11 +68,11 @@ def _sums_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Sums of exponentials of one token's logits. As many neighbouring columns belong to a thread as in those kernels:
-    it decides the order within a block.
+    """Write the sum of exponentials of one token's logits. A thread takes as many neighbouring columns as in the
+    engines' kernels, because this number decides the order within a block.
 
     z_ptr: `[T, V]`, of whose columns `counted` count; bias_ptr: `[V]`; peak_ptr: `[T]`, the maxima; sum_ptr: `[T]`,
-    written; softcap, temperature: of all logits; TOGETHER: columns of a thread that are neighbours.
+    written; softcap, temperature: of all logits; TOGETHER: number of a thread's columns that are neighbours.
     """
     token = tl.program_id(0).to(tl.int64)
     z_ptr += token * z_stride
@@ -89,7 +89,7 @@ def _sums_kernel(
 
 @triton.jit
 def _log_kernel(out_ptr, x_ptr, count, BLOCK: tl.constexpr):
-    """out_ptr: `[count]`, written: the logarithms of x_ptr: `[count]`."""
+    """Write logarithms to out_ptr: `[count]`, those of x_ptr: `[count]`."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < count, other=1.0)
     tl.store(out_ptr + at, tl.log(x), mask=at < count)
@@ -103,8 +103,8 @@ def write_sums(
     softcap: float | None,
     temperature: float,
 ) -> None:
-    """Write the sums of exponentials below the maxima in `stats_KT`, over those that are there. Arguments as for
-    `row_statistics`, in fp32."""
+    """Overwrite the sums of exponentials in `stats_KT` by sums in the engines' order, relative to its maxima. Arguments
+    are as for `row_statistics`, in fp32."""
     z_TV = rowwise(z_TV)
     launch(
         _sums_kernel,
@@ -116,14 +116,14 @@ def write_sums(
         z_TV.stride(0),
         counted=counted,
         **bends(softcap, temperature),
-        # Of fp32 logits in rows of a multiple of 16 columns Triton has a thread load 16 bytes at a time.
+        # A thread loads 16 bytes, 4 fp32 logits, at a time if rows have a multiple of 16 columns; else 1 logit.
         TOGETHER=4 if counted % 16 == 0 else 1,
         num_warps=4,
     )
 
 
 def log(x_T: Tensor) -> Tensor:
-    """The natural logarithm, in fp32, as Triton has it."""
+    """Return the natural logarithm of fp32 numbers, with the bits of Triton's `tl.log`."""
     out_T = torch.empty_like(x_T, memory_format=torch.contiguous_format)
     launch(_log_kernel, (triton.cdiv(x_T.numel(), 256),), out_T, x_T.contiguous(), x_T.numel(), BLOCK=256)
     return out_T

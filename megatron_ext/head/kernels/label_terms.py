@@ -1,8 +1,8 @@
 """`add_label_rows`, `finish_dx` and `scale_rows` in Triton, with the arguments and results of
 `megatron_ext.head.row_passes.label_terms`.
 
-Every number is summed by one program in an order that the labels decide, so results are the same bits from run to run,
-and nothing is read back to the host.
+One program computes each sum, in an order that the labels decide, so results have the same bits from run to run.
+Nothing is read back to the host.
 """
 
 import torch
@@ -14,16 +14,16 @@ from megatron_ext.head.kernels import blocks
 from megatron_ext.head.kernels.logits import packed, rowwise, writable
 from megatron_ext.numerics.launches import launch
 
-# Tokens that one program adds up one after the other. A label that more of them have is summed in two passes: at 128k
-# tokens of one label 256 in the first and 512 sums in the second.
+# Tokens that one program adds up one after the other. A label of more tokens is summed in two passes: with 128k tokens
+# of one label a program adds 256 tokens in the first pass, and 512 sums in the second.
 _WINDOW = 256
-# Tokens whose dx waits aside where it is written into the memory of its product.
+# First tokens, whose dx has a buffer of its own while dx is written into the memory of the product.
 _ASIDE = 64
 
 
 @triton.jit
 def _add_tokens(total, order_ptr, x_ptr, value_ptr, first, stop, columns, inside, x_stride, AHEAD: tl.constexpr):
-    """`total` and `value * x` of the tokens at the places `first` to `stop`, in their order."""
+    """Return `total` plus `value * x` of the tokens `order[first:stop]`, added in that order."""
     for start in range(first, stop, AHEAD):
         for ahead in tl.static_range(AHEAD):  # independent loads, on their way together
             there = start + ahead < stop
@@ -48,12 +48,13 @@ def _label_parts_kernel(
     BLOCK_D: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """A window's part of a run of equal labels that lies in several: of the one that comes from the window before, in
-    the first of its two rows of `parts`, and of the one that begins here and goes on, in the second.
+    """Sum a window's part of a run of equal labels that spans several windows. A window has two rows of `parts`: the
+    first is for the run that began in an earlier window, the second for the run that begins here and goes on.
 
     Args:
-        parts_ptr: `[2 N, D]`, written, N windows of WINDOW of the `tokens`. x_ptr: `[T, D]`, D the `width`.
-        sorted_ptr: `[T]`, int32, labels, rising. order_ptr: `[T]`, int64, their tokens. value_ptr: `[T]`, of tokens.
+        parts_ptr: `[2 N, D]`, written: N windows of WINDOW sorted `tokens`. x_ptr: `[T, D]`, D is `width`.
+        sorted_ptr: `[T]`, int32, labels, rising. order_ptr: `[T]`, int64, their tokens. value_ptr: `[T]`, a factor of
+            each token.
     """
     at = tl.program_id(0)
     goes_on = at % 2 == 1
@@ -94,10 +95,10 @@ def _label_rows_kernel(
     BLOCK_D: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """One row of `out` and some of its columns: that of a run of equal labels, or with `common` any.
+    """Add to some columns of one row of `out`: the row of a run of equal labels, or with `common` each row of `out`.
 
-    The tokens of a run that lies in one window are added here, else the sums of its parts in each, given `parts`.
-    Arguments that are not here are as for `_label_parts_kernel`.
+    The tokens of a run inside one window are added one by one. Given `parts`, a run that spans several windows adds its
+    sums of the windows. Arguments that are not here are as for `_label_parts_kernel`.
 
     Args:
         out_ptr: `[V, D]`, added to; its columns are `out_column_stride` apart. parts_ptr: `[2 N, D]`.
@@ -114,14 +115,14 @@ def _label_rows_kernel(
             return
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < width
-    out_ptr += row.to(tl.int64) * out_stride + columns.to(tl.int64) * out_column_stride  # 1, or of a transposed weight
+    out_ptr += row.to(tl.int64) * out_stride + columns.to(tl.int64) * out_column_stride  # 1 unless W is transposed
     total = tl.load(out_ptr, mask=inside, other=0.0).to(value_ptr.dtype.element_ty)
     if common_ptr is not None:
         common = tl.load(common_ptr + columns, mask=inside, other=0.0)
         total += tl.load(counted_ptr + at) * common
     if parts_ptr is not None:
         window, last = first // WINDOW, (stop - 1) // WINDOW
-        several = window < last  # of no token the last one lies before the first
+        several = window < last  # False also for a row without tokens: `last` may then lie before `window`
         for start in range(window, tl.where(several, last + 1, window), AHEAD):
             for ahead in tl.static_range(AHEAD):
                 part = 2 * (start + ahead) + (start + ahead == window).to(tl.int32)
@@ -149,12 +150,12 @@ def _finish_dx_kernel(
     width,
     BLOCK_D: tl.constexpr,
 ):
-    """Some of `width` columns of one token's `scale * product + value * W[target] + offset * common`.
+    """Write some of `width` columns of one token's `scale * product + value * W[target] + offset * common`.
 
     Args:
         out_ptr: `[T, D]`, written; its columns are `out_column_stride` apart. product_ptr: `[T, D]`. w_ptr: `[V, D]`.
         target_ptr: `[T]`, int64, the label's row of W, below 0: none. common_ptr: `[D]`.
-        scale_ptr: `[T]`, value_ptr: `[T]`, offset_ptr: `[T]`, factors.
+        scale_ptr: `[T]`, value_ptr: `[T]`, offset_ptr: `[T]`, a factor of each token.
     """
     token = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = scale_ptr.dtype.element_ty
@@ -174,7 +175,7 @@ def _finish_dx_kernel(
 
 @triton.jit
 def _scale_rows_kernel(out_ptr, x_ptr, scale_ptr, out_stride, x_stride, width, BLOCK_D: tl.constexpr):
-    """Some of `width` columns of one token. out_ptr: `[T, D]`, written; x_ptr: `[T, D]`; scale_ptr: `[T]`."""
+    """Scale some of `width` columns of one token. out_ptr: `[T, D]`, written; x_ptr: `[T, D]`; scale_ptr: `[T]`."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     scale = tl.load(scale_ptr + token)
@@ -195,9 +196,9 @@ def add_label_rows(
 ) -> None:
     """Add as `row_passes/label_terms.py` says. At most T rows are read and written, all rows only with `common_D`.
 
-    A stable sort on the device brings the tokens of a row together, in their own order. However many those are, no
-    program adds up more than a window of them, or of the windows' sums. Where windows begin depends on the other
-    labels, so with `in_order` there are none: a label of 10000 tokens takes about 2 ms then.
+    A stable sort on the device brings the tokens of a row together, in their own order. A program adds up at most one
+    window of tokens, or two sums of each window. Where windows begin depends on the other labels, so `in_order` takes
+    no windows: a label of 10000 tokens then takes about 2 ms.
     """
     (tokens, width), rows = x_TD.shape, out_VD.shape[0]
     programs = tokens if common_D is None else rows
@@ -242,7 +243,7 @@ def finish_dx(
     offset_T: Tensor | None = None,
     common_D: Tensor | None = None,
 ) -> None:
-    """dx from the product, in one launch. See `megatron_ext.head.row_passes.label_terms.finish_dx`."""
+    """Make dx from the product, in one launch, or a few of doubling size in place. See `row_passes/label_terms.py`."""
     scale_T, value_T, target_T, w_VD = scale_T.contiguous(), value_T.contiguous(), target_T.contiguous(), rowwise(w_VD)
     offset_T, common_D, width = packed(offset_T), packed(common_D), product_TD.shape[1]
     block_d, warps = blocks.sizes(blocks.WIDTH, width, scale_T.dtype == torch.float64)
@@ -270,8 +271,8 @@ def finish_dx(
     if out_TD.dtype == product_TD.dtype or out_TD.data_ptr() != product_TD.data_ptr():
         run(out_TD, slice(0, out_TD.shape[0]))
         return
-    # In the product's own memory, with half of its element size: a launch reads rows n to 2n and writes where rows n/2
-    # to n were, which earlier ones have read. The first rows wait aside.
+    # dx goes into the product's own memory, with half of its element size: a launch reads rows n to 2n and writes where
+    # rows n/2 to n were, which earlier launches have read. The first rows go into a buffer, and are copied at the end.
     aside_TD = torch.empty_like(out_TD[:_ASIDE])
     run(aside_TD, slice(0, _ASIDE))
     start = _ASIDE
@@ -283,7 +284,7 @@ def finish_dx(
 
 
 def scale_rows(out_TD: Tensor, x_TD: Tensor, scale_T: Tensor) -> None:
-    """Scale rows at the speed of memory, as `megatron_ext.head.row_passes.label_terms.scale_rows` says."""
+    """Scale rows in one launch, bound by memory bandwidth. See `row_passes/label_terms.py`."""
     (tokens, width), x_TD = x_TD.shape, rowwise(x_TD)
     block_d, warps = blocks.sizes(blocks.WIDTH, width, scale_T.dtype == torch.float64)
     grid, strides = (tokens, triton.cdiv(width, block_d)), (out_TD.stride(0), x_TD.stride(0))

@@ -1,6 +1,6 @@
-"""Transform of a logit in Triton before anything else: bias, softcap, temperature.
+"""The transform of a logit in Triton, which precedes all else: bias, softcap, temperature.
 
-A number without a type would arrive in fp32, so softcap and temperature are told theirs.
+Triton passes a Python float in fp32, so kernels annotate softcap and temperature as fp64.
 """
 
 from typing import Any
@@ -10,14 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# exp of it is 0 in every dtype, and 0 times it is 0, where 0 * -inf would be NaN.
+# The lower bound of an exponent: exp(FAR) is 0 in every dtype, and so is 0 * FAR, where 0 * -inf would be NaN.
 FAR = tl.constexpr(-1e4)
 _LOWEST, _LOWEST_DOUBLE = tl.constexpr(-3.4028234663852886e38), tl.constexpr(-1.7976931348623157e308)
 
 
 @triton.jit
 def lowest(DTYPE: tl.constexpr):
-    """The least finite number: it can be subtracted, and no logit's exponential is 0 relative to a larger one."""
+    """Return the least finite number: subtracted from -inf it gives no NaN, and no finite maximum is less."""
     if tl.float64 == DTYPE:
         return tl.full([], _LOWEST_DOUBLE, DTYPE)
     return tl.full([], _LOWEST, DTYPE)
@@ -25,8 +25,8 @@ def lowest(DTYPE: tl.constexpr):
 
 @triton.jit
 def exp(x):
-    """e^x. In fp32 by the hardware's 2^x, which takes what is below 2^-126 for 0: one instruction where `tl.exp`, which
-    keeps it, takes four."""
+    """Return e^x. In fp32 it is the hardware's 2^x, which flushes results below 2^-126 to 0: one instruction, where
+    `tl.exp`, which keeps them, takes four."""
     if x.dtype == tl.float64:
         return tl.exp(x)
     return tl.exp2(x * LOG2_E)
@@ -34,7 +34,7 @@ def exp(x):
 
 @triton.jit
 def tanh(x):
-    """tanh, a series near 0, where the quotient cancels: to fp32's precision, and in fp64 to an absolute 1e-16."""
+    """Return tanh, near 0 by a series, as the quotient cancels there: to fp32's precision, in fp64 to 1e-16."""
     e = exp(-2.0 * tl.abs(x))
     quotient = (1.0 - e) / (1.0 + e)
     s = x * x
@@ -45,18 +45,18 @@ def tanh(x):
 
 @triton.jit
 def bend(x):
-    """1 - tanh^2, to fp32's precision where tanh is near 1."""
+    """Return 1 - tanh^2, to fp32's precision also where tanh is near 1."""
     e = exp(-2.0 * tl.abs(x))
     return 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
-# A row of logits, as these functions take it: the pointers to one token's logits and to the bias, if there is one, how
-# many columns count, softcap and temperature, in the dtype of the arithmetic, and which of these two there are.
+# The tuple `row` of these functions: pointer to one token's logits, pointer to the bias or None, number of columns that
+# count, softcap and temperature in the dtype of the arithmetic, HAS_SOFTCAP, HAS_TEMPERATURE.
 
 
 @triton.jit
 def raw(row, columns, inside, MASKED: tl.constexpr):
-    """The logits of some columns of one token with their bias; with MASKED -inf where not `inside`."""
+    """Load the logits of some columns of one token and add the bias; with MASKED -inf where not `inside`."""
     z_ptr, bias_ptr, _, _, temperature, _, _ = row
     if MASKED:
         z = tl.load(z_ptr + columns, mask=inside, other=float("-inf")).to(temperature.dtype)
@@ -71,7 +71,7 @@ def raw(row, columns, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def transformed(row, z):
-    """`softcap * tanh(z / softcap) / temperature`."""
+    """Return `softcap * tanh(z / softcap) / temperature`."""
     _, _, _, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE = row
     if HAS_SOFTCAP:
         z = softcap * tanh(z / softcap)
@@ -82,16 +82,16 @@ def transformed(row, z):
 
 @triton.jit
 def over(z, temperature):
-    """`z / temperature`, rounded as IEEE has it: Triton's own division of fp32 may be off by two units.
+    """Return `z / temperature`, rounded as IEEE has it: Triton's own division of fp32 may be off by two units.
 
-    In one expression: behind a return Triton would compile `div_rn` for fp64 too, which it does not take.
+    One expression selects: after an early return Triton would compile `div_rn` for fp64 too, which has no `div_rn`.
     """
     return z / temperature if z.dtype == tl.float64 else tl.div_rn(z, temperature)
 
 
 @triton.jit
 def logits(row, columns, MASKED: tl.constexpr):
-    """The logits of some columns of one token, transformed; with MASKED -inf from the first that does not count on."""
+    """Return transformed logits of some columns of one token; with MASKED -inf in columns that do not count."""
     inside = columns < row[2]
     z = transformed(row, raw(row, columns, inside, MASKED))
     if MASKED and row[5]:
@@ -100,22 +100,22 @@ def logits(row, columns, MASKED: tl.constexpr):
 
 
 def packed(x: Tensor | None) -> Tensor | None:
-    """`x` without gaps in memory, if there is one."""
+    """Return `x` contiguous in memory, None for None."""
     return None if x is None else x.contiguous()
 
 
 def bends(softcap: float | None, temperature: float) -> dict[str, Any]:
-    """Softcap and temperature by the names that kernels have for them, and whether there are such."""
+    """Return softcap and temperature as keyword arguments of a kernel, and the flags of whether each is set."""
     flags = {"HAS_SOFTCAP": softcap is not None, "HAS_TEMPERATURE": temperature != 1.0}
     return {"softcap": 1.0 if softcap is None else softcap, "temperature": temperature, **flags}
 
 
 def rowwise(x_ND: Tensor) -> Tensor:
-    """`x_ND` with neighbouring columns next to each other in memory."""
+    """Return `x_ND`, or a copy whose neighbouring columns are adjacent in memory."""
     return x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()
 
 
 def writable(out_TV: Tensor) -> Tensor:
-    """`out_TV`, which the head made itself with neighbouring columns next to each other."""
+    """Return `out_TV`, after asserting that its neighbouring columns are adjacent in memory."""
     assert out_TV.shape[1] <= 1 or out_TV.stride(1) == 1, "outputs are made by the head, columns next to each other"
     return out_TV

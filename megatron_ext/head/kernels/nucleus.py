@@ -1,14 +1,14 @@
-"""`nucleus` in Triton: arguments and results as in `megatron_ext.head.row_passes.nucleus`.
+"""`nucleus` in Triton, with the arguments and results of `megatron_ext.head.row_passes.nucleus`.
 
-Nothing is sorted. The bits of a float order as integers, so the smallest logit that is kept is found between two of
-them: a pass over a row sums what lies above eight places between the two, and keeps the ninth in which it must be. The
-first pass of sums begins with all that is above 0 beside the largest, its places dense near that one; further places
-lie around where the sums say that the cut is. As soon as the logits between the two are certainly few, one pass copies
-them to a list, and the passes that are left read the list: of a row of 128256 normally distributed logits, four passes
-read the row, and half a dozen a list of 2000 to 8000.
+Nothing is sorted. The bits of floats order as integers (keys), so the cut, the smallest logit that is kept, is searched
+in an interval of keys: a pass over a row sums the exponentials above each of eight places in the interval, and keeps
+the ninth part that has the cut. The first interval holds all logits whose exponential is not 0 relative to the largest,
+with places dense near the largest; later places lie around the cut that the sums suggest. As soon as certainly few
+logits are in the interval, one pass copies them to a list, and later passes read the list: of a row of 128256 normally
+distributed logits, four passes read the row, and half a dozen a list of 2000 to 8000.
 
-One program takes a row; its sums depend on nothing else. They add eight numbers of a lane in fp32 and the rest in fp64:
-a `top_p` nearer to 1 than that rounding, 1e-7, keeps all.
+A program takes one row; its sums depend on nothing else. A lane adds eight numbers in fp32 and the rest in fp64: a
+`top_p` nearer to 1 than that rounding, 1e-7, keeps all.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ from megatron_ext.numerics.launches import launch
 
 _PLACES, _STEPS = tl.constexpr(8), tl.constexpr(8)
 _NOT_THE_SIGN = tl.constexpr(0x7FFFFFFF)
-_NOTHING = tl.constexpr(100.0)  # so far below the largest an exponential is 0, or too small to change any sum
+_NOTHING = tl.constexpr(100.0)  # further below the largest logit an exponential is 0, or too small to change any sum
 
 
 @triton.jit
 def _in_order(bits):
-    """The bits of fp32 as integers that compare as the numbers do, and the other way round."""
+    """Map the bits of fp32 numbers to integers that compare as the numbers do, or such integers back to bits."""
     return bits ^ ((bits >> 31) & _NOT_THE_SIGN)
 
 
@@ -47,13 +47,13 @@ def _number(key):
 
 @triton.jit
 def _apart(low, high):
-    """The count of numbers from one key to a higher one: from -inf to inf more than a signed integer holds."""
+    """Return the difference of two keys, unsigned: from -inf to inf it is more than a signed integer holds."""
     return (high - low).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _over(z, temperature, inverse, HAS_TEMPERATURE: tl.constexpr):
-    """`z / temperature`, rounded as IEEE has it where it is finite: the rest of the product is divided once more."""
+    """Return `z / temperature`, rounded as IEEE has it if finite: the product with `inverse`, corrected once."""
     if HAS_TEMPERATURE:
         quotient = z * inverse
         return tl.fma(tl.fma(-quotient, temperature, z), inverse, quotient)
@@ -62,7 +62,7 @@ def _over(z, temperature, inverse, HAS_TEMPERATURE: tl.constexpr):
 
 @triton.jit
 def _largest(z_ptr, columns, LANES: tl.constexpr):
-    """The largest of a row's numbers, and whether one is NaN."""
+    """Return the largest of a row's numbers, and whether any number is NaN."""
     lane = tl.arange(0, LANES)
     largest, not_numbers = tl.full([LANES], float("-inf"), tl.float32), tl.zeros([LANES], tl.int32)
     for start in range(0, columns, LANES * _STEPS):
@@ -76,7 +76,7 @@ def _largest(z_ptr, columns, LANES: tl.constexpr):
 
 @triton.jit
 def _mass_above(z_ptr, columns, places, peak, temperature, inverse, HAS_TEMPERATURE: tl.constexpr, LANES: tl.constexpr):
-    """The sum of the exponentials of a row's numbers above each of the places; fp64."""
+    """Return for each place the sum of the exponentials of a row's numbers above it; fp64."""
     lane, place = tl.arange(0, LANES)[None, :], _number(places)[:, None]
     above = tl.zeros([_PLACES, LANES], tl.float64)
     for start in range(0, columns, LANES * _STEPS):
@@ -91,21 +91,21 @@ def _mass_above(z_ptr, columns, places, peak, temperature, inverse, HAS_TEMPERAT
 
 @triton.jit
 def _copy_between(z_ptr, list_ptr, columns, low, high, LANES: tl.constexpr):
-    """Writes a row's numbers above `low` that are not above `high`, one behind the other; returns how many they are."""
+    """Write a row's numbers in `(low, high]` to the list, without gaps, and return their count."""
     lane, found = tl.arange(0, LANES), 0
     for start in range(0, columns, LANES):
         z = tl.load(z_ptr + start + lane, mask=start + lane < columns, other=float("-inf"))
         inside = ((z.to(tl.float32) > low) & (z.to(tl.float32) <= high)).to(tl.int32)
         tl.store(list_ptr + found + tl.cumsum(inside, 0) - 1, z, mask=inside > 0)
         found += tl.sum(inside, 0)
-    tl.debug_barrier()  # other threads read it
+    tl.debug_barrier()  # other threads read the list
     return found
 
 
 @triton.jit
 def _places_between(low, high, total, target, kept, beyond):
-    """Six around where the cut should be, if what is below falls as an exponential from one number to the other, and
-    two that halve the bits between them, and halve them again. No division: it would be a call in the loop."""
+    """Return eight keys between `low` and `high`: six around the cut as interpolated, if the sum of what is below falls
+    exponentially from one to the other; the middle; and the first quarter. A division would be a call in the loop."""
     low_z, high_z = _number(low), _number(high)
     least = 1e-9 * total
     below_low = tl.log(tl.maximum(total - kept, least).to(tl.float32))
@@ -135,13 +135,13 @@ def nucleus_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The smallest logit of a row that top-p keeps: first of the whole row, then of a list of those that it may be.
+    """Find the smallest logit of a row that top-p keeps: first in the whole row, then in a list of candidates.
 
     Args:
-        z_ptr: `[T, V]`, logits, V the `columns`, over the `temperature`. top_p_ptr: `[1]`, fp64.
-        list_ptr: `[T, room]`, overwritten.
-        cut_ptr: `[T]`, peak_ptr: `[T]`, written: the logit, and the scaled maximum. sum_ptr: `[T]`, fp64, written: the
-            exponentials of all that is kept, below that maximum.
+        z_ptr: `[T, V]`, logits, V is `columns`, which the `temperature` divides. top_p_ptr: `[1]`, fp64.
+        list_ptr: `[T, room]`, scratch memory.
+        cut_ptr: `[T]`, peak_ptr: `[T]`, written: the logit, and the maximum over the temperature. sum_ptr: `[T]`, fp64,
+            written: the sum of exponentials of all that is kept, relative to that maximum.
     """
     token = tl.program_id(0).to(tl.int64)
     row_ptr, list_ptr, length = z_ptr + token * z_stride, list_ptr + token * room, columns
@@ -149,16 +149,16 @@ def nucleus_kernel(
     peak = tl.maximum(over(top, temperature), lowest(tl.float32))
     inverse = over(tl.full([], 1.0, tl.float32), temperature)
 
-    # Above `low` lies as much as is wanted or more, above `high` less: the cut is in between, or `high` itself.
+    # The sum above `low` is at least what is wanted, the sum above `high` is less: the cut is in `(low, high]`.
     least, high = key(tl.full([], float("-inf"), tl.float32)), key(top)
-    low = tl.maximum(key((peak - _NOTHING) * temperature) - 4, least)  # rounded by less than four numbers
+    low = tl.maximum(key((peak - _NOTHING) * temperature) - 4, least)  # 4: rounding moves the key by less
     place = tl.arange(0, _PLACES)
     places = key((peak - 0.3 * (place * place).to(tl.float32)) * temperature)
     places = tl.where(place == 0, high - 1, tl.where(place == _PLACES - 1, low, tl.minimum(places, high - 1)))
     places = tl.maximum(places, least)
     top_p = tl.load(top_p_ptr)
     total, kept = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
-    listed, beyond, before = False, total, total  # `kept` is what lies above `low`, `beyond` what lies above `high`
+    listed, beyond, before = False, total, total  # `kept`: the sum above `low`; `beyond`: that above `high`
     searching = not unknown
     while searching:
         mass = before + _mass_above(row_ptr, length, places, peak, temperature, inverse, HAS_TEMPERATURE, LANES)
@@ -173,7 +173,7 @@ def nucleus_kernel(
         searching = (_apart(low, high) > 1) & (total > 0) & (total < float("inf"))
         if searching:
             least_exp = exp(_over(_number(low), temperature, inverse, HAS_TEMPERATURE) - peak).to(tl.float64)
-            if (kept - beyond < least_exp * (room - 1)) & (not listed):  # none of them is less
+            if (kept - beyond < least_exp * (room - 1)) & (not listed):  # a logit adds at least that
                 length = _copy_between(row_ptr, list_ptr, columns, _number(low), _number(high), LANES * _STEPS)
                 listed, row_ptr, before = True, list_ptr, beyond
             places = _places_between(low, high, total, top_p * total, kept, beyond)
@@ -187,18 +187,18 @@ def nucleus_kernel(
 def nucleus(
     z_TV: Tensor, top_p: float, temperature: float, multiply: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `row_passes/nucleus.py`. fp64 has more numbers than its passes tell apart: it is sorted."""
+    """Find each row's nucleus. See `row_passes/nucleus.py`, whose sort serves fp64: keys have 32 bits."""
     tokens, columns = z_TV.shape
     if z_TV.dtype == torch.float64 or z_TV.numel() == 0:
         return plain.nucleus(z_TV, top_p, temperature, multiply)
     z_TV = rowwise(z_TV)
     cut_T, peak_T = z_TV.new_empty(tokens), z_TV.new_empty(tokens, dtype=torch.float32)
     sum_T = z_TV.new_empty(tokens, dtype=torch.float64)
-    top_p_1 = sum_T.new_full((1,), top_p)  # a number would arrive in fp32
+    top_p_1 = sum_T.new_full((1,), top_p)  # as a Python float it would arrive in fp32
     lanes = min(blocks.NUCLEUS, triton.next_power_of_2(columns))
     room = columns // 128 * 8 + 64  # of a row's list
-    # How many columns a thread loads at a time decides the order of sums, and a row's bits must not depend on where it
-    # lies: rows that do not begin at multiples of 16 bytes are copied. Some at a time, as the lists are.
+    # The number of columns that a thread loads at a time decides the order of sums, and a row's bits must not depend on
+    # its address: rows that do not begin at multiples of 16 bytes are copied. Blocks of rows bound copies and lists.
     aligned = z_TV.stride(0) % 16 == 0 and z_TV.data_ptr() % 16 == 0
     for rows in chunk_sizes.blocks(z_TV, 8 if aligned else 1):
         z_tV = z_TV[rows]
@@ -220,6 +220,6 @@ def nucleus(
             HAS_TEMPERATURE=temperature != 1.0,
             LANES=lanes,
             num_warps=8,
-            maxnreg=128,  # two programs an SM
+            maxnreg=128,  # two programs fit on an SM
         )
     return cut_T, peak_T, sum_T

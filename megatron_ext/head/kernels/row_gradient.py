@@ -1,4 +1,4 @@
-"""`row_gradient` in Triton: the same arguments and results as in `megatron_ext.head.row_passes.passes`. One program has
+"""`row_gradient` in Triton: the same arguments and results as in `megatron_ext.head.row_passes.passes`. A program takes
 some columns of one token."""
 
 import torch
@@ -34,14 +34,14 @@ def _row_gradient_kernel(
     bias_V=None,
     source_is_exp: tl.constexpr = False,
 ):
-    """Some columns of one token; `row_passes/passes.py` has the formula.
+    """Write the gradient of some columns of one token; `row_passes/passes.py` has the formula.
 
     Args:
         source_ptr: `[T, V]`, logits, or exponentials if `source_is_exp`. bias_V: `[V]`.
         target_ptr: `[T]`, int64, the label's column. shift_ptr: `[T]`, subtracted from logits.
-        out_ptr: `[T, V]`, written. columns_all: V, of which `counted` count.
-        scale_T: `[T]`, slope_T: `[T]`, offset_T: `[T]`, coefficients; value_T: `[T]`, what stands at the label.
-        tiny: the least number of which a logarithm is taken; softcap, temperature: of all logits.
+        out_ptr: `[T, V]`, written. columns_all: V, of which the first `counted` count.
+        scale_T: `[T]`, slope_T: `[T]`, offset_T: `[T]`, coefficients; value_T: `[T]`, the gradient at the label.
+        tiny: the dtype's least normal number; a logarithm takes no less. softcap, temperature: of all logits.
     """
     token = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = shift_ptr.dtype.element_ty
@@ -106,7 +106,7 @@ def row_gradient(
     source_is_exp: bool = False,
     labelled: bool = False,
 ) -> None:
-    """The gradient of each logit, in one launch. See `megatron_ext.head.row_passes.passes.row_gradient`."""
+    """Write the gradient of each logit, in one launch. See `megatron_ext.head.row_passes.passes.row_gradient`."""
     (tokens, columns), source_TV = source_TV.shape, rowwise(source_TV)
     block_v, warps = blocks.sizes(blocks.GRADIENT, columns, shift_T.dtype == torch.float64)
     launch(

@@ -1,13 +1,13 @@
-"""`row_statistics` in Triton: arguments and results as in `megatron_ext.head.row_passes.passes`; and the kernel of rows
-that are too wide for a program's registers. One program has one token, `T` of them in all.
+"""`row_statistics` in Triton, with the arguments and results of `megatron_ext.head.row_passes.passes`; and the kernel
+for rows too wide for a program's registers. A program takes one token.
 
-Each thread keeps the maximum of its columns, and its sums relative to this maximum; threads exchange nothing. The row's
-maximum is known at the end, and the exponentials are written while the row is read a second time.
+Each thread keeps the maximum of its columns, and its sums relative to this maximum; threads exchange nothing until the
+end, when the row's maximum is known. The exponentials are written while the row is read a second time.
 
 With SAMPLED they are written in the first reading, relative to the maximum of the row's first block, which in a
-language model's vocabulary holds the common words. The row is read twice only if its maximum is more than `_REACH`
-above that. bf16 has fp32's exponents, so exponentials up to e^20 are as precise as those below 1, and so are factors
-scaled down by e^-20; fp16 has not, and does not use SAMPLED.
+language model's vocabulary holds the common tokens. The row is read twice only if its maximum is more than `_REACH`
+above that sample. bf16 has fp32's exponents, so exponentials up to e^20 are as precise as those below 1, and so are
+factors scaled down by e^-20. SAMPLED is for fp32 logits whose exponentials are kept in bf16.
 """
 
 import torch
@@ -32,7 +32,7 @@ _REACH = tl.constexpr(20.0)
 
 @triton.jit
 def _seen(z, columns, found, wants):
-    """Each lane's statistics with `z` `[STEPS, LANES]` among what it has seen."""
+    """Return each lane's statistics `found`, updated by the logits `z` `[STEPS, LANES]`."""
     WITH_MEAN, WITH_ENTROPY, WITH_HITS, _ = wants
     peak, total, inner, mean_sum, finite_count, first = found
     highest = tl.max(z, 0)
@@ -41,7 +41,7 @@ def _seen(z, columns, found, wants):
         candidate = tl.min(tl.where(z == highest[None, :], columns, NOWHERE), 0)
         first = tl.where(highest > peak, candidate, first)
     _, more, more_inner, more_mean_sum, more_count = sums(z, new_peak[None, :], 0, wants)
-    moved = tl.maximum(peak - new_peak, FAR)  # how far the earlier sums lie off
+    moved = tl.maximum(peak - new_peak, FAR)  # the earlier sums are relative to a maximum lower by this
     fade = exp(moved)
     if WITH_ENTROPY:
         inner = fade * (inner + moved * total) + more_inner
@@ -54,7 +54,7 @@ def _seen(z, columns, found, wants):
 
 @triton.jit
 def _keep(far, columns, kept_columns, exp_ptr, ALL: tl.constexpr):
-    """Writes exponentials as far as they are kept; ALL: all, by 16 bytes whatever the number of columns."""
+    """Write the exponentials of the kept columns; ALL: all are kept, and without a mask 16 bytes go at a time."""
     e = exp(far).to(exp_ptr.dtype.element_ty)
     if ALL:
         tl.store(exp_ptr + columns, e)
@@ -86,13 +86,13 @@ def long_row_kernel(
     with_entropy: tl.constexpr = False,
     with_hits: tl.constexpr = False,
 ):
-    """A row by blocks of STEPS * LANES columns, the last of which may reach past its end.
+    """Write the statistics of a row that is read by blocks of STEPS * LANES columns; the last may be partial.
 
     Args:
         z_ptr: `[T, V]`, logits. bias_V: `[V]`.
         target_ptr: `[T]`, int64, the label's column, -1 where another shard has it.
         stats_ptr: `[K, T]`, written: rows of `row_passes/passes.py`, by `with_mean`, `with_entropy`, `with_hits`.
-        exp_ptr: `[T, kept_columns]`, written: exponentials. shift_ptr: `[T]`, written: what they are relative to.
+        exp_ptr: `[T, kept_columns]`, written: `exp(z - shift)`. shift_ptr: `[T]`, written: the shift.
         counted: columns that count; softcap, temperature: of all logits.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -143,7 +143,7 @@ def long_row_kernel(
     shift = tl.where(all_total == 0.0, 0.0, base)
     if exp_ptr is not None:
         width = kept_columns
-        if SAMPLED:  # nothing is left to do, unless the sample was too low or columns that do not count are kept
+        if SAMPLED:  # done, unless the sample was too low, or kept columns lie past the blocks that were read
             done = (base - sample <= _REACH) & (kept_columns <= tl.cdiv(counted, STEPS * LANES) * (STEPS * LANES))
             shift = tl.where(done & (all_total > 0.0), sample, shift)
             kept_columns = tl.where(done, 0, kept_columns)
@@ -173,7 +173,7 @@ def row_statistics(
     with_hits: bool = False,
     labelled: bool = False,
 ) -> None:
-    """Each row's statistics and exponentials in one launch. See `row_passes/passes.py`."""
+    """Write each row's statistics and exponentials in one launch. See `row_passes/passes.py`."""
     (tokens, columns), z_TV = z_TV.shape, rowwise(z_TV)
     more = bias_V is not None or softcap is not None or with_mean or with_entropy or with_hits
     double, kept = stats_KT.dtype == torch.float64, None if exp_TV is None else writable(exp_TV)

@@ -1,4 +1,4 @@
-"""Passes of a top-k in Triton: arguments and results as in `megatron_ext.head.row_passes.selection`."""
+"""Passes of a top-k in Triton, with the arguments and results of `megatron_ext.head.row_passes.selection`."""
 
 import torch
 import triton
@@ -17,7 +17,7 @@ _NO_KEY, _LAST_KEY = tl.constexpr(-2147483648), tl.constexpr(2147483647)
 
 @triton.jit
 def _wide(x):
-    """Return `x` in fp32, and an fp64 `x` as it is: the interpreter knows no arithmetic of bf16."""
+    """Return `x` in fp32, or an fp64 `x` as it is: Triton's interpreter has no bf16 arithmetic."""
     return x if x.dtype == tl.float64 else x.to(tl.float32)
 
 
@@ -28,7 +28,7 @@ def _larger(a, b):
 
 @triton.jit
 def group_maxima_kernel(z_ptr, out_ptr, z_stride, groups, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
-    """TOGETHER groups of one row. z_ptr: `[T, V]`; out_ptr: `[T, groups]`, written: the largest of WIDTH columns."""
+    """Write maxima of TOGETHER groups of WIDTH columns of one row. z_ptr: `[T, V]`; out_ptr: `[T, groups]`, written."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
     columns = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -39,15 +39,15 @@ def group_maxima_kernel(z_ptr, out_ptr, z_stride, groups, WIDTH: tl.constexpr, T
 
 @triton.jit
 def _key(z):
-    """Integers of 32 bits that compare as fp32 numbers do, NaN above all, none of them `_NO_KEY`."""
+    """Return int32 keys that compare as the fp32 numbers do, NaN above all; no key is `_NO_KEY`."""
     return tl.where(z == z, key_of(z), _LAST_KEY)
 
 
 @triton.jit
 def _kth_largest(key, k):
-    """The k-th largest of the keys, found bit by bit between the least and the largest of them."""
+    """Return the k-th largest of the keys, found by bisection between the least and the largest key."""
     low, high = tl.min(key, 0).to(tl.int64), tl.max(key, 0).to(tl.int64) + 1
-    while high - low > 1:  # `low` is reached by k keys or more, `high` by fewer
+    while high - low > 1:  # at least k keys are >= `low`, fewer are >= `high`
         middle = (low + high) >> 1
         enough = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), 0) >= k
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
@@ -69,13 +69,13 @@ def first_columns_kernel(
     LANES: tl.constexpr,
     WIDEST: tl.constexpr,
 ):
-    """A row's columns to choose from are in registers: the k-th largest key is found there, then, if more than k reach
-    it, the last column that does. The k that are left are written, and each to its place: as many as are before it.
+    """Find a row's k largest logits among columns held in registers: first the k-th largest key; then, if more than k
+    keys are at least that large, the last column to take. Each chosen column goes to the index that its rank gives.
 
     Args:
-        z_ptr: `[T, V]`, logits, V the `columns`. groups_ptr: `[T, groups]`, int64, of WIDTH columns, to choose from.
-        keys_ptr: `[T, k]`, columns_ptr: `[T, k]`, int32, overwritten. out_ptr: `[T, k]`, int64, written.
-        WIDEST: k as a power of two.
+        z_ptr: `[T, V]`, logits, V is `columns`. groups_ptr: `[T, groups]`, int64: groups of WIDTH columns.
+        keys_ptr: `[T, k]`, columns_ptr: `[T, k]`, int32, scratch memory. out_ptr: `[T, k]`, int64, written.
+        WIDEST: k rounded up to a power of two.
     """
     token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     column, inside = lane, lane < columns
@@ -98,7 +98,7 @@ def first_columns_kernel(
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(keys_ptr + place, key, mask=chosen)
     tl.store(columns_ptr + place, column, mask=chosen)
-    tl.debug_barrier()  # other threads read them
+    tl.debug_barrier()  # other threads read the keys and columns
     own = tl.arange(0, WIDEST)
     own_key = tl.load(keys_ptr + own, mask=own < k, other=_NO_KEY)[:, None]
     own_column = tl.load(columns_ptr + own, mask=own < k, other=0)
@@ -114,9 +114,9 @@ def first_columns_kernel(
 
 @triton.jit
 def equal_counts_kernel(z_ptr, found_ptr, count_ptr, z_stride, columns, candidates, k, LANES: tl.constexpr):
-    """The whole row is read where its last candidate equals the k-th largest: only then others may.
+    """Count a row's equals of its k-th largest logit. The whole row is read only if its last candidate is equal too.
 
-    z_ptr: `[T, V]`, V the `columns`; found_ptr: `[T, candidates]`, logits, falling; count_ptr: `[T]`, int64, written.
+    z_ptr: `[T, V]`, V is `columns`; found_ptr: `[T, candidates]`, logits, falling; count_ptr: `[T]`, int64, written.
     """
     token = tl.program_id(0).to(tl.int64)
     found_ptr += token * candidates
@@ -144,9 +144,9 @@ def add_at_equals_kernel(
     candidates,
     LANES: tl.constexpr,
 ):
-    """Adds a token's value at each column that equals its k-th logit.
+    """Add a token's value in each column whose logit equals the token's k-th logit.
 
-    out_ptr: `[T, V]`, added to, V the `columns`; z_ptr: `[T, V]`; kth_ptr: `[T]`; value_ptr: `[T]`; besides_ptr:
+    out_ptr: `[T, V]`, added to, V is `columns`; z_ptr: `[T, V]`; kth_ptr: `[T]`; value_ptr: `[T]`; besides_ptr:
     `[T, candidates]`, int64, columns that are left out.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -168,7 +168,7 @@ def add_at_equals_kernel(
 
 
 def group_maxima(z_TV: Tensor, groups: int, width: int) -> Tensor:
-    """Return the maxima of `row_passes/selection.py` in one launch, at the speed of memory."""
+    """Return the maxima of groups in one launch, bound by memory bandwidth. See `row_passes/selection.py`."""
     z_TV, together = rowwise(z_TV), blocks.SELECTED // width
     largest_TN = z_TV.new_empty(z_TV.shape[0], groups)
     grid = z_TV.shape[0], triton.cdiv(groups, together)
@@ -177,9 +177,8 @@ def group_maxima(z_TV: Tensor, groups: int, width: int) -> Tensor:
 
 
 def first_columns(z_TV: Tensor, groups_TN: Tensor | None, width: int, k: int, any_equals: bool) -> Tensor:
-    """Return the columns of `row_passes/selection.py` in one launch; equal logits are always in order of columns.
-
-    Logits in fp64, and rows that registers do not hold, take the pass in plain PyTorch.
+    """Return the first columns in one launch; equal logits are always in order of columns. See
+    `row_passes/selection.py`, whose function is called for fp64, and for rows or a k too large for registers.
     """
     tokens, columns = z_TV.shape
     among = columns if groups_TN is None else groups_TN.shape[1] * width + columns % width
@@ -208,7 +207,7 @@ def first_columns(z_TV: Tensor, groups_TN: Tensor | None, width: int, k: int, an
 
 
 def equal_counts(z_TV: Tensor, z_TK: Tensor, k: int) -> Tensor:
-    """Rows without equals beyond their candidates are not read. See `row_passes/selection.py`."""
+    """Count equals; rows without equals beyond their candidates are not read. See `row_passes/selection.py`."""
     z_TV, z_TK = rowwise(z_TV), z_TK.contiguous()
     count_T = z_TK.new_empty(z_TK.shape[0], dtype=torch.int64)
     sizes = z_TV.stride(0), z_TV.shape[1], z_TK.shape[1], k
@@ -217,7 +216,7 @@ def equal_counts(z_TV: Tensor, z_TK: Tensor, k: int) -> Tensor:
 
 
 def add_at_equals(out_TV: Tensor, z_TV: Tensor, kth_T: Tensor, value_T: Tensor, besides_TK: Tensor) -> None:
-    """Rows whose value is 0 are not read. See `row_passes/selection.py`."""
+    """Add at equals; rows whose value is 0 are not read. See `row_passes/selection.py`."""
     z_TV, (tokens, columns) = rowwise(z_TV), out_TV.shape
     given = writable(out_TV), z_TV, kth_T.contiguous(), value_T.contiguous(), besides_TK.contiguous()
     sizes = out_TV.stride(0), z_TV.stride(0), columns, besides_TK.shape[1]

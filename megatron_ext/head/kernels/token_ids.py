@@ -1,5 +1,5 @@
-"""Token ids in one launch each: whether all exist, their columns in a shard, their checksum. Of many ids, where one
-program would be slower than torch's dozen launches, the plain functions are taken.
+"""Token ids in one launch each: whether all exist, their columns in a shard, their checksum. The first and the last
+run in one program; for many ids, where torch's dozen launches are faster, they call the functions in PyTorch.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from megatron_ext.head.kernels.logits import packed
 from megatron_ext.numerics import tensors
 from megatron_ext.numerics.launches import launch
 
-_IDS = 8192  # of a step of a program that reads all
-_MOST = 1 << 17  # that one program reads: 16 steps
-_COLUMNS = 1024  # of a program that writes as many
+_IDS = 8192  # ids that `ids_exist_kernel` reads in a step
+_MOST = 1 << 17  # ids that one program reads at most: 16 steps
+_COLUMNS = 1024  # ids of a program of `columns_kernel`
 
 
 @triton.jit
 def ids_exist_kernel(ids_ptr, fine_ptr, count, size, spared, BLOCK: tl.constexpr):
-    """One program. Writes to fine_ptr: `[]` whether each of ids_ptr: `[count]` is in [0, size), or `spared`."""
+    """Write to fine_ptr: `[]` whether each id of ids_ptr: `[count]` is in [0, size), or is `spared`. One program."""
     wrong = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -36,7 +36,7 @@ def ids_exist_kernel(ids_ptr, fine_ptr, count, size, spared, BLOCK: tl.constexpr
 
 @triton.jit
 def columns_kernel(ids_ptr, counts_ptr, out_ptr, tokens, start, stop, BLOCK: tl.constexpr):
-    """Writes the column of each id in `[start, stop)`, -1 of others and where `counts` says that none counts.
+    """Write the shard's column of each id in `[start, stop)`; -1 for other ids, and where `counts` is False.
 
     ids_ptr: `[T]`, int64, T the `tokens`; counts_ptr: `[T]`, bool; out_ptr: `[T]`, int64, written.
     """
@@ -51,8 +51,8 @@ def columns_kernel(ids_ptr, counts_ptr, out_ptr, tokens, start, stop, BLOCK: tl.
 
 @triton.jit
 def ids_checksum_kernel(ids_ptr, before_ptr, out_ptr, count, multiplier, LAST: tl.constexpr, BLOCK: tl.constexpr):
-    """One program. Writes `before`, 0 if there is none, plus the sum of `count` scrambled ids; of the LAST ids the
-    checksum that this makes. ids_ptr: `[count]`; before_ptr: `[]`; out_ptr: `[]`, written; multiplier: of the hash."""
+    """Write `before`, or 0, plus the sum of `count` scrambled ids; for the LAST tensor of ids the checksum made of this
+    sum. One program. ids_ptr: `[count]`; before_ptr: `[]`; out_ptr: `[]`, written; multiplier: of the hash."""
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -69,7 +69,7 @@ def ids_checksum_kernel(ids_ptr, before_ptr, out_ptr, count, multiplier, LAST: t
 
 
 def ids_exist(ids: Tensor, size: int, spared: int | None) -> Tensor:
-    """See `megatron_ext.numerics.tensors.ids_exist`; int8."""
+    """Return whether all ids exist, int8 up to 2^17 ids. See `megatron_ext.numerics.tensors.ids_exist`."""
     if ids.numel() > _MOST:
         return tensors.ids_exist(ids, size, spared)
     fine = torch.empty((), dtype=torch.int8, device=ids.device)
@@ -78,7 +78,7 @@ def ids_exist(ids: Tensor, size: int, spared: int | None) -> Tensor:
 
 
 def columns_of(ids_T: Tensor, counts_T: Tensor | None, start: int, stop: int) -> Tensor:
-    """See `megatron_ext.head.row_passes.passes.columns_of`."""
+    """Return each id's column in a shard. See `megatron_ext.head.row_passes.passes.columns_of`."""
     out_T, tokens = torch.empty_like(ids_T, memory_format=torch.contiguous_format), len(ids_T)
     given = ids_T.contiguous(), packed(counts_T), out_T
     launch(columns_kernel, (triton.cdiv(tokens, _COLUMNS),), *given, tokens, start, stop, BLOCK=_COLUMNS)
@@ -86,7 +86,7 @@ def columns_of(ids_T: Tensor, counts_T: Tensor | None, start: int, stop: int) ->
 
 
 def labels_checksum(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Tensor | int:
-    """See `megatron_ext.head.call.statistics.labels_checksum`."""
+    """Return a checksum of ids. See `megatron_ext.head.call.statistics.labels_checksum`."""
     if not ids or places_T is not None or max(x.numel() for x in ids) > _MOST:
         return statistics.labels_checksum(ids, places_T)
     before, found = None, torch.empty(len(ids), dtype=torch.int64, device=ids[0].device)

@@ -1,5 +1,5 @@
-"""`combined` and `token_gradient` in Triton, one launch each: arguments and results as in
-`statistics.combine` and `logit_gradient.token_gradient`. All arithmetic is fp64, rounded where it is written."""
+"""`combined` and `token_gradient` in Triton, one launch each, with the arguments and results of `statistics.combine`
+and `logit_gradient.token_gradient`. All arithmetic is fp64; results are rounded when they are stored."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from megatron_ext.head.call.statistics import START, Statistics, own_rows
 from megatron_ext.head.kernels.logits import packed
 from megatron_ext.numerics.launches import launch
 
-_TOKENS, _WARPS = 128, 4  # of a program: 8192 tokens fill 64 of a GPU's multiprocessors
+_TOKENS, _WARPS = 128, 4  # of a program: 8192 tokens are 64 programs
 _START = tl.constexpr(START)
 
 
@@ -30,11 +30,11 @@ def _combined_kernel(
     WITH_EXPECTED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Joins the statistics of `ranks` shards, for some of `tokens`.
+    """Combine the statistics of `ranks` shards, for some of `tokens`.
 
     Args:
-        stats_ptr: `[R, K, T + 1]`, every rank's, as `row_statistics` writes them; the last column says whose.
-        facts_ptr: `[F, T]`, fp64, written: largest, log_sum, target, and WITH_... mean and columns, expected.
+        stats_ptr: `[R, K, T + 1]`, every rank's, as `row_statistics` writes them; signed in the last column.
+        facts_ptr: `[F, T]`, fp64, written: largest, log_sum, target; WITH_MEAN: mean, columns; WITH_EXPECTED: expected.
         hits_ptr: `[T]`, int8, written.
     """
     at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -57,7 +57,7 @@ def _combined_kernel(
         label = tl.load(row_ptr + 2 * stats_stride_k, mask=inside, other=0.0).to(tl.float64)
         target = tl.where((label > target) | (label != label), label, target)
         row_ptr += 3 * stats_stride_k
-        # Below the common maximum by this much; a shard without a finite column weighs nothing, at any distance.
+        # `below`: the shard's maximum less that of all. A shard without a finite column has weight 0.
         finite = peak > -infinity
         below = tl.where(finite, peak - reference, 0.0)
         weight = tl.where(finite, tl.exp(below), 0.0)
@@ -74,10 +74,10 @@ def _combined_kernel(
         if hits_ptr is not None:
             start_ptr = stats_ptr + rank * stats_stride_r + _START * stats_stride_k + tokens * stats_stride_t
             start = tl.load(start_ptr).to(tl.float64)
-            better = (peak == largest) & ((start < first) | (rank == 0))  # of one rank the start is not written
+            better = (peak == largest) & ((start < first) | (rank == 0))  # a single rank writes no start
             first = tl.where(better, start, first)
             hit = tl.where(better, tl.load(row_ptr, mask=inside, other=0.0).to(tl.float64), hit)
-    total = tl.where(total == 0.0, 1.0, total)  # a row of -inf: its label has -inf, and nothing NaN
+    total = tl.where(total == 0.0, 1.0, total)  # a row of -inf: its label has -inf, and no NaN arises
     log_sum = tl.log(total)
     target -= reference
 
@@ -98,7 +98,7 @@ def _combined_kernel(
 
 @triton.jit
 def _expm1(x):
-    """e^x - 1 for x <= 0 without cancellation (Kahan's quotient)."""
+    """Return e^x - 1 for x <= 0 without cancellation (Kahan's quotient)."""
     u = tl.exp(x)
     inexact = (u != 1.0) & (u > 0.0)
     quotient = (u - 1.0) * x / tl.log(tl.where(inexact, u, 2.0))
@@ -134,13 +134,13 @@ def _token_gradient_kernel(
     temperature: tl.float64,
     BLOCK_T: tl.constexpr,
 ):
-    """Writes rows of `out`: scale and target, the offset if there is one and no softcap, and what is inside of G where
-    entropy or softcap bend it: scale, slope, and the offset with a softcap. See `logit_gradient.py` for a, c and d.
+    """Write the rows of `GradientParts` to `out`: scale; target; the offset, without a softcap; and with an entropy's
+    gradient or a softcap the `inside`: scale, slope (entropy), offset (softcap). `logit_gradient.py` defines a, c, d.
 
     Args:
         largest_ptr: `[T]`, log_sum_ptr: `[T]`, target_logit_ptr: `[T]`, columns_ptr: `[T]`, expected_ptr: `[T]`,
-            fp64, of `Statistics`; shift_ptr: `[T]` and bend_ptr: `[T]` of this shard.
-        kept_ptr: `[T]`, int8, which tokens have a gradient. target_ptr: `[T]`, int64, below 0: the label is not here.
+            fp64, of `Statistics`; shift_ptr: `[T]` and bend_ptr: `[T]`, of this shard.
+        kept_ptr: `[T]`, int8, which tokens have a gradient. target_ptr: `[T]`, int64, below 0: another shard's label.
         grad_log_prob_ptr: `[T]`, grad_lse_ptr: `[T]`, grad_mean_ptr: `[T]`, grad_entropy_ptr: `[T]`, of `Basis`.
         out_ptr: `[rows, T]`, written. tokens: T. temperature: of all logits.
     """
@@ -205,7 +205,7 @@ def _token_gradient_kernel(
 
 
 def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead) -> Statistics:
-    """See `megatron_ext.head.call.statistics.combine`."""
+    """Combine the statistics of all shards. See `megatron_ext.head.call.statistics.combine`."""
     tokens = shift_T.shape[0]
     facts_FT = shift_T.new_empty(3 + 2 * call.mean + call.expected, tokens, dtype=torch.float64)
     hits_T = torch.empty(tokens, dtype=torch.bool, device=shift_T.device) if call.hits else None
@@ -233,7 +233,7 @@ def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedH
 def token_gradient(
     stats: Statistics, kept_T: Tensor | None, target_T: Tensor, basis: Basis, call: ResolvedHead, labelled: bool = False
 ) -> GradientParts:
-    """See `megatron_ext.head.call.logit_gradient.token_gradient`."""
+    """Return each token's coefficients. See `megatron_ext.head.call.logit_gradient.token_gradient`."""
     tokens, shift_T = target_T.shape[0], stats.shift
     kept_T = torch.ones_like(target_T, dtype=torch.bool) if kept_T is None else kept_T
     smoothed, capped, inner = basis.mean is not None, call.softcap is not None, basis.entropy is not None

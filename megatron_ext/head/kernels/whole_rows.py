@@ -1,5 +1,5 @@
-"""The statistics kernel of rows that fit into a program's registers, each of which is read once; and its parts that the
-one of longer rows has too: the label's logit, sums relative to a reference, and what is written."""
+"""The statistics kernel for rows that fit into a program's registers, so that each is read once; and the functions that
+the kernel of longer rows shares: the label's logit, sums relative to a reference, and the writing of statistics."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,12 @@ from megatron_ext.head.kernels.logits import FAR, bend, exp, logits, lowest, raw
 
 NOWHERE = tl.constexpr(2147483647)
 
-# `wants`, as these functions take it: whether the mean, the entropy and the hits are wanted, and there is a softcap.
+# The tuple `wants` of these functions: WITH_MEAN, WITH_ENTROPY, WITH_HITS, HAS_SOFTCAP.
 
 
 @triton.jit
 def label_logit(row, target):
-    """The label's logit, -inf if another shard has it, and the softcap's slope there, 0 then."""
+    """Return the label's logit and the softcap's slope there: -inf and 0 if another shard has the label."""
     owned = target >= 0
     z = raw(row, target, owned, True)
     slope = tl.full([], 0.0, z.dtype)
@@ -24,8 +24,8 @@ def label_logit(row, target):
 
 @triton.jit
 def sums(z, reference, axis: tl.constexpr, wants):
-    """Exponentials relative to `reference`, and over `axis` their sum, sum e (z - reference), sum (z - reference) and
-    count of the finite."""
+    """Return e = exp(z - reference), and over `axis`: sum e, sum e (z - reference), and of the finite logits the sum of
+    z - reference and the count. Sums that are not wanted are undefined."""
     WITH_MEAN, WITH_ENTROPY, _, _ = wants
     far = z - reference
     e = exp(far)
@@ -64,7 +64,7 @@ def write_statistics(stats_ptr, stats_stride, found, wants):
 
 @triton.jit
 def put_label_out(exp_ptr, target, kept_columns):
-    """The label's exponential becomes 0, after all other threads' numbers."""
+    """Overwrite the label's exponential by 0, after all threads have written theirs."""
     tl.debug_barrier()
     tl.store(exp_ptr + target, tl.zeros([], exp_ptr.dtype.element_ty), mask=(target >= 0) & (target < kept_columns))
 
@@ -94,10 +94,10 @@ def whole_row_kernel(
     with_entropy: tl.constexpr = False,
     with_hits: tl.constexpr = False,
 ):
-    """A row in registers, as FIRST columns (FIRST_WHOLE: they all count) and REST more, which may be none.
+    """Write the statistics of a row in registers: FIRST columns (FIRST_WHOLE: all of them count) and REST more, or 0.
 
-    Exponentials are kept of `kept_columns`, with FIRST_KEPT of all of the first ones. Arguments are as for
-    `long_row_kernel`.
+    Exponentials of the first `kept_columns` are written; FIRST_KEPT: these include all FIRST columns. Arguments are as
+    for `long_row_kernel`.
     """
     token = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = stats_ptr.dtype.element_ty

@@ -1,1 +1,1 @@
-"""Products by a vocabulary's weight whose epilogue takes exponentials, so that no logits are written."""
+"""Matrix products with the head's weight whose epilogue takes exponentials, so that no logits are written."""

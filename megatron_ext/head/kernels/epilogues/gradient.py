@@ -1,7 +1,7 @@
-"""`product_gradient` in Triton: a block of the gradient matrix from hidden states and weight, without its logits.
+"""`product_gradient` in Triton: a block of the logits' gradient from hidden states and weight; no logits are written.
 
-The shift of each row is known in backward, so a tile of logits turns into gradients where it was summed, and is rounded
-once to the dtype in which it is written.
+Backward knows the shift of each row, so a tile of logits becomes gradients in registers, and is rounded once, to the
+dtype of the output.
 """
 
 import triton
@@ -34,13 +34,13 @@ def product_gradient_kernel(
     scale_T=None,
     slope_T=None,
 ):
-    """Writes `exp(u) * (scale + slope * u)`, `u = z - shift`: 0 at the label and in columns that do not count.
+    """Write `exp(u) * (scale + slope * u)`, `u = z - shift`: 0 at the label and in columns that do not count.
 
-    Given `sample`, tiles of rows are left as they are whose shifts are all equal to it. Arguments that are not here are
-    as for `product_statistics_kernel`.
+    Given `sample`, a tile is skipped if the shift of each of its rows equals the row's sample. Arguments that are not
+    here are as for `product_statistics_kernel`.
 
     Args:
-        out: `[T, V]`, written, as tiles that TMA moves. shift_ptr: `[T]`, subtracted from logits.
+        out: `[T, V]`, written, a descriptor of tiles that TMA moves. shift_ptr: `[T]`, subtracted from logits.
         scale_T: `[T]`, slope_T: `[T]`, coefficients; None: scale 1, or 0 beside a slope.
     """
     down, across = tl.cdiv(tokens, M), tl.cdiv(columns, N)
@@ -86,7 +86,7 @@ def product_gradient(
     temperature: float = 1.0,
     sm_margin: int = 0,
 ) -> None:
-    """A block of the gradient matrix in one launch. See `row_passes/passes.py`."""
+    """Write a block of the logits' gradient in one launch. See `row_passes/passes.py`."""
     if x_TD.shape[0] == 0:
         return
     room_TV = tiles.room(writable(out_TV))

@@ -1,12 +1,12 @@
 """`product_statistics` in Triton: statistics and exponentials of rows of logits that are never written.
 
-Each tile of logits leaves a few numbers of each of its rows, relative to the tile's own maximum; a second launch
-combines those of a row. They take 12 bytes for 256 logits, or some more.
+For each of its rows a tile of logits writes a few numbers, relative to the row's maximum in the tile; a second launch
+combines the numbers of all tiles of a row. The numbers take 12 bytes for 256 logits, and 4 more each for entropy, hits.
 
 Exponentials are written before a row's maximum is known: relative to a sample, the maximum of its first 256 columns,
-which in a language model's vocabulary are the common ones. Rows whose maximum is further than `_REACH` from that are
-made once more, by a launch that finds nothing to do otherwise. bf16 has fp32's exponents, so exponentials up to e^40
-are as precise as those below 1, and so are factors scaled down by e^-40.
+which in a language model's vocabulary are the common tokens. A last launch makes the exponentials of those rows again
+whose maximum differs from the sample by more than `_REACH`; mostly there is none. bf16 has fp32's exponents, so
+exponentials up to e^40 are as precise as those below 1, and so are factors scaled down by e^-40.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ from megatron_ext.head.kernels.logits import FAR, exp, writable
 from megatron_ext.numerics.fixed_order_kernels import place
 from megatron_ext.numerics.launches import launch
 
-_TOKENS, _PARTS = 32, 32  # of a program that combines parts
-_NONE = tl.constexpr(1 << 30)  # past every column
+_TOKENS, _PARTS = 32, 32  # that a program of `joined_parts_kernel` takes at a time
+_NONE = tl.constexpr(1 << 30)  # a number past every column
 _REACH = tl.constexpr(40.0)
 
 
@@ -47,15 +47,15 @@ def product_statistics_kernel(
     with_entropy: tl.constexpr = False,
     with_hits: tl.constexpr = False,
 ):
-    """Writes rows of `parts`, `[V / N, rows, T]`, of each tile: those of `row_statistics`, the label's logit only in
-    the tile that has its column; and `exp(z - sample)`, 0 at the label, as far as `kept` reaches.
+    """Write each tile's statistics to `parts`, rows as in `row_statistics`, but the label's logit only in the tile that
+    has the label's column; and `exp(z - sample)`, 0 at the label, to the columns that `kept` has.
 
     Args:
-        x: `[T, D]`, w: `[V, D]`, kept: `[T, columns]`, written, each as tiles that TMA moves; T `tokens`, V `columns`,
-            of which `counted` count, D the `width`.
-        target_ptr: `[T]`, int64, the label's column. sample_ptr: `[T]`. bias_ptr: `[V]`.
+        x: `[T, D]`, w: `[V, D]`, kept: `[T, columns]`, written: descriptors of tiles that TMA moves; T is `tokens`, V
+            `columns`, of which `counted` count, D `width`.
+        target_ptr: `[T]`, int64, the label's column. sample_ptr: `[T]`, a reference of each row. bias_ptr: `[V]`.
         parts_ptr: `[V / N, rows, T]`, written.
-        factor: 1 over the temperature. together: how many tiles of rows follow each other in the order of tiles.
+        factor: 1 over the temperature. together: number of tiles of the same columns that follow each other.
         M, N, K: the size of a tile, and what a step sums; with_entropy, with_hits: whether their rows are wanted.
     """
     ROWS: tl.constexpr = 3 + with_entropy + with_hits
@@ -110,13 +110,13 @@ def joined_parts_kernel(
     with_entropy: tl.constexpr = False,
     with_hits: tl.constexpr = False,
 ):
-    """The statistics of `count` neighbouring parts of a row as those of the row, of some of `tokens`.
+    """Combine the statistics of a row's `count` parts into the statistics of the row, for some of `tokens`.
 
     Args:
         parts_ptr: `[count, rows, T]`, as `product_statistics_kernel` writes them. target_ptr: `[T]`, int64.
-        sample_ptr: `[T]`, what exponentials are relative to, made finite. stats_ptr: `[K, T]`, written.
-        shift_ptr: `[T]`, written: the sample, or the maximum where the sample is too far from it.
-        with_entropy, with_hits: whether their rows are there.
+        sample_ptr: `[T]`, the reference of exponentials; -inf is overwritten by 0. stats_ptr: `[K, T]`, written.
+        shift_ptr: `[T]`, written: the sample, or the row's maximum if the sample is too far from the maximum.
+        with_entropy, with_hits: whether `parts` has their rows.
     """
     ROWS: tl.constexpr = 3 + with_entropy + with_hits
     at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -139,7 +139,7 @@ def joined_parts_kernel(
         more = tl.load(part_ptr + tokens, mask=there, other=0.0)
         if with_hits:
             first = tl.minimum(first, tl.min(tl.where(peak == largest[None, :], part[:, None], _NONE), 0))
-        below = tl.where(peak > float("-inf"), peak - reference[None, :], 0.0)  # of no finite column all is 0
+        below = tl.where(peak > float("-inf"), peak - reference[None, :], 0.0)  # a part without a finite logit adds 0
         weight = tl.exp(below)
         total += tl.sum(more * weight, 0)
         if with_entropy:
@@ -182,7 +182,7 @@ def product_statistics(
     with_hits: bool = False,
     sm_margin: int = 0,
 ) -> None:
-    """Each row's statistics in two launches, with exponentials in four. See `row_passes/passes.py`."""
+    """Write each row's statistics in two launches, with exponentials in four. See `row_passes/passes.py`."""
     tokens, columns, target_T = x_TD.shape[0], w_VD.shape[0], target_T.contiguous()
     if tokens == 0:
         return

@@ -1,7 +1,7 @@
-"""Tiles of logits `x @ W.T` that one program makes one after the other and keeps in registers, for what follows there.
+"""Tiles of logits `x @ W.T`, which a program makes one after the other, in registers, for the epilogue of its kernel.
 
-On Hopper operands come by TMA while warp groups multiply those before; a tile is the one that cuBLAS takes for large
-products. A program's tiles are the same ones in each run, and every sum has one order.
+On Hopper TMA loads the next operands while warp groups multiply. A tile has the size that cuBLAS takes for large
+products. Each run gives a program the same tiles, and every sum has one order.
 
 Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard or of a block of it.
 """
@@ -19,13 +19,13 @@ from megatron_ext.head.kernels.logits import LOG2_E, packed
 from megatron_ext.numerics.fixed_order_kernels import INTERPRETED
 
 _STEP = 64
-# Elements of which rows are a multiple: TMA takes rows that begin at 16 bytes.
+# Strides of rows are multiples of this number of 16-bit elements: TMA takes rows that begin at multiples of 16 bytes.
 MULTIPLE = 8
 
 
 @triton.jit
 def product(x, w, row, column, width, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """A tile of `x @ W.T`; zeros past the ends of both."""
+    """Return a tile of `x @ W.T`, in fp32; zeros past the last row of `x` or of W."""
     total = tl.zeros([M, N], tl.float32)
     for k in range(0, width, K):
         a, b = x.load([row, k]), w.load([column, k])
@@ -37,7 +37,7 @@ def product(x, w, row, column, width, M: tl.constexpr, N: tl.constexpr, K: tl.co
 
 @triton.jit
 def bent(z, bias_ptr, columns, counted, factor):
-    """Logits with bias and temperature, whose reciprocal is `factor`, if any; -inf in columns that do not count."""
+    """Return logits with the bias, times `factor`, 1 over the temperature; -inf in columns that do not count."""
     inside = columns < counted
     if bias_ptr is not None:
         z += tl.load(bias_ptr + columns, mask=inside, other=0.0)[None, :]
@@ -50,7 +50,7 @@ def bent(z, bias_ptr, columns, counted, factor):
 
 @triton.jit
 def exp(z, reference):
-    """`exp(z - reference)`, `reference` of each row, in two instructions an element."""
+    """Return `exp(z - reference)`, with a `reference` for each row, in two instructions an element."""
     return tl.exp2(z * LOG2_E - (reference * LOG2_E)[:, None])
 
 
@@ -64,10 +64,10 @@ def launch(
     sm_margin: int = 0,
     **arguments: Any,
 ) -> None:
-    """Start as many programs as the device has multiprocessors, but for `sm_margin`, for the tiles of `x @ W.T`.
+    """Launch `kernel` over the tiles of `x @ W.T`: at most one program for each multiprocessor, less `sm_margin`.
 
-    `by_rows`: a program's tiles are of the same rows, and programs so many that few rows are soon done, whatever
-    `sm_margin` is. `arguments`: the kernel's own, beside those that every kernel of tiles has.
+    `by_rows`: all tiles of a program have the same rows, and up to 16 programs share them, whatever `sm_margin` is: so
+    a few rows are soon done. `arguments`: those that this kernel alone has.
     """
     (tokens, width), columns = x_TD.shape, w_VD.shape[0]
     down, across = triton.cdiv(tokens, TILE_M), triton.cdiv(columns, TILE_N)
@@ -93,12 +93,12 @@ def launch(
 
 
 def descriptor(x_MN: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """The way to tiles of a tensor by TMA."""
+    """Return the TMA descriptor of a tensor's tiles of `rows` x `columns`."""
     return TensorDescriptor(x_MN, [*x_MN.shape], [*x_MN.stride()], [rows, columns])
 
 
 def room(x_MN: Tensor, copied: bool = False) -> Tensor:
-    """`x_MN`, or new memory for it where its rows do not begin where TMA takes them; `copied`: with its numbers."""
+    """Return `x_MN` if TMA takes its rows as they lie, else a new tensor of its shape, filled from it if `copied`."""
     if x_MN.stride(1) == 1 and x_MN.stride(0) % MULTIPLE == 0 and x_MN.data_ptr() % 16 == 0:
         return x_MN
     rows, columns = x_MN.shape
