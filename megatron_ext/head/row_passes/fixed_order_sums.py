@@ -1,9 +1,8 @@
-"""Sums whose order the shapes decide, so that they are the same bits in each run on CUDA too, and sums whose order a
-row decides alone, so that they are the same bits beside any other rows.
+"""Sums whose order the shapes decide, so that they have the same bits in each run, on CUDA too; and sums whose order a
+row decides alone, so that they have the same bits beside any other rows.
 
-On CUDA `cumsum` and `scatter_add` of floating numbers add in the order in which blocks of threads happen to come by,
-and torch's deterministic mode refuses the first of them; `sum` and a library's products choose their order by the
-number of rows.
+On CUDA `cumsum` and `scatter_add` of floating numbers add in the order in which blocks of threads happen to run, and
+torch's deterministic mode refuses `cumsum`. `sum` and a library's products choose their order by the number of rows.
 
 Legend: T tokens, N numbers of each, n numbers of all tokens together.
 """
@@ -19,19 +18,19 @@ _BLOCK = 64  # numbers
 
 
 def row_sums(x_TN: Tensor) -> Tensor:
-    """`sum(1)`, by the row alone: fp64, to which only the last additions are exact."""
+    """Return `sum(1)` in an order that the row alone decides: `[T]`, fp64, of partial sums in the input's dtype."""
     return sums_of_rows(x_TN.contiguous()).double()
 
 
 def segment_sums(x_n: Tensor, lengths_T: Tensor) -> Tensor:
-    """`[T]`: sums of as many numbers as each token has, in their order."""
+    """Return the sum of each token's neighbouring `lengths[t]` numbers, in their order: `[T]`, in their dtype."""
     return torch.segment_reduce(x_n, "sum", lengths=lengths_T, unsafe=True)  # unsafe: no wait
 
 
 def prefix_sums(x_TN: Tensor, dtype: torch.dtype, multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm) -> Tensor:
-    """`cumsum(1)` in `dtype`. On CUDA by products with triangles of ones: within blocks, then over their sums.
+    """Return `cumsum(1)` in `dtype`. On CUDA products with triangles of ones make it: in blocks, then over their sums.
 
-    `multiply`: what makes them there, by each row alone where the sums are to be so.
+    `multiply`: makes those products; if the order of a row's product depends on the row alone, so do the sums.
     """
     return _by_products(x_TN.to(dtype), multiply) if x_TN.is_cuda else x_TN.cumsum(1, dtype=dtype)
 
@@ -48,10 +47,10 @@ def _by_products(x_TN: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> 
 
 
 def sums_of_equals(x_TN: Tensor, ids_TN: Tensor) -> Tensor:
-    """Each number becomes the sum of those in its row that have its id.
+    """Replace each number by the sum of all numbers in its row that have the same id.
 
-    Ids are sorted, and each number adds what lies 1, 2, 4, ... places before it as long as that has its id too: the
-    last one of equals has their sum.
+    Ids are sorted. Then each number adds the numbers 1, 2, 4, ... places before it, if their ids are equal, so that the
+    last number of equal ids has the sum of all.
     """
     ids_TN, order_TN = ids_TN.sort(stable=True, dim=1)
     sums_TN, step = x_TN.gather(1, order_TN), 1

@@ -2,7 +2,7 @@
 
     dW[y] += value x        dx = scale * product + value W[y]
 
-and with label smoothing a term that is the same for every row of W, or every token. Sums are fp32 (fp64 for fp64), and
+and with label smoothing a multiple of one vector, for each row of W or each token. Sums are fp32 (fp64 for fp64), and
 each result is rounded once. `kernels/label_terms.py` has the same functions in Triton.
 
 Legend: T tokens, D hidden size, V rows of this rank's weight (or of a block of it).
@@ -28,7 +28,7 @@ def add_label_rows(
     in_order: bool = False,
     labelled: bool = False,
 ) -> None:
-    """`out[target] += value * x` for each token, and `out += counted * common` for each row.
+    """Add `value * x` to `out[target]` for each token, and `counted * common` to each row of `out`.
 
     Args:
         out_VD: added to; any floating dtype.
@@ -36,8 +36,8 @@ def add_label_rows(
         target_T: int64, the row a token is added to, -1: none.
         value_T: fp32 (fp64 for fp64), the dtype of the sums.
         common_D, counted_V: in `value_T`'s dtype, both or neither.
-        in_order: the tokens of a row are added one after the other, however many they are and whatever other labels
-            there are; on a CPU they always are.
+        in_order: the tokens of a row are added one after the other, whatever their number and the other labels; on a
+            CPU they always are.
         labelled: the caller knows that every token has a row.
     """
     dtype, width = value_T.dtype, x_TD.shape[1]
@@ -71,17 +71,17 @@ def finish_dx(
     offset_T: Tensor | None = None,
     common_D: Tensor | None = None,
 ) -> None:
-    """`out = scale * product + value * W[target] + offset * common`, row by row.
+    """Write `out = scale * product + value * W[target] + offset * common`, row by row.
 
     Args:
-        out_TD: written. It may be `product_TD`, or in another dtype lie in the first half of its memory.
+        out_TD: written. It may be `product_TD`, or with elements of half the size lie in the first half of its memory.
         product_TD: any floating dtype.
-        scale_T, value_T, offset_T: fp32 (fp64 for fp64); value 0 where a token has no row of W.
+        scale_T, value_T, offset_T: fp32 (fp64 for fp64); value is 0 where a token has no row of W.
         target_T: int64, the token's row of W, -1: none.
-        common_D: in `scale_T`'s dtype, with `offset_T` or not at all.
+        common_D: in `scale_T`'s dtype; given with `offset_T`, else None.
     """
     value_T1, scale_T1, target_T = value_T.unsqueeze(1), scale_T.unsqueeze(1), target_T.clamp(min=0)
-    for rows in pieces(product_TD):  # in order: rows not read yet lie behind those written
+    for rows in pieces(product_TD):  # in this order: what is written lies before the rows that are still to be read
         product, out, row, value, scale, offset = product_TD, out_TD, target_T, value_T1, scale_T1, offset_T
         if rows.stop - rows.start != product_TD.shape[0]:
             product, out, row, value, scale = (x[rows] for x in (product, out, row, value, scale))
@@ -96,9 +96,8 @@ def finish_dx(
 
 
 def scale_rows(out_TD: Tensor, x_TD: Tensor, scale_T: Tensor) -> None:
-    """`out = scale * x`, row by row, rounded once; `out` and `x` in any floating dtype, `scale` fp32 (fp64 for fp64).
-
-    torch multiplies 16-bit numbers by fp32 ones at a fifth of the rate at which an H200 reads and writes them.
+    """Write `out = scale * x`, row by row, rounded once; `out` and `x` of any floating dtype, `scale` fp32 (fp64
+    for fp64). torch multiplies 16-bit by fp32 tensors at a fifth of an H200's memory bandwidth, hence Triton's kernel.
     """
     for rows in pieces(x_TD):
         if rows.stop - rows.start == len(x_TD):
@@ -108,8 +107,8 @@ def scale_rows(out_TD: Tensor, x_TD: Tensor, scale_T: Tensor) -> None:
 
 
 def _tokens(target_T: Tensor, x_TD: Tensor, labelled: bool) -> Sequence[slice | Tensor | None]:
-    """The tokens with a row in pieces, None: all at once; all of them where their number is not known or the host would
-    wait for it."""
+    """Return the tokens that have a row, in pieces; `[None]`: all tokens at once. If the host had to wait for the device
+    to find them, tokens without a row are included."""
     if labelled:
         each = pieces(x_TD)
         return each if len(each) > 1 else [None]

@@ -1,4 +1,4 @@
-"""The nucleus of top-p sampling: how far down the logits of a token are kept, and what they add up to.
+"""The nucleus of top-p sampling: the smallest logit that a token keeps, and the sum of the kept exponentials.
 
 `kernels/nucleus.py` has the same function in Triton, which does not sort. Legend: T tokens, V vocabulary columns.
 """
@@ -18,16 +18,16 @@ from megatron_ext.numerics.tensors import accumulation_dtype
 def nucleus(
     z_TV: Tensor, top_p: float, temperature: float, multiply: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of each row the smallest logit that is kept, `[T]` in their dtype; the largest over the temperature, `[T]`
-    in fp32 (fp64 for fp64), never below the least finite number; and the sum of the kept ones' exponentials relative to
-    it, `[T]` in fp64, 1 in a row of -inf.
+    """Return for each row, as `[T]`: the smallest logit that is kept, in the logits' dtype; the largest logit over the
+    temperature, in fp32 (fp64 for fp64), at least the least finite number; and the sum of the kept exponentials
+    relative to that largest logit, in fp64, 1 in a row of -inf.
 
-    Kept is each logit above which lies less probability than `top_p`, so that all equals of the last one are.
+    A logit is kept if the probability of all larger logits is less than `top_p`, so equals are kept together.
 
     Args:
         z_TV: whole rows of the vocabulary, any floating dtype.
         top_p: in (0, 1].
-        multiply: what makes the products of prefix sums, where these are made by products.
+        multiply: the matrix product that makes prefix sums on CUDA.
     """
     dtype = accumulation_dtype(z_TV.dtype)
     cut_T, peak_T = z_TV.new_empty(z_TV.shape[0]), z_TV.new_empty(z_TV.shape[0], dtype=dtype)
@@ -41,7 +41,7 @@ def nucleus(
         before = F.pad(mass[:, :-1], (1, 0))
         inside = (before < top_p * mass[:, -1:]) & (exp > 0)
         cut_t1 = falling.gather(1, inside.sum(1, keepdim=True).clamp(min=1) - 1)
-        last_t1 = (falling >= cut_t1).sum(1, keepdim=True).clamp(min=1) - 1  # of all that equal the cut
+        last_t1 = (falling >= cut_t1).sum(1, keepdim=True).clamp(min=1) - 1  # the last equal of the cut
         sum_t = mass.gather(1, last_t1)[:, 0]
         cut_T[at], peak_T[at] = cut_t1[:, 0], peak_t1[:, 0]
         sum_T[at] = sum_t.masked_fill(sum_t == 0, 1.0)

@@ -1,21 +1,21 @@
-"""The passes over rows that the head is made of: `RowPasses`, which of its instances a tensor takes, and the two passes
+"""The passes over rows that the head is made of: `RowPasses`, the choice of an instance for a tensor, and two passes
 over logits, row statistics and the gradient. No process groups, no autograd.
 
-Every read-out of the head (cross entropy, log-prob, entropy, ...) is made of a few sums over each row of logits, and
-the gradient of every read-out has one form. So these two functions are all that ever touches a logit. They take tensors
-and plain numbers only and write into the tensors they are given.
+Cross entropy, log-probability, entropy and other functions of the softmax are made of a few sums over each row of
+logits, and their gradients have one form. So for these read-outs the two functions alone read logits. They take tensors
+and plain numbers, and write into tensors that are passed to them.
 
 PyTorch's instance is the definition; Triton's gives the same results on CUDA. With TRITON_INTERPRET=1 in the
 environment, Triton's own switch for running kernels on CPU, CPU tensors take Triton's passes too: slow, and the same
 code as on CUDA.
 
 `torch.compile` sees each pass over logits, dx or dW as one operator, `torch.ops.megatron_ext.row_statistics` and so on,
-and leaves it whole: what is compiled runs the same code as what is not. What is made of a few numbers per token it
-compiles itself, from the plain functions, and so it does the passes of top-k and top-p, which are slower then.
+and leaves the operator whole: compiled and eager calls run the same code. Functions of a few numbers per token are
+compiled from PyTorch's instance, and so are the passes of top-k and top-p, which are slower then.
 
 Legend: T tokens of this chunk, V columns of this rank's shard (or of a block of it), K statistics.
 
-What a logit goes through before anything else, in the accumulation dtype (fp32; fp64 for fp64 input):
+The transform of a logit z0 that precedes all else, in the accumulation dtype (fp32; fp64 for fp64 input), is
     z = softcap * tanh((z0 + bias) / softcap) / temperature, and columns from `counted` on do not exist.
 """
 
@@ -42,11 +42,11 @@ from megatron_ext.numerics.tensors import has_values, ids_exist, part_of, sums_o
 _FAR = -1e4
 
 # Elements that a pass works on at a time on CPU: few enough to stay in cache from step to step, and so many that the
-# start of the threads is no part of the time.
+# start of the threads takes no noticeable time.
 _CPU_BLOCK = 1 << 19
-# And on CUDA without Triton: their fp32 copies take half a gigabyte.
+# Elements at a time on CUDA without Triton: their fp32 copies take half a gigabyte.
 _CUDA_BLOCK = 1 << 27
-# So few that cutting them takes longer than it saves memory.
+# Up to this number of elements rows are not cut into blocks: cutting costs time, and the memory saved is small.
 _FEW = 1 << 12
 
 
@@ -66,7 +66,7 @@ def row_statistics(
     with_hits: bool = False,
     labelled: bool = False,
 ) -> None:
-    """One pass over logits: writes each row's statistics and, where `exp_TV` is given, its exponentials.
+    """Write each row's statistics and, given `exp_TV`, its exponentials, in one pass over the logits.
 
     Args:
         z_TV: logits, any floating dtype, any strides. Only read, unless `exp_TV` is the same tensor.
@@ -79,8 +79,8 @@ def row_statistics(
             with a softcap: its slope at the target, 0 if not owned.
         exp_TV: written, any floating dtype, for as many of the first columns as it has: exp(z - shift), 0 at the target
             and in the columns that do not count.
-        shift_T: written, the statistics' dtype; None: not wanted, and no `exp_TV` either. m without `exp_TV`, else at
-            most m; 0 where m is -inf.
+        shift_T: written, the statistics' dtype: m without `exp_TV`, else at most m; 0 where m is -inf. None: only
+            without `exp_TV`.
         bias_V: fp32 (fp64 for fp64), added to every row, or None.
         counted: number of leading columns that exist.
         labelled: the caller knows that every target is owned.
@@ -124,7 +124,7 @@ def row_statistics(
             torch.amax(z, 1, out=peak)
         if shift_T is not None:
             peak = torch.nan_to_num(peak, 0.0, torch.inf, 0.0, out=shift_T if len(blocks) == 1 else shift_T[rows])
-        else:  # a row of -inf has no maximum to subtract; its exponentials are 0 with any
+        else:  # a row of -inf: a finite number is subtracted instead of -inf, and its exponentials are 0
             peak = peak.clamp(min=torch.finfo(dtype).min)
         far = torch.sub(z, peak.unsqueeze(1), out=work)
         if with_mean:
@@ -160,21 +160,20 @@ def row_gradient(
     source_is_exp: bool = False,
     labelled: bool = False,
 ) -> None:
-    """One pass from logits, or from the exponentials that `row_statistics` kept, to gradients.
+    """Write the gradients of logits in one pass, from the logits or from the exponentials that `row_statistics` wrote.
 
-    With u = z - shift, each column that counts becomes
+    With u = z - shift, the gradient of each column that counts is
         (exp(u) * (scale + slope * u) + offset) * (1 - tanh((z0 + bias) / softcap)^2)
-    where the last factor, the softcap's slope, is 1 without one (from exponentials it is as inexact as their rounding
-    over the softcap) and `offset` reaches only columns that are not -inf. The target's
-    column becomes `value` (0 if None) instead, columns that do not count become 0. The temperature's own factor is the
-    caller's, inside the coefficients.
+    where the last factor, the softcap's slope, is 1 without a softcap. (From exponentials its error is their rounding
+    error, divided by the softcap.) `offset` is added only in columns that are not -inf. The gradient is `value` (0 if
+    None) in the target's column, and 0 in columns that do not count. Coefficients include the temperature's factor.
 
     Args:
         source_TV: logits, or exp(z - shift) if `source_is_exp`. Only read, unless `out_TV` is the same tensor.
-        target_T: int64, the label's column; a number that no column has where it is another's.
+        target_T: int64, the label's column; -1, or another number outside [0, V), where another shard has the label.
         out_TV: written, any floating dtype.
         shift_T, scale_T, slope_T, offset_T, value_T: fp32 (fp64 for fp64) per-token coefficients; shift must be
-            finite. None: scale 1 (0 beside a slope), slope, offset and value 0.
+            finite. If None, scale is 1 (0 beside a slope), and slope, offset and value are 0.
         bias_V, counted, softcap, temperature, labelled: as in `row_statistics`.
     """
     if counted < out_TV.shape[1]:
@@ -200,7 +199,7 @@ def row_gradient(
             bends = slope is not None or softcap is not None
             u = grad.clamp(min=torch.finfo(dtype).tiny).log_() if bends else grad
             factor = None if softcap is None else 1 - (u + shift).mul_(temperature / softcap).square_()
-            finite = None  # the caller knows that all columns are
+            finite = None  # the caller knows that all columns are finite
         else:
             z = part_of(source_TV, rows, counted)
             factor = None if softcap is None else bend(z, bias_V, softcap, dtype)
@@ -223,7 +222,7 @@ def row_gradient(
 
 
 def columns_of(ids_T: Tensor, counts_T: Tensor | None, start: int, stop: int) -> Tensor:
-    """Return the column of each id, int64, in the shard `[start, stop)`: -1 of others, and where `counts` is False."""
+    """Return each id's column in the shard `[start, stop)`, int64: -1 for other ids, and where `counts` is False."""
     own_T = (ids_T >= start) & (ids_T < stop)
     if counts_T is not None:
         own_T = own_T & counts_T
@@ -232,14 +231,14 @@ def columns_of(ids_T: Tensor, counts_T: Tensor | None, start: int, stop: int) ->
 
 
 def _at_owned(x_T1: Tensor, elsewhere_T: Tensor | None, other: float) -> Tensor:
-    """Return what was found at targets, `other` where they are another shard's."""
+    """Return `x` without its last dim, `other` where another shard has the target."""
     return x_T1.squeeze(1) if elsewhere_T is None else x_T1.squeeze(1).masked_fill(elsewhere_T, other)
 
 
 def _write(out_TV: Tensor, target_T: Tensor, value_T: Tensor | float, labelled: bool) -> None:
-    """`value` in the column of each target that `out_TV` has; `labelled`: it has all.
+    """Write `value` in the target's column of each row, if `out_TV` has the column; `labelled`: it has all.
 
-    Not by `scatter_` in 16 bits, whose matrices it makes fp32 temporarily on a CPU.
+    In 16 bits `scatter_` is avoided: on a CPU it makes a temporary fp32 copy of the whole matrix.
     """
     if labelled and out_TV.element_size() > 2:
         out_TV.scatter_(1, target_T.unsqueeze(1), value_T.unsqueeze(1) if isinstance(value_T, Tensor) else value_T)
@@ -255,7 +254,7 @@ def _write(out_TV: Tensor, target_T: Tensor, value_T: Tensor | float, labelled: 
 
 
 def _blocks(z_TV: Tensor) -> list[slice]:
-    """Rows to work on at a time: never all of them in fp32, on CPU a few; more where nothing is computed anyway."""
+    """Return blocks of rows to work on at a time, which bound fp32 copies; larger ones for tensors without values."""
     tokens, columns = z_TV.shape
     if 0 < tokens * columns <= _FEW:
         return [slice(0, tokens)]
@@ -270,13 +269,13 @@ def _blocks(z_TV: Tensor) -> list[slice]:
 
 
 class RowPasses:
-    """The passes over rows in plain PyTorch, which is their definition; another instance has other functions.
+    """The passes over rows; without arguments those in plain PyTorch, which define what each pass does.
 
-    `row_statistics` and `row_gradient` above, `label_terms`, `statistics`, `logit_gradient`, `nucleus`, `selection` and
-    `fixed_order_sums` say what each of them takes.
+    The docstrings of the functions in this module, `label_terms`, `statistics`, `logit_gradient`, `nucleus`,
+    `selection` and `fixed_order_sums` describe the arguments.
 
     Args:
-        functions: passes to take in place of those of the same name.
+        functions: replace the passes of the same names.
     """
 
     def __init__(self, *functions: Callable[..., Any]):
@@ -301,7 +300,7 @@ class RowPasses:
         with_hits: bool = False,
         sm_margin: int = 0,
     ) -> None:
-        """`row_statistics` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap.
+        """Write `row_statistics` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap.
 
         `sm_margin`: multiprocessors that Triton's kernel leaves free.
         """
@@ -324,7 +323,7 @@ class RowPasses:
         temperature: float = 1.0,
         sm_margin: int = 0,
     ) -> None:
-        """`row_gradient` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap."""
+        """Write `row_gradient` of the logits `x @ W.T`, which Triton keeps in registers; there is no softcap."""
         parts = {"scale_T": scale_T, "slope_T": slope_T, "bias_V": bias_V}
         options: dict[str, Any] = {**parts, "counted": counted, "temperature": temperature}
         RowPasses.row_gradient(matmul.logits(x_TD, w_VD), target_T, shift_T, out_TV, **options)
@@ -351,7 +350,7 @@ PYTORCH = RowPasses()
 
 
 def passes_of(x: Tensor) -> RowPasses:
-    """Triton's passes for real CUDA tensors, PyTorch's for others; while compiling the operators."""
+    """Return Triton's passes for CUDA tensors with values, the operators while compiling, else PyTorch's passes."""
     if not has_values(x):
         return _OPERATORS if torch.compiler.is_compiling() else PYTORCH
     return PYTORCH if x.is_cuda == _interpreted() else triton_passes() or _without_triton()
@@ -372,7 +371,7 @@ def _interpreted() -> bool:
 
 @functools.cache
 def triton_passes() -> RowPasses | None:
-    """The passes in Triton; None where it is not installed, or has no device."""
+    """Return the passes in Triton; None if Triton is not installed, or torch has no CUDA and nothing is interpreted."""
     if importlib.util.find_spec("triton") is None or (torch.version.cuda is None and not _interpreted()):
         return None
     found: RowPasses = importlib.import_module("megatron_ext.head.kernels").TRITON
@@ -381,7 +380,7 @@ def triton_passes() -> RowPasses | None:
 
 @functools.cache
 def _without_triton() -> RowPasses:
-    """PyTorch's passes on a GPU; said once."""
+    """Return PyTorch's passes for a GPU, and warn once."""
     missing = "Triton is not installed" if importlib.util.find_spec("triton") is None else "this torch is not for CUDA"
     warnings.warn(
         f"{missing}: the head reads each row of logits in several passes of plain PyTorch instead of one kernel; the "
@@ -392,11 +391,11 @@ def _without_triton() -> RowPasses:
 
 
 def _operator(plain: Callable[..., None], *written: str) -> Any:
-    """An operator of a pass, by its own annotations. Its fake does nothing: a pass returns nothing."""
+    """Make the operator of a pass from its annotations. A pass returns nothing, so the fake does nothing."""
     name, names = plain.__name__, [*inspect.signature(plain).parameters]
 
     @functools.wraps(plain)
-    def run(x: Tensor, *arguments: Tensor, **options: Any) -> None:  # torch passes by place what it can
+    def run(x: Tensor, *arguments: Tensor, **options: Any) -> None:  # torch passes by position what it can
         getattr(passes_of(x), name)(x, **dict(zip(names[1:], arguments, strict=False)), **options)
 
     operator = torch.library.custom_op(f"megatron_ext::{name}", run, mutates_args=written)
@@ -419,20 +418,20 @@ _OPERATORS = RowPasses(
 def in_engine_order(call: ResolvedHead, x_TD: Tensor) -> bool:
     """Return whether log-probabilities have the bits of inference engines' batch-invariant kernels, and of Megatron's.
 
-    Logits have those bits already: both products sum in steps of the same size, one after the other. What is left is
-    the softmax: the order of its sums, and that its logarithm and both differences are rounded to fp32. Over several
-    ranks each shard has sums of its own, which are joined as always: an engine gathers its logits first.
+    Logits have those bits already: our product and theirs sum in steps of one size, one after the other. The softmax
+    has them by the order of its sums, and by rounding its logarithm and both differences to fp32. Over several ranks
+    each shard has its own sums, which are combined as always, while an engine gathers its logits first.
     """
     return call.rounds and call.bits == "batch" and x_TD.is_cuda
 
 
 def write_engine_sums(z_tV: Tensor, stats_Kt: Tensor, bias_V: Tensor | None, counted: int, call: ResolvedHead) -> None:
-    """Sums of exponentials in an engine's order, over those in `stats_Kt`."""
+    """Overwrite the sums of exponentials in `stats_Kt` by sums in an engine's order."""
     _kernels().write_sums(z_tV, stats_Kt, bias_V, counted, call.softcap, call.temperature)
 
 
 def engine_combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead, like: Tensor) -> Statistics:
-    """`statistics.combine`, of a whole vocabulary with an engine's roundings, in fp32, where they apply."""
+    """Return `statistics.combine`; on one rank, if `in_engine_order`, with an engine's fp32 roundings."""
     stats = statistics.combine(stats_RKT, own_KT, shift_T, call)
     if len(stats_RKT) > 1 or not in_engine_order(call, like):
         return stats

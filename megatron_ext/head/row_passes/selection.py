@@ -1,8 +1,8 @@
-"""Passes over rows of logits that a top-k takes: the maxima of groups of columns, the first of the columns of some
-groups, and what equals the k-th largest.
+"""Passes over rows of logits for a top-k: the maxima of groups of columns, the largest columns among some groups, and
+the columns equal to the k-th largest.
 
 `kernels/selection.py` has the same functions in Triton, which read a row only where they must. Legend: T tokens, V
-columns, N groups, K candidates: columns of which each row's k largest are some.
+columns, N groups, K candidates: columns that include each row's k largest.
 """
 
 import torch
@@ -14,17 +14,17 @@ from megatron_ext.numerics.tensors import on_host
 
 
 def group_maxima(z_TV: Tensor, groups: int, width: int) -> Tensor:
-    """`[T, N]`: the largest of each of `groups` groups of `width` columns, NaN where one is NaN."""
+    """Return the maximum of each of the first `groups` groups of `width` columns, NaN if any is NaN: `[T, N]`."""
     return z_TV[:, : groups * width].unflatten(1, (groups, width)).amax(-1)
 
 
 def first_columns(z_TV: Tensor, groups_TN: Tensor | None, width: int, k: int, any_equals: bool) -> Tensor:
-    """`[T, k]`, int64: the first k columns of each row by logit, NaN before all, among equals by the lowest column.
+    """Return each row's k largest columns, falling: `[T, k]`, int64. NaN comes first, the lower of equal columns too.
 
     Args:
-        groups_TN: int64, of each row the groups of `width` columns to choose from, and from those behind the last group
-            besides; None: from all columns.
-        any_equals: which of equals are among the k, and in which order, may be any.
+        groups_TN: int64, for each row the groups of `width` columns to choose from, besides the columns that are behind
+            the last whole group; None: all columns.
+        any_equals: any of equal logits may be among the k, in any order.
     """
     ids_TM = torch.arange(z_TV.shape[1], device=z_TV.device).expand(z_TV.shape)
     if groups_TN is not None:
@@ -36,7 +36,8 @@ def first_columns(z_TV: Tensor, groups_TN: Tensor | None, width: int, k: int, an
 
 
 def largest(z_TN: Tensor, ids_TN: Tensor, k: int) -> Tensor:
-    """`[T, k]`, int64: where the first k of each row are. `ids_TN` broadcast to `z_TN`, differ, are below 2^31."""
+    """Return the indices of each row's k largest logits, the lower id first among equals: `[T, k]`, int64. `ids_TN`
+    broadcast to `z_TN`, differ within a row, and are below 2^31."""
     ids_TN = ids_TN.expand(z_TN.shape)
     if z_TN.dtype == torch.float64:  # no integer is wide enough for value and id
         by_id = ids_TN.argsort(-1)
@@ -46,14 +47,14 @@ def largest(z_TN: Tensor, ids_TN: Tensor, k: int) -> Tensor:
 
 
 def _keys(z_TN: Tensor, ids_TN: Tensor) -> Tensor:
-    """int64 that compare as (value, -id): the bits of a float order as integers once those of negatives are turned."""
+    """Return int64 keys that compare as (value, -id): a float's bits order as integers if negatives' are inverted."""
     bits = z_TN.float().add(0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     bits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(z_TN.isnan(), 0x7FFFFFFF)
     return (bits.long() << 32) - ids_TN
 
 
 def equal_counts(z_TV: Tensor, z_TK: Tensor, k: int) -> Tensor:
-    """`[T]`, int64: how many columns of each row equal its k-th largest; `z_TK`: the logits of candidates, falling."""
+    """Count the columns of each row that equal its k-th largest: `[T]`, int64; `z_TK`: candidates' logits, falling."""
     kth_T1 = z_TK[:, k - 1 : k]
     count_T = (z_TK == kth_T1).sum(1)
     if z_TK.shape[1] == z_TV.shape[1]:
@@ -66,14 +67,14 @@ def equal_counts(z_TV: Tensor, z_TK: Tensor, k: int) -> Tensor:
 
 
 def add_at_equals(out_TV: Tensor, z_TV: Tensor, kth_T: Tensor, value_T: Tensor, besides_TK: Tensor) -> None:
-    """Add a row's value at its columns that equal its k-th logit, `besides` aside.
+    """Add a row's value in its columns whose logit equals its k-th logit, except in the columns `besides`.
 
     Args:
         out_TV: added to, any floating dtype.
-        z_TV: at least as many columns.
+        z_TV: logits, at least as many columns as `out`.
         kth_T: in the logits' dtype.
-        value_T: in `out`'s dtype; nothing is read of a row whose value is 0.
-        besides_TK: int64, columns that have their part already; numbers that no column has are none.
+        value_T: in `out`'s dtype; a row whose value is 0 is not changed.
+        besides_TK: int64, columns that have their gradient already; numbers outside [0, V) are ignored.
     """
     columns = out_TV.shape[1]
     tied = value_T.nonzero()[:, 0] if on_host(value_T) else None
@@ -81,6 +82,6 @@ def add_at_equals(out_TV: Tensor, z_TV: Tensor, kth_T: Tensor, value_T: Tensor, 
         value_u1 = value_T[at].unsqueeze(1)
         equal_uV = (z_TV[at, :columns] == kth_T[at].unsqueeze(1)) & (value_u1 != 0)
         own_uK = (besides_TK[at] >= 0) & (besides_TK[at] < columns)
-        there_uV = F.pad(equal_uV, (0, 1))  # one column more for what is not here
+        there_uV = F.pad(equal_uV, (0, 1))  # one column more for those that are outside
         there_uV.scatter_(1, besides_TK[at].where(own_uK, columns), False)
         out_TV[at] += value_u1.where(there_uV[:, :-1], 0.0)
