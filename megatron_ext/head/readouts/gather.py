@@ -25,7 +25,7 @@ _GROUP = 64  # columns
 
 
 class _Picks(ReadOut):
-    """Values `[T, K]` of a few ids: logits as they are, or `normalised`: log-probabilities, with the temperature.
+    """Base of read-outs `[T, K]` of a few ids: logits before the temperature; if `normalised`, log-probabilities.
 
     dz = scatter_add(g) - softmax * sum g, without the second term for logits.
     """
@@ -37,7 +37,7 @@ class _Picks(ReadOut):
         self.normalised = self.softmax = normalised  # type: ignore[misc]
 
     def picked(self, z_TK: Tensor, stats: Any) -> Tensor:
-        """Results, of the ids' logits."""
+        """Return the results `[T, K]`, given the ids' logits."""
         if not self.normalised:
             return z_TK
         values_TK = transformed(z_TK, None, None, self.call.temperature, z_TK.dtype)
@@ -56,10 +56,10 @@ class Gather(_Picks):
     """Log-probabilities `[..., K]` of the token ids `ids` `[..., K]`, fp32 (fp64 for fp64); an id may come twice.
 
     Args:
-        ids: integers, of all ranks' tokens.
-        normalised: False: their logits, over no temperature. Where no other read-out reads more, products then run
-            over the columns that any token asks for, if these are at most half of the shard's; which they are is read
-            from the device once.
+        ids: integers, global token ids, of all ranks' tokens.
+        normalised: False: the ids' logits instead, before the temperature. If no other read-out reads more, products
+            then run over the columns of all tokens' ids, if these are at most half of the shard's columns; the host
+            reads these columns from the device once.
     """
 
     def __init__(self, ids: Tensor, normalised: bool = True):
@@ -98,13 +98,12 @@ class Gather(_Picks):
 
 
 class TopK(_Picks):
-    """The k likeliest ids of each token: log-probabilities `[..., k]`, falling, and ids `[..., k]` (int64).
-
-    Among equals the lowest id comes first. Every rank sends its own k largest with their ids.
+    """The k likeliest ids of each token: log-probabilities `[..., k]`, fp32 (fp64 for fp64), falling, and int64 ids
+    `[..., k]`. Among equals the lowest id comes first. Every rank sends its own k largest logits with their ids.
 
     Args:
-        k: how many.
-        normalised: False: their logits, over no temperature.
+        k: number of ids, from 1 to the vocabulary's size.
+        normalised: False: the ids' logits instead, before the temperature.
     """
 
     count = 2
@@ -115,9 +114,9 @@ class TopK(_Picks):
         self.rows = 2 * k if isinstance(k, int) else 0
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        """Return the fault of a `k` that only this rank may see, and raise a fault that every rank sees.
+        """Return the fault of a `k` that maybe only this rank sees, and raise a fault that every rank sees.
 
-        Without a `vocab` the vocabulary's `size` is a guess, and at unequal shards another rank's guess is larger.
+        Without a `vocab` the vocabulary's `size` is a guess, and with unequal shards another rank may guess more.
         """
         if is_int(self.k, 1) and self.k <= size:
             return None
@@ -132,7 +131,7 @@ class TopK(_Picks):
         z_tV, vocab = logits[0], self.call.vocab
         z_Kt, ids_Kt, counted = stats_Kt[: self.k], integers(stats_Kt)[self.k :], vocab.counted
         own = min(self.k, counted)
-        z_Kt[own:] = -torch.inf  # a shard too small sends what comes after every id that exists
+        z_Kt[own:] = -torch.inf  # a shard of less than k columns sends -inf with ids past the vocabulary
         ids_Kt[own:] = torch.arange(own, self.k, device=ids_Kt.device).unsqueeze(1) + vocab.size
         for at in blocks(z_tV, 4) if own else []:
             block = z_tV[at, :counted]
@@ -152,18 +151,18 @@ class TopK(_Picks):
 
 
 def integers(stats: Tensor) -> Tensor:
-    """View `stats` as integers: token ids are sent beside values, exact at any vocabulary size."""
+    """View `stats` as integers of the same width: token ids are sent beside values, exact at any vocabulary size."""
     return stats.view(torch.int64 if stats.dtype == torch.float64 else torch.int32)
 
 
 def largest_columns(z_TV: Tensor, k: int, any_equals: bool = False) -> Tensor:
-    """`[T, k]`, int64: the first k columns of each row, where the ids are the columns.
+    """Return the columns of each row's k largest logits, falling, of equals the lowest column first: `[T, k]`, int64.
 
     The columns are divided into groups of neighbours. Only the k groups with the largest maxima can hold one of the k
     largest logits, so only their columns are compared one by one, and the logits are read once.
 
     Args:
-        any_equals: which of equals are among the k, and in which order, may be any, which is faster.
+        any_equals: any of equal logits may be among the k, in any order, which is faster.
     """
     groups, passes = z_TV.shape[1] // _GROUP, passes_of(z_TV)
     found_TK = None

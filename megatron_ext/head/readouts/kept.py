@@ -1,9 +1,9 @@
 """Log-probability and entropy among the token ids that a generator kept at each position: replay of its sampling mask.
 
-A sampler that filters (top-k, top-p, min-p) draws from the ids that it kept, and inference engines can return these as
-compressed rows: `offsets`, and `ids`, one position's after the other's. What training computes over the same ids is of
-the same distribution, whatever its own logits say of the border (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). With z
-of a kept id, l the log of the sum of their exponentials, p = exp(z - l) and H the entropy
+A sampler that filters (top-k, top-p, min-p) draws from the ids that it kept, and inference engines can return these ids
+as compressed rows: `ids` has those of all positions, one after the other, and `offsets` where each position begins.
+Over the same ids training computes the same distribution, also where its own logits would have kept others
+(DeepSeek-V3.2, arXiv 2512.02556, section 3.1). With z a kept id's logit, l the lse of these, p = exp(z - l), entropy H:
 
     log-probability   z_y - l                              dz = [v == y] - p
     entropy           l - sum p z                          dz = -p (log p + H)
@@ -32,26 +32,26 @@ from megatron_ext.head.readouts.teacher import normaliser
 from megatron_ext.head.row_passes.passes import PYTORCH, passes_of
 from megatron_ext.numerics.tensors import check_plain, check_within, has_values, raise_if
 
-_OWN = 2  # row of the read-out's own number, behind the largest logit and the sum of exponentials below it
+_OWN = 2  # the row of `own`, behind the largest logit and the sum of exponentials relative to it
 
 
 class Kept(OfLabels):
     """Log-probability of each label among the ids that were kept at its token: `[...]`, fp32 (fp64 for fp64).
 
     Args:
-        labels: `[...]`, integers: global token ids. Each that is not `ignore_index` must be among its kept ids.
+        labels: `[...]`, integers: global token ids. A label must be among its token's kept ids, or `ignore_index`.
         offsets: integers `[T + 1]`, T tokens of all ranks in the order of `labels`: the kept ids of token i are
             `ids[offsets[i]:offsets[i + 1]]`. A token that was not sampled may have none.
         ids: integers `[N]`, global token ids, none twice at one token.
         ignore_index: tokens with this label get 0 and no gradient.
 
-    Where no other read-out reads more, products run over the columns that any token kept, if these are at most half
-    of the shard's: `6 T U D` FLOPs for U of them, and a copy of their rows of the weight in each pass. Which they are
-    is read from the device once. Communicates nothing beside the common exchange.
+    If no other read-out reads more, products run over the columns that any token kept, if these are at most half of the
+    shard's: `6 T U D` FLOPs for U columns, and a copy of their rows of the weight in each pass. The host reads these
+    columns from the device once. Communicates nothing beside the common exchange.
 
     Raises:
-        ValueError: offsets and ids that are no such rows, or a label that its token did not keep: on every rank, also
-            where one alone was given it.
+        ValueError: `offsets` and `ids` are no such rows, or a label is not among its kept ids. Every rank raises, also
+            if one rank alone was given the fault.
     """
 
     softmax = False
@@ -78,7 +78,7 @@ class Kept(OfLabels):
         super().flatten(flat)
         device = self.labels_T.device
         self.ids_N = self.ids.to(device).long()
-        # A rank that is about to refuse offsets past the end gets as far as here.
+        # Clamped, since a rank with offsets past the end comes here before it raises.
         self.offsets_T = self.offsets.to(device).long().clamp(0, self.ids_N.shape[0])
         self.place_T = flat(torch.arange(self.labels.numel(), device=device).view(self.labels.shape))
         self._entries: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -87,12 +87,12 @@ class Kept(OfLabels):
             self.numbers_T = self._sums(statistics.scrambled(self.ids_N + 1))
 
     def _sums(self, x_N: Tensor) -> Tensor:
-        """`[T]`: the sums of each token's, of integers."""
+        """Return the sum of the integers `x` of each token's kept ids: `[T]`."""
         return F.pad(x_N.cumsum(0), (1, 0))[self.offsets_T].diff()[self.place_T]
 
     def entries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """This rank's kept ids, token by token: the token of each, its column of the shard, whether it is the label,
-        and on the CPU, `[T + 1]`, where each token's begin. Waits for the device, once a call."""
+        """Return this rank's kept ids, token by token: each id's token, its column of the shard, and whether it is the
+        label; and on the CPU the offsets of tokens, `[T + 1]`. The host waits for the device, once a call."""
         if not self._entries:
             own_N = self.call.vocab.owns(self.ids_N)
             first_T = F.pad(own_N.cumsum(0), (1, 0))[self.offsets_T[:-1]][self.place_T]
@@ -110,8 +110,8 @@ class Kept(OfLabels):
         return self.entries()[1]
 
     def _part(self, rows: slice) -> tuple[slice, Tensor, Tensor, Tensor]:
-        """The places of a chunk's kept ids among all; of each its token in the chunk, its column, and whether it is the
-        label."""
+        """Return a chunk's slice of `entries`, and of each entry the token, counted from the chunk's first, the column,
+        and whether it is the label."""
         token_N, column_N, is_label_N, starts = self.entries()
         at = slice(int(starts[rows.start]), int(starts[rows.stop]))
         return at, token_N[at] - rows.start, column_N[at], is_label_N[at]
@@ -133,7 +133,7 @@ class Kept(OfLabels):
         stats_Kt[_OWN] = self.own(z_n, below_n, is_label_n, lengths_t)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
-        largest_T, log_sum_T = normaliser(stats_RKT, 0, self.call)  # log 1 where nothing is kept: it does not count
+        largest_T, log_sum_T = normaliser(stats_RKT, 0, self.call)  # log 1 for tokens without ids, which do not count
         value_T = counted(self.value(largest_T, log_sum_T, stats_RKT.double()), self.counts_T)
         z_N = torch.cat(self._logits) if self._logits else own_KT.new_empty(0)
         return [value_T.to(own_KT.dtype)], [value_T, largest_T, log_sum_T, z_N]
@@ -148,27 +148,27 @@ class Kept(OfLabels):
         return token_n, column_n, (g_n * pulled_n).where(g_n != 0, 0.0)
 
     def _added(self, x_n: Tensor, lengths_t: Tensor) -> Tensor:
-        """The sums of each token's numbers."""
+        """Return the sum of each token's numbers, by the `bits` of the call."""
         return (passes_of(x_n) if self.call.fixed else PYTORCH).segment_sums(x_n, lengths_t)
 
     def own(self, z_n: Tensor, below_n: Tensor, is_label_n: Tensor, lengths_t: Tensor) -> Tensor:
-        """The third number of each token: here the label's logit."""
+        """Return the third number of each token that is sent: here the label's logit, -inf without one."""
         return _largest(z_n.where(is_label_n, -torch.inf), lengths_t)
 
     def value(self, largest_T: Tensor, log_sum_T: Tensor, stats_RKT: Tensor) -> Tensor:
-        """The result, fp64: of the largest of all kept logits, the log of the sum of exponentials below it, and every
-        shard's numbers."""
+        """Return the result in fp64, given the largest kept logit of all shards, the log of the sum of exponentials
+        relative to it, and every shard's numbers."""
         return (stats_RKT[:, _OWN].amax(0) - largest_T) - log_sum_T
 
     def pulled(self, log_p_n: Tensor, value_n: Tensor, is_label_n: Tensor) -> Tensor:
-        """The gradient of the result by each kept logit, of its log-probability and its token's result."""
+        """Return the derivative of the result by each kept logit, given its log-probability and its token's result."""
         return log_p_n.expm1().where(is_label_n, log_p_n.exp()).neg()
 
 
 class KeptEntropy(Kept):
     """Entropy `-sum p log p` of the distribution over the ids that were kept: `[...]`, fp32 (fp64 for fp64).
 
-    Args, costs and errors are those of `Kept`.
+    Arguments, costs and errors are those of `Kept`.
     """
 
     def own(self, z_n: Tensor, below_n: Tensor, is_label_n: Tensor, lengths_t: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def _largest(x_n: Tensor, lengths_t: Tensor) -> Tensor:
 
 
 def check_kept_shapes(labels: Tensor, offsets: Any, ids: Any) -> None:
-    """Raises ValueError unless `offsets` and `ids` are integers of one dim, an offset for each label and one more."""
+    """Raise ValueError unless `offsets` and `ids` are integers of one dim, an offset for each label and one more."""
     for name, x in (("offsets", offsets), ("ids", ids)):
         check_plain(name, x)
         if not isinstance(x, Tensor) or x.dtype not in INTEGERS or x.dim() != 1:
@@ -205,7 +205,7 @@ def check_kept_shapes(labels: Tensor, offsets: Any, ids: Any) -> None:
 
 
 def check_kept_rows(labels: Tensor, offsets: Tensor, ids: Tensor, size: int, ignore_index: int) -> None:
-    """Raises ValueError unless `ids` are of the vocabulary, none twice at a token, and each label is among its own."""
+    """Raise ValueError unless `ids` are in the vocabulary, none twice at a token, and each label is among its ids."""
     if not has_values(labels) or not has_values(offsets) or not has_values(ids):
         return
     offsets, ids, count = offsets.to(labels.device).long(), ids.to(labels.device).long(), ids.shape[0]

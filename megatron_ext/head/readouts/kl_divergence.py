@@ -1,12 +1,12 @@
 """KL divergence between a student's and a teacher's whole distributions; gradients reach the student only.
 
-With p of the teacher, q of the student, and logits t and z below their maxima:
+With p and q the probabilities of teacher and student, t and z their logits less the maxima, S the sums of exponentials:
 
     cross entropy   log S_q - E_p[z]                       dz = q - p
     forward KL      E_p[t - z] - log S_p + log S_q         dz = q - p
     reverse KL      E_q[z - t] - log S_q + log S_p         dz = q ((log q - log p) - KL)
 
-A shard's sum of exp(a) (x - y) is moved to the common maxima as in `statistics.py`.
+A shard's sum of exp(a) (x - y) is relative to its own maxima; `results` moves it to the common ones.
 
 Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K statistics, R ranks.
 """
@@ -25,22 +25,22 @@ from megatron_ext.head.readouts.teacher import SIDE, below, normaliser, side_sta
 from megatron_ext.numerics.tensors import accumulation_dtype
 
 Direction = Literal["forward", "reverse"]
-_SUM = 2 * SIDE  # the row of the sum; before it each side's own statistics
+_SUM = 2 * SIDE  # the row of the sum; the rows before it are the statistics of both sides
 
 
 class KL(ReadOut):
     """KL divergence of a student from a teacher over the whole vocabulary: `[...]`, fp32 (fp64 for fp64).
 
-    It is infinite where the one on the left gives a token probability that the other has at -inf.
+    KL(p | q) is infinite where p gives probability to a token whose logit in q is -inf.
 
     Args:
         teacher: a `Teacher` of hidden states, or other `Logits`: of the same tokens and vocabulary shards; hidden
-            sizes and dtypes may differ. Without a gradient. The student's temperature divides both logits.
+            sizes and dtypes may differ. It gets no gradient. The student's temperature divides both logits.
         direction: "forward": KL(teacher | student); "reverse": KL(student | teacher); "cross entropy":
             `-sum softmax(teacher) log_softmax(student)`.
 
-    A teacher of hidden states takes its product in both passes, where forward keeps no gradient (`LmHead.cache`), and
-    with the sequence layout its hidden states travel with the student's.
+    The logits of a teacher of hidden states are made in forward, and again in backward unless forward keeps the
+    gradient (`LmHead.cache`). With the sequence layout one all-gather carries the hidden states of both.
     """
 
     softmax = False
@@ -83,25 +83,25 @@ class KL(ReadOut):
         g_t = grad[rows].double() / self.call.temperature
         # Tokens without a gradient: their logits may be NaN, and 0 * NaN would be NaN in the gradient.
         silent_t1 = (g_t == 0).unsqueeze(1)
-        # What turns exponentials into g times probabilities: less is rounded than by a logarithm below them.
+        # Factors that turn exponentials into g times probabilities: a logarithm in the exponent would round more.
         q_scale_t1, p_scale_t1 = ((g_t * x).to(wide).unsqueeze(1) for x in sides[1::2])
         for at in blocks(out_tV) if counted else []:
             student, teacher = below(logits, [x[at].to(wide) for x in sides[::2]], at, self.call)
             if self.kind == "reverse":
                 pulled = student - teacher - apart_t[at].to(wide).unsqueeze(1)
                 q = student.exp_().mul_(q_scale_t1[at])
-                pulled = (q * pulled).where(q != 0, 0.0)  # an infinite divergence left out has a g of 0
+                pulled = (q * pulled).where(q != 0, 0.0)  # an infinite divergence that is masked out has a g of 0
             else:
                 pulled = student.exp_().mul_(q_scale_t1[at]) - teacher.exp_().mul_(p_scale_t1[at])
             put(out_tV[at, :counted], pulled.masked_fill_(silent_t1[at], 0), first)
 
     def _parts(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logarithm of the weights, and what is weighed."""
+        """Return a and x - y of the sum of exp(a) (x - y)."""
         if self.kind == "cross entropy":
             return teacher, -student
         return (teacher, teacher - student) if self.kind == "forward" else (student, student - teacher)
 
 
 def _finite(peak: Tensor) -> Tensor:
-    """0 for a shard without a finite logit: something that can be subtracted."""
+    """Return `peak`, 0 where it is -inf, so that it can be subtracted."""
     return peak.where(peak > -torch.inf, 0.0)

@@ -1,15 +1,15 @@
 """Jensen-Shannon divergence and total variation: read-outs of a student's and a teacher's normalised distributions.
 
-A mixture, or which of two probabilities is the smaller one, wants normalised distributions: the ranks tell each other
-their shards' statistics before they can go on, chunk by chunk, as the logits come. Gradients reach the student. With p
-of the student (a draft), q of the teacher (its target), and m = (1 - b) p + b q, of each token
+A mixture, or the smaller of two probabilities, needs normalised distributions: for each chunk of logits the ranks
+exchange their shards' statistics before they go on. Gradients reach the student only. With probabilities p of the
+student (a draft) and q of the teacher (its target), and m = (1 - b) p + b q, for each token
 
     Jensen-Shannon     (1 - b) KL(p | m) + b KL(q | m)          dz = (1 - b) p ((log p - log m) - KL(p | m))
     total variation    1/2 sum |p - q| = 1 - sum min(p, q)      dz = p (s - sum p s),  s = sign(p - q) / 2
 
 The first is the generalised divergence as TRL and Liger define it (Agarwal et al., 2023). Speculative sampling accepts
-a token that the draft drew with probability `sum min(p, q)` (Leviathan et al., 2023), so that total variation is what
-training a draft for it should minimise (Bebop, arXiv 2606.12370).
+a token that the draft drew with probability `sum min(p, q)` (Leviathan et al., 2023), so the training of a draft should
+minimise total variation (Bebop, arXiv 2606.12370).
 
 Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K statistics, R ranks.
 """
@@ -30,12 +30,12 @@ from megatron_ext.head.readouts.read_out import ReadOut, ReadOutResults, put
 from megatron_ext.head.readouts.teacher import SIDE, below, normaliser, side_statistics
 from megatron_ext.numerics.tensors import accumulation_dtype
 
-_SIDES = 2 * SIDE  # statistics of both sides; behind them the sums of p h and of the terms
+_SIDES = 2 * SIDE  # rows of both sides' statistics; two rows follow: the sums of p h and of the terms
 
 
 class NormalisedSides(ReadOut):
-    """A sum over the vocabulary for each token, of terms of both probabilities; h is their derivative by the student's
-    p, and the gradient `p (h - sum p h)`."""
+    """Base of read-outs that sum a term of both probabilities over the vocabulary. h is the term's derivative by the
+    student's p, and the gradient is `p (h - sum p h)`."""
 
     softmax = False
     needs_logits = True
@@ -49,11 +49,11 @@ class NormalisedSides(ReadOut):
         self.teacher = teacher
 
     def summed(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `p h`, and the terms, of log-probabilities: both are summed over the vocabulary."""
+        """Return `p h`, and the terms, given log-probabilities; the caller sums both over the vocabulary."""
         raise NotImplementedError
 
     def derivative(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Return h, of log-probabilities; anything where the student's probability is 0."""
+        """Return h, given log-probabilities; its value is not used where the student's probability is 0."""
         raise NotImplementedError
 
     def chunks(self, tokens: int, on_gpu: bool) -> list[slice]:
@@ -88,7 +88,7 @@ class NormalisedSides(ReadOut):
         wide, counted = accumulation_dtype(out_tV.dtype), self.call.vocab.counted
         expected_t, *normalisers = (x[rows] for x in saved)
         scale_t = grad[rows].double() / self.call.temperature
-        counts_t1 = (scale_t != 0).unsqueeze(1)  # others may have NaN, which 0 times is NaN
+        counts_t1 = (scale_t != 0).unsqueeze(1)  # logits of other tokens may be NaN, and 0 * NaN is NaN
         for at in blocks(out_tV) if counted else []:
             student, teacher = _log_probs(logits, normalisers, at, self.call)
             p = student.exp()
@@ -97,7 +97,7 @@ class NormalisedSides(ReadOut):
             put(out_tV[at, :counted], pulled.where((p > 0) & counts_t1[at], 0.0), first)
 
     def _normalisers(self, sides_RKT: Tensor) -> list[Tensor]:
-        """fp64 `[T]`, of the student and then of the teacher: the largest logit, and the log of the sum below it."""
+        """Return the `normaliser` of the student and that of the teacher, four fp64 tensors `[T]`."""
         return [x for i in (0, 1) for x in normaliser(sides_RKT, i, self.call)]
 
 
@@ -109,7 +109,7 @@ def _log_probs(logits: Sequence[Tensor], normalisers: list[Tensor], at: slice, c
 
 
 def check_beta(beta: float) -> None:
-    """Raises ValueError unless both distributions have a share of the mixture."""
+    """Raise ValueError unless `beta` is in (0, 1), so that both distributions have a share of the mixture."""
     limits = "kl_divergence has the limits, 'forward' of 0 and 'reverse' of 1"
     check_number("beta", beta, "in (0, 1)", lambda x: 0 < x < 1, limits)
 
@@ -139,15 +139,15 @@ class JensenShannon(NormalisedSides):
         return (1 - self.beta) * (student - self._mixture(student, teacher))
 
     def _mixture(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """`logaddexp`, whose bits on a CPU depend on an element's place, of functions whose bits do not."""
+        """Return the mixture's log-probabilities; not by `logaddexp`, whose bits depend on an element's place on a CPU."""
         one, other = student + math.log1p(-self.beta), teacher + math.log(self.beta)
         largest = torch.maximum(one, other)
-        below = torch.minimum(one, other).sub_(largest).nan_to_num_(0.0, 0.0, -torch.inf)  # of two -inf nan
+        below = torch.minimum(one, other).sub_(largest).nan_to_num_(0.0, 0.0, -torch.inf)  # two -inf give NaN
         return largest + below.exp_().log1p_()
 
 
 def _weighed(log_p: Tensor, h: Tensor) -> Tensor:
-    """`p h`, 0 where p is 0."""
+    """Return `p h`, 0 where p is 0."""
     p = log_p.exp()
     return (p * h).where(p > 0, 0.0)
 
@@ -155,7 +155,7 @@ def _weighed(log_p: Tensor, h: Tensor) -> Tensor:
 class TotalVariation(NormalisedSides):
     """Total variation between a draft and its target over the whole vocabulary: `[...]`, fp32 (fp64 for fp64).
 
-    1 less the rate at which speculative sampling accepts the draft's tokens.
+    It is 1 minus the rate at which speculative sampling accepts the draft's tokens.
 
     Args:
         teacher: the target; as for `KL`.
@@ -168,14 +168,14 @@ class TotalVariation(NormalisedSides):
         return p * self.derivative(student, teacher), (p - teacher.exp()).abs_().div_(2)
 
     def derivative(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Half the sign of what the draft's probability is above the target's; 0 where both are 0."""
+        """Return half the sign of the draft's probability minus the target's; 0 where both are 0."""
         return (student > teacher).to(student.dtype).sub_((student < teacher).to(student.dtype)).div_(2)
 
 
 class AcceptanceRate(TotalVariation):
-    """`sum min(p, q)` of a draft and its target, else as `TotalVariation`, from which 1 it differs: `[...]`.
+    """Acceptance rate `sum min(p, q)` of a draft's tokens, 1 minus `TotalVariation`: `[...]`, fp32 (fp64 for fp64).
 
-    Summed by itself: it keeps its digits where it is small, for a loss of its logarithm.
+    The minima themselves are summed: a small rate keeps its digits. Arguments and costs are those of `TotalVariation`.
     """
 
     def summed(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,15 @@
-"""Read-outs: numbers per token that one pass over logits gives, and the gradient of the first of them; and those of
-a label per token, log-probabilities and cross entropy, which every loss is made of.
+"""The base class of read-outs, and the read-outs of one label per token: log-probability and cross entropy. A read-out
+is one or more numbers per token that a pass over logits gives; the first number is differentiable.
 
-`LmHead.read` and `Logits.read` take any set of read-outs. The engine knows none by name. It asks each one
+`LmHead.read` and `Logits.read` take any set of read-outs. The engine knows none by name. It asks each read-out for
 
-    which sums over rows it wants of the shared pass (`mean`, `expected`, `labels_T`, `hits`), and how many rows of
-        statistics of its own it fills from each chunk of logits (`scan`): all ranks' come back from one exchange;
-    what the statistics of all shards together mean (`results`);
-    what its gradient is: in the form that every function of a row's softmax has (`basis`), at a few chosen columns
-        (`at_columns`), or anything else of a chunk of logits (`pull`). The engine adds those of all read-outs.
+    the sums over rows that it wants of the shared pass (`mean`, `expected`, `labels_T`, `hits`), and its own rows of
+        statistics, which it writes from each chunk of logits (`scan`): one exchange returns the rows of all ranks;
+    its results, given the statistics of all shards (`results`);
+    its gradient: in the form that every function of a row's softmax has (`basis`), at a few chosen columns
+        (`at_columns`), or any other function of a chunk of logits (`pull`). The engine adds the gradients.
 
-Tensors that need a gradient are never hidden in a read-out: those of labels, ids and teachers need none.
+A read-out holds no tensor that gets a gradient: labels, ids and teachers get none.
 
 Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K rows of statistics or columns, R ranks.
 """
@@ -34,16 +34,15 @@ from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.tensors import OutsideVocabulary, has_values, raise_if
 
-# Per-token results, and what the gradient wants of forward: nothing of vocabulary size in either.
+# Per-token results, and the tensors that the gradient needs; neither has vocabulary size.
 ReadOutResults = tuple[list[Tensor], list[Tensor]]
 Flatten = Callable[[Tensor], Tensor]
 
 
-# Before 2.13 torch's compiler traced no `copy.copy` of an object, and not its `__dict__`.
+# Before 2.13 torch's compiler traced neither `copy.copy` of an object nor its `__dict__`.
 TRACES_COPIES = TorchVersion(torch.__version__) >= "2.13"
 
-# Attributes that are no options: they follow from labels, of which each rank says more than what these hold, and from
-# options.
+# Attributes that are no options: they follow from options, or from labels, whose checksum the ranks compare.
 _OF_THE_CALL = ("labels", "all_count", "counts_T", "masked_later", "begins", "candidates")
 
 
@@ -55,41 +54,41 @@ class ReadOut:
             has no `counts`: the tokens count whose label is not `ignore_index`.
     """
 
-    softmax: ClassVar[bool] = True  # the maximum and sum of exponentials of the whole row are wanted
-    mean: bool = False  # the mean logit is
-    expected: bool = False  # E_p[z] is
-    hits: bool = False  # whether the label has the largest logit is
+    softmax: ClassVar[bool] = True  # wants the maximum and the sum of exponentials of the whole row
+    mean: bool = False  # wants the mean logit
+    expected: bool = False  # wants E_p[z]
+    hits: bool = False  # wants to know whether the label has the largest logit
     in_step: ClassVar[bool] = False  # `scan` communicates: all ranks must cut the tokens alike
-    needs_logits: bool = False  # the gradient is not of `Basis` alone
-    # Whether bits other than "fast" can be had: True: of a leaf's columns alone, with `row_sums` of them and `added` of
-    # all shards'; False: of this rank's columns together, in whose sums the ranks have no part; None: they cannot.
+    needs_logits: bool = False  # the gradient is more than `Basis` can say
+    # Whether `bits` other than "fast" are supported. True: `scan` takes one leaf's columns and sums by `row_sums`, and
+    # `results` adds shards by `added`. False: `scan` takes all columns of a rank, and ranks add nothing up. None: no.
     by_leaf: ClassVar[bool | None] = None
-    keeps_own: ClassVar[bool] = False  # what `results` saves is of this rank's columns, not the same on all ranks
-    by_factor: ClassVar[bool] = False  # it is `pull`'s alone, of a number a token, in which what is given is a factor
-    differentiable: ClassVar[bool] = True  # the first result
-    count: int = 1  # results
-    rows: int = 0  # of statistics of its own
-    own_rows: int = 0  # of which nothing is sent
+    keeps_own: ClassVar[bool] = False  # `results` saves numbers of this rank's columns, not the same on all ranks
+    by_factor: ClassVar[bool] = False  # the whole gradient is `pull`'s, with the upstream gradient as a factor
+    differentiable: ClassVar[bool] = True  # the first result is
+    count: int = 1  # number of results
+    rows: int = 0  # number of its own rows of statistics, which are sent
+    own_rows: int = 0  # number of rows that stay on this rank
     begins: bool = False  # `begin` communicates at several ranks
     exchanges: bool = True  # its statistics, or the shared ones, are sent
     reads_labels: ClassVar[bool] = False  # the shared pass reads the logits of `labels`
     labels: Any = None
     ignore_index: int = -100
     counts: Any = None
-    labels_T: Any = None  # token ids that it asks for
+    labels_T: Any = None  # the token ids that the read-out asks for
     counts_T: Any = None  # bool: tokens that count; None: all
-    numbers_T: Tensor | None = None  # further integers that all ranks must pass alike
+    numbers_T: Tensor | None = None  # further integers that must be the same on all ranks
     teacher: Any = None  # a `Teacher`, or other `Logits`
 
     call: ResolvedHead
-    parts: list[slice]  # how all ranks cut the tokens
-    all_count: bool = False  # all labels were seen to be ids of the vocabulary that count
-    masked_later: bool  # gradients through the softmax are taken at `counts_T` alone
+    parts: list[slice]  # the chunks into which all ranks cut the tokens
+    all_count: bool = False  # a check saw that every label is an id of the vocabulary and counts
+    masked_later: bool  # the engine sets the gradient through the softmax to 0 where `counts_T` is False
     # The attributes that methods of the class, or the `Plan` of a call, write.
     _written: ClassVar[tuple[str, ...]] = ("all_count", "call", "counts", "counts_T", "labels_T", "masked_later")
 
     def __init_subclass__(cls) -> None:
-        """Finds the attributes that its methods write: see `copied`."""
+        """Find the attributes that the subclass's methods write, for `copied`."""
         functions = [x for x in vars(cls).values() if isinstance(x, FunctionType)]
         written = {each.argval for f in functions for each in get_instructions(f) if each.opname == "STORE_ATTR"}
         cls._written = tuple(sorted(written.union(cls._written)))
@@ -98,36 +97,36 @@ class ReadOut:
         self.counts = counts
 
     def per_token(self) -> tuple[str, Tensor] | None:
-        """The name and the value of an argument that has one entry for each token of all ranks: labels, or counts."""
+        """Return name and value of an argument with an entry for each token of all ranks: labels, counts or None."""
         if self.labels is not None:
             return "labels", self.labels
         return None if self.counts is None else ("counts", self.counts)
 
     def copied(self) -> Self:
-        """A copy for one call, whose tensors are the same ones: nothing is written onto the caller's object."""
+        """Return a shallow copy for one call, so that nothing is written to the caller's object."""
         found = object.__new__(type(self))
         if not torch.compiler.is_compiling():
             found.__dict__.update(self.__dict__)
             return found
         if TRACES_COPIES:
             return copy.copy(self)
-        for name in self._written:  # its class's own are copied with them, which does no harm
+        for name in self._written:  # this also copies class attributes, which does no harm
             if hasattr(self, name):
                 setattr(found, name, getattr(self, name))
         return found
 
     def flatten(self, flat: Flatten) -> None:
-        """Makes the read-out's per-token tensors `[T, ...]`, of a copy that has its `call`: labels, and which count."""
+        """Make the per-token tensors `[T, ...]` by `flat`: labels, and which count. `self` is a copy with a `call`."""
         if self.labels is not None:
             self.labels_T = flat(self.labels).long()
             if not self.reads_labels:  # else the plan has a copy
-                self.labels_T = self.labels_T.clone()  # the caller may write them before backward
+                self.labels_T = self.labels_T.clone()  # the caller may overwrite labels before backward
             self.counts_T = None if self.all_count and self.softmax else self.labels_T != self.ignore_index
         elif self.counts is not None:
             self.counts_T = flat(self.counts).clone()
 
     def options(self) -> dict[str, Any]:
-        """The read-out's numbers and names, which must be the same on all ranks."""
+        """Return the attributes that are numbers, strings or None: they must be the same on all ranks."""
         plain = int | float | str | bool | None
         found = {}
         for name, x in sorted(vars(self).items()):
@@ -136,11 +135,11 @@ class ReadOut:
         return found
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        """Raise a fault of labels or counts that every rank sees; return one that this rank alone may see. It is called
-        on a copy of the read-out.
+        """Raise a fault of the arguments that every rank sees; return a fault that maybe this rank alone sees. `self`
+        is a copy for this call.
 
         Args:
-            size: of the vocabulary; if `vocab` is None, a guess from this rank's columns, as if shards were equal.
+            size: the vocabulary's size; if `vocab` is None, a guess from this rank's columns, as if shards were equal.
             group: the ranks that share the vocabulary.
         """
         if self.labels is not None or self.reads_labels:
@@ -153,14 +152,14 @@ class ReadOut:
         return None
 
     def columns(self) -> Tensor | None:
-        """Return the columns of this rank's shard that it reads, in any order; None: all. It may wait for the
-        device."""
+        """Return the columns of this rank's shard that the read-out reads, in any order; None: all. The host may wait
+        for the device."""
         return None
 
     def begin(self, device: torch.device, words: str, ids: Sequence[Tensor]) -> None:
-        """Agree over several ranks before the first chunk, where the read-out `begins`.
+        """Check over several ranks, before the first chunk, that they agree; called if the read-out `begins`.
 
-        `words`, `ids`: the options of the call, and the token ids that it asks for.
+        `words`, `ids`: the options of the call, and its token ids.
 
         Communicates: 1 all-gather of a few numbers.
         """
@@ -178,60 +177,60 @@ class ReadOut:
             check_agreement(found_RN[:, -2:], words)
 
     def agreed(self) -> list[int]:
-        """Further numbers that `begin` sends."""
+        """Return further numbers that `begin` sends."""
         return []
 
     def check_agreed(self, found_RN: Tensor) -> None:
-        """Raises on every rank what every rank's `agreed`, from column 1 on, shows."""
+        """Raise, on every rank, faults that the ranks' `agreed` numbers show: `found_RN` has them from column 1 on."""
 
     def refuse(self, device: torch.device) -> None:
-        """Take part in what `begin` sends, telling the others that this rank refused its arguments. Those raise there:
-        it is called only where it `begins`."""
+        """Take part in the all-gather of `begin`, telling the other ranks that this rank refused its arguments, so that
+        they raise in `begin`. Called only if the read-out `begins`."""
         numbers = [int(REFUSED)] * (1 + len(self.agreed()))
         statistics.gathered_numbers(numbers, "", [], self.call.group, device)
 
     def chunks(self, tokens: int, on_gpu: bool) -> list[slice] | None:
-        """Return the cut of the tokens on all ranks, where `in_step`; None: any cut that they all share."""
+        """Return the chunks of tokens, the same on all ranks, for a read-out `in_step`; None: any common chunks do."""
         return None
 
     def scan(self, rows: slice, logits: Sequence[Tensor], stats_Kt: Tensor, own_Kt: Any) -> None:
         """Write the statistics of this rank's columns for the tokens `rows`.
 
         Args:
-            logits: `[t, V]`, as bias and softcap leave them: of the head that is read, and then of the read-out's
+            logits: `[t, V]` after bias and softcap, before the temperature: of the head, and then of the read-out's
                 teacher if it has one.
-            stats_Kt: `[rows, t]`, written: what all ranks get.
-            own_Kt: `[own_rows, t]`, written: what this rank keeps to itself; None without such rows.
+            stats_Kt: `[rows, t]`, written: statistics that all ranks get.
+            own_Kt: `[own_rows, t]`, written: statistics that stay on this rank; None without such rows.
         """
 
     def of_leaf(self, call: ResolvedHead) -> Self:
-        """Return this read-out for the columns of one leaf, those of `call`."""
+        """Return a copy of this read-out for one leaf of the vocabulary, whose columns are those of `call`."""
         part = self.copied()
         part.call = call
         return part
 
     def scan_leaves(self, of_leaves: "Sequence[ReadOut]", chunks: Sequence[Any]) -> None:
-        """`scan` of all leaves of this rank, each with its arguments, which are `chunks`; where `by_leaf`."""
+        """Call `scan` for each leaf of this rank with its arguments, an entry of `chunks`; for read-outs `by_leaf`."""
         for leaf, chunk in zip(of_leaves, chunks, strict=True):
             leaf.scan(*chunk)
 
     def row_sums(self, x_tV: Tensor) -> Tensor:
-        """The sum of each row, with the bits that the call asks for."""
+        """Return the sum of each row, in the order that the `bits` of the call ask for."""
         return passes_of(x_tV).row_sums(x_tV) if self.call.fixed else x_tV.sum(1)
 
     @property
     def multiply(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """Makes products of rows, with the bits that the call asks for."""
+        """Return the matrix product that the `bits` of the call ask for."""
         return fixed_order.mm if self.call.fixed else torch.mm
 
     @property
     def shard_index(self) -> int:
-        """Return the index of these columns among the shards, or leaves of all ranks, that `results` is given."""
+        """Return the index of these columns in the first dim of `stats_RKT`, among all ranks' shards or leaves."""
         rank, leaf = group_rank(self.call.group), self.call.leaf
         return rank if leaf is None else rank * resolved_head.leaf_count(self.call) + leaf
 
     def added(self, x_RT: Tensor) -> Tensor:
-        """The sum of all shards' numbers, with the bits that the call asks for."""
+        """Return the sum over shards, in the order that the `bits` of the call ask for."""
         return statistics.added(x_RT, self.call)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
@@ -240,42 +239,42 @@ class ReadOut:
         Args:
             stats: the `Statistics` of the shared pass; None if no read-out wants the softmax.
             stats_RKT: all ranks' rows, `[R, rows, T]`.
-            own_KT: this rank's rows: `[own_rows, T]`, which were not sent, if the read-out has any, else `[rows, T]`.
+            own_KT: this rank's rows: `[own_rows, T]` if the read-out has rows that are not sent, else `[rows, T]`.
         """
         raise NotImplementedError
 
     def results_of(self, value_T: Tensor, own_KT: Tensor) -> ReadOutResults:
-        """Return `results` of one number a token whose gradient needs nothing: 0 where a token does not count."""
+        """Return `value_T`, 0 where a token does not count, as `results` that save nothing for the gradient."""
         return [counted(value_T.to(own_KT.dtype), self.counts_T)], []
 
     def counted_gradient(self, grad: Tensor) -> Tensor:
-        """Return `grad`, 0 where a token does not count. If all read-outs count the same tokens, this is done later."""
+        """Return `grad`, 0 where a token does not count, but `grad` as it is with `masked_later`: the engine masks."""
         return grad if self.masked_later else counted(grad, self.counts_T)
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis | None:
-        """The gradient in the form of every function of the softmax, given that of the first result."""
+        """Return the gradient through the softmax, in the form of `Basis`; `grad`: the gradient of the first result."""
         return None
 
     def at_columns(self, saved: list[Tensor], rows: slice, grad: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return further gradients at a few columns of the tokens `rows`, beside that of the softmax: int64 token ids
+        """Return further gradients at a few columns of the tokens `rows`, beside that of `basis`: int64 token ids
         `[t, K]` of any rank's columns, in which an id may come twice, and the gradient of their logits after the
         temperature."""
         return None
 
     def at_places(self, saved: list[Tensor], rows: slice, grad: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return further gradients at n places, any number for each of the tokens `rows`, beside that of the softmax:
-        each place's token, counted from the first of `rows`; its int64 column of this rank's shard, which a token has
-        once; and the gradient of its logit after the temperature."""
+        """Return further gradients of n logits, any number for each of the tokens `rows`, beside that of `basis`: each
+        logit's token, counted from the first of `rows`; its int64 column of this rank's shard, no column twice for a
+        token; and the gradient of the logit after the temperature."""
         return None
 
     def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
-        """Return whether `pull`, if a read-out has one, adds anything for the tokens `rows`."""
+        """Return whether `pull`, if the class defines it, may add anything for the tokens `rows`."""
         return type(self).pull is not ReadOut.pull
 
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
     ) -> None:
-        """Add the rest of the gradient of a chunk's logits to `out_tV`; `first`: write it, nothing is there yet."""
+        """Add the rest of the gradient of a chunk's logits to `out_tV`; if `first`, overwrite `out_tV` instead."""
 
 
 def _ids_exist(ids: Tensor, size: int, spared: int | None) -> Tensor:
@@ -283,12 +282,12 @@ def _ids_exist(ids: Tensor, size: int, spared: int | None) -> Tensor:
 
 
 def counted(x_T: Tensor, counts_T: Tensor | None) -> Tensor:
-    """0 where a token does not count."""
+    """Return `x_T`, 0 where a token does not count."""
     return x_T if counts_T is None else x_T.masked_fill(~counts_T, 0.0)
 
 
 def put(out: Tensor, value: Tensor, first: bool) -> None:
-    """`out = value` where it is the `first`, else `out += value`."""
+    """Write `value` to `out` if it is the `first`, else add it."""
     if first:
         out.copy_(value)
     else:
@@ -338,14 +337,15 @@ _OFF = {"label_smoothing": 0.0, "z_loss": 0.0}
 
 
 class CrossEntropy(OfLabels):
-    """`(1 - e) nll - e mean_log_prob + z_loss lse^2` of each label, as `torch.nn.functional.cross_entropy` has it.
+    """Cross entropy of each label, `(1 - e) nll - e mean_log_prob + z_loss lse^2`: `[...]`, fp32 (fp64 for fp64). The
+    first two terms are those of `torch.nn.functional.cross_entropy`.
 
     Args:
         labels, ignore_index: as for `LogProbs`.
         label_smoothing: e, in [0, 1).
-        z_loss: factor of `lse^2`.
-        smooth_others: e is the mass of the other tokens alone, as in Megatron-Core: `e V / (V - 1)` stands for e.
-        z_apart: the last term is a second result, without a gradient; the gradient of the first one is that of both.
+        z_loss: factor of `lse^2`, at least 0.
+        smooth_others: e is the probability of all other tokens, as in Megatron-Core: e becomes `e V / (V - 1)`.
+        z_apart: `z_loss lse^2` is a second result, without a gradient; the gradient of the first is that of their sum.
     """
 
     def __init__(
@@ -395,7 +395,7 @@ class CrossEntropy(OfLabels):
         return Basis(log_prob=log_prob, lse=lse, mean=mean)
 
     def _smoothing(self, stats: Statistics) -> Tensor | float:
-        """e of `(1 - e) nll - e mean_log_prob`."""
+        """Return e of `(1 - e) nll - e mean_log_prob`."""
         if not self.smooth_others:
             return self.label_smoothing
         assert stats.columns is not None

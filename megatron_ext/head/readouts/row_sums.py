@@ -31,7 +31,7 @@ class Entropy(ReadOut):
 
 
 class MeanLogit(ReadOut):
-    """Mean of each token's logits over the columns that count: `[...]`, fp32 (fp64 for fp64)."""
+    """Mean of each token's logits that are not -inf, after the temperature: `[...]`, fp32 (fp64 for fp64)."""
 
     mean = True
 
@@ -63,10 +63,10 @@ class ZLoss(ReadOut):
 
 
 class SumOfSquares(ReadOut):
-    """`sum p^2` of each token's distribution, its probability of drawing one token twice: `[...]`, fp32 (fp64).
+    """`sum p^2`, the probability that two draws of a token are the same id: `[...]`, fp32 (fp64 for fp64).
 
-    With E = exp(z - m) a rank sends `sum E^2`. dz = 2 p (p - sum p^2): the second term is one of the softmax, the first
-    is added from logits that are made again.
+    A rank sends m and `sum exp(z - m)^2`. dz = 2 p (p - sum p^2): `basis` has the second term; `pull` adds the first
+    from logits that are made again.
     """
 
     rows = 2

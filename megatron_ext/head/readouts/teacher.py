@@ -26,9 +26,9 @@ class Teacher(NamedTuple):
 
     Attributes:
         head: its `LmHead`, of the student's group and vocabulary shards.
-        hidden: `[..., D of the teacher]`, of the same tokens and in the same layout as the student's; or, beside the
-            student's `[..., n, D]`, of n tokens each, as n drafts of one position have one target: its product is then
-            made once for the n.
+        hidden: `[..., D of the teacher]`, of the same tokens and in the same layout as the student's. Or `[..., D]` for
+            a student of `[..., n, D]`: each row of the teacher then serves n of the student's tokens, as n drafts of
+            one position have one target, and its product is made once.
     """
 
     head: Any
@@ -36,7 +36,7 @@ class Teacher(NamedTuple):
 
 
 def side_statistics(logits: Sequence[Tensor], stats_Kt: Tensor, call: ResolvedHead) -> None:
-    """Write the statistics of the student's logits of a chunk, and below them the teacher's."""
+    """Write the statistics of a chunk's logits: `SIDE` rows of the student, then `SIDE` rows of the teacher."""
     for i, z_tV in enumerate(logits):
         nowhere = torch.full((z_tV.shape[0],), -1, device=z_tV.device)
         rows_Kt, counted = stats_Kt[i * SIDE : (i + 1) * SIDE], call.vocab.counted
@@ -44,8 +44,8 @@ def side_statistics(logits: Sequence[Tensor], stats_Kt: Tensor, call: ResolvedHe
 
 
 def below(logits: Sequence[Tensor], peaks: Sequence[Tensor], at: slice, call: ResolvedHead) -> list[Tensor]:
-    """New tensors, in the dtype of the peaks: the logits `at` of both sides that count, over the temperature, less the
-    peak of each row."""
+    """Return for both sides the logits `at` of the columns that count, over the temperature, less the peak of each row;
+    new tensors in the dtype of the peaks."""
     return [
         transformed(z_tV[at, : call.vocab.counted], None, None, call.temperature, peak_u.dtype) - peak_u.unsqueeze(1)
         for z_tV, peak_u in zip(logits, peaks, strict=True)
@@ -53,7 +53,7 @@ def below(logits: Sequence[Tensor], peaks: Sequence[Tensor], at: slice, call: Re
 
 
 def normaliser(stats_RKT: Tensor, side: int, call: ResolvedHead) -> tuple[Tensor, Tensor]:
-    """Return of all shards together the largest logit (0 if all are -inf), and the log of the sum of exponentials below
+    """Return the largest logit of all shards (0 if all are -inf), and the log of the sum of exponentials relative to
     it; fp64 `[T]`."""
     peaks_RT, sums_RT = (stats_RKT[:, side * SIDE + row].double() for row in (MAX, SUM_EXP))
     largest_T = peaks_RT.amax(0)
@@ -64,8 +64,8 @@ def normaliser(stats_RKT: Tensor, side: int, call: ResolvedHead) -> tuple[Tensor
 
 
 def teacher_fault(teacher: Any, hidden: Tensor, student: ResolvedHead) -> ValueError | None:
-    """Return what this rank alone may see wrong with a teacher of hidden states, its tensors aside; the rest is
-    raised."""
+    """Return a fault of a teacher of hidden states that maybe this rank alone sees; raise a fault that every rank sees.
+    The teacher's weight and bias are checked elsewhere."""
     if not isinstance(teacher, Teacher):
         raise ValueError(
             f"teacher is {type(teacher).__name__}: beside hidden states it must be a Teacher(LmHead(weight), hidden)"
@@ -79,7 +79,7 @@ def teacher_fault(teacher: Any, hidden: Tensor, student: ResolvedHead) -> ValueE
             f"vocab is {student.vocab} and the teacher's head has {its.vocab}: a divergence is of one vocabulary, cut "
             f"alike; leave out the teacher's, or pass the student's"
         )
-    tokens = (hidden.shape[:-1], hidden.shape[:-2])  # the second: each of the teacher's is of n of the student's
+    tokens = (hidden.shape[:-1], hidden.shape[:-2])  # the second: a row of the teacher for n tokens of the student
     if teacher.hidden.shape[:-1] not in tokens or teacher.hidden.device != hidden.device:
         return ValueError(
             f"teacher_hidden has shape {tuple(teacher.hidden.shape)} on {teacher.hidden.device}, student_hidden "
@@ -90,7 +90,7 @@ def teacher_fault(teacher: Any, hidden: Tensor, student: ResolvedHead) -> ValueE
 
 
 def _check_teachers_options(teacher: Any, student: ResolvedHead) -> None:
-    """Raises ValueError for options of a teacher's head that would have no effect beside the student's."""
+    """Raise ValueError for options of a teacher's head that would have no effect beside the student's."""
     layout, its_layout = "sequence" if student.in_slices else "replicated", teacher.hidden_layout
     alike = teacher.tp_group is None or _same_ranks(tensor_parallel_group(teacher.tp_group), student.group)
     for name, its, students, fits in (
@@ -112,7 +112,7 @@ def _same_ranks(one: Group, other: Group) -> bool:
 
 
 def teacher_logits_fault(teacher: Any, student: Any, vocab: VocabShard, ranks: int) -> ValueError | None:
-    """Return what this rank alone may see wrong with a teacher of logits; the rest is raised."""
+    """Return a fault of a teacher's logits that maybe this rank alone sees; raise a fault that every rank sees."""
     if not isinstance(getattr(teacher, "logits", None), Tensor):
         raise ValueError(f"teacher is {type(teacher).__name__}: beside Logits it must be Logits of the same tokens")
     checks.check_teachers_temperature("teacher", teacher.temperature, student.temperature)

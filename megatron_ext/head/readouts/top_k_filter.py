@@ -1,10 +1,11 @@
 """The log-probability of a label among the k largest logits of its token, or among those of them that top-p keeps.
 
-Kept is every logit that is at least the k-th largest, however many equal it, and of these every one above which lies
-less probability than p. Each rank sends its own k largest logits, how many of its columns equal the last of these, and
-the label's logit: that says how many columns equal the k-th largest of all, wherever they are, and what all that is
-kept adds up to. Each rank finds some candidates more than it sends: logits of 16 bits have a few equals of the k-th at
-most tokens, and only where these reach beyond all candidates is the row of logits read again.
+Top-k keeps every logit that is at least the k-th largest, also if more than k are. Top-p keeps a logit of these if the
+probability of all larger ones is less than p. Each rank sends its own k largest logits, the number of its columns that
+equal the last of these, and the label's logit. From these numbers every rank computes how many columns of all ranks
+equal the k-th largest logit, and the sum of the kept exponentials. Each rank finds more candidates than it sends, since
+16-bit logits have a few equals of the k-th at most tokens. Only if equals are beyond all candidates, the row of logits
+is read again.
 
 Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K candidates, R ranks.
 """
@@ -23,19 +24,18 @@ from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.numerics.tensors import on_host
 
-# Rows: the label's logit, how many columns equal the k-th candidate, k candidates, and, which stay here, further
-# candidates and the columns of all.
+# Rows that are sent: the label's logit, the number of columns that equal the k-th candidate, k candidates. Own rows,
+# which stay here: the further candidates, and the columns of all candidates.
 _LABEL, _EQUAL, _VALUES = 0, 1, 2
 
-# Above as many, candidates are cut down to the vocabulary, after the ranks have told each other how large it is: else
-# ranks that disagree would wait for messages of other lengths.
+# Above this k, k is limited to the vocabulary's size, on which the ranks agree first: else ranks that disagree would
+# send messages of different lengths.
 _MANY = 4096
 
 
 class TopKFiltered(OfLabels):
-    """`[T]`: log-probability of each label among the `top_k` largest logits, of which `top_p` keeps those in front.
-
-    -inf for a label that is not kept, 0 for `ignore_index`. Values and gradients in fp64, rounded once.
+    """Log-probability of each label among those of the `top_k` largest logits that `top_p` keeps: `[...]`, fp32 (fp64
+    for fp64); -inf for a label that is not kept, 0 for `ignore_index`. Values and gradients are fp64, rounded once.
 
     Communicates: nothing beside the common exchange; with a `top_k` above 4096 1 all-gather of the vocabulary's size.
     """
@@ -92,10 +92,10 @@ class TopKFiltered(OfLabels):
         return [log_prob_T.to(own_KT.dtype)], [log_prob_T, probs_TK, columns_TK, kth_T, tied_T]
 
     def _among_candidates(self, stats_RKt: Tensor, own_Kt: Tensor, counts_t: Tensor) -> tuple[Tensor, ...]:
-        """Log-probability of the labels; probabilities of this rank's candidates; the k-th largest logit; and the
-        probability of each of its equals if it is kept and this rank has more of them than among its candidates, or 0.
+        """Return the labels' log-probability; the probabilities of this rank's candidates; the k-th largest logit; and
+        the probability of a logit equal to it, if it is kept and this rank has equals besides its candidates, else 0.
 
-        `own_Kt`: this rank's candidates beyond those that it sent.
+        `own_Kt`: this rank's candidates that were not sent.
         """
         z_RKt = stats_RKt[:, _VALUES:]
         z_tK = z_RKt.flatten(0, 1).t().topk(self.k, 1).values
@@ -134,7 +134,8 @@ class TopKFiltered(OfLabels):
         return z.double() / self.call.temperature - lse
 
     def at_columns(self, saved: list[Tensor], rows: slice, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """The candidates' and the label's: a probability of the softmax over what is kept, and 1 less."""
+        """Return ids and gradients of the candidates and the label: `-g p`, and at the label `g (1 - p)`, with p of the
+        softmax over the kept logits."""
         log_prob_t, probs_tK, columns_tK = (x[rows] for x in saved[:3])
         labels_t, g_t = self.labels_T[rows], self._counted(saved, rows, grad)
         vocab = self.call.vocab
@@ -144,15 +145,15 @@ class TopKFiltered(OfLabels):
         return ids_tK, torch.cat([candidates_tK, at_label_t.unsqueeze(1)], 1)
 
     def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
-        """Tell whether logits are read: not on a CPU where no token of the chunk has equals beyond its candidates. On a
-        GPU the host would have to wait to see that."""
+        """Return whether `pull` may read logits: on a CPU only if a token has equals besides its candidates. On a GPU
+        always, since the host would have to wait for the device to know."""
         tied_t = saved[4][rows]
         return not on_host(tied_t) or bool(tied_t.any())
 
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
     ) -> None:
-        """Add the gradient of equals for tokens whose k-th logit has more equals here than candidates, by reading the
+        """Add the gradient of logits that equal a token's k-th logit and are no candidates, found by reading the
         logits."""
         kth_t, tied_t = saved[3][rows], saved[4][rows]
         value_t = -self._counted(saved, rows, grad) * tied_t / self.call.temperature
@@ -165,6 +166,6 @@ class TopKFiltered(OfLabels):
         passes_of(out_tV).add_at_equals(out_tV[:, :counted], logits[0], kth_t, value_t, besides_tK)
 
     def _counted(self, saved: list[Tensor], rows: slice, grad: Tensor) -> Tensor:
-        """The gradient, 0 for labels that are not kept or do not count; fp64."""
+        """Return the upstream gradient in fp64, 0 for labels that are not kept or do not count."""
         counts_t = (saved[0][rows] > -torch.inf) & self.counts_T[rows]
         return grad[rows].double().where(counts_t, 0.0)

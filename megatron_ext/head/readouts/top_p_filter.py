@@ -1,11 +1,11 @@
 """Top-p (nucleus) filtering of a vocabulary-parallel distribution, and the log-probability of a label under it.
 
-Of the logits of a token in descending order top-p keeps the shortest prefix whose probability reaches p, with all that
-equal its last one (`row_passes/nucleus.py`). The prefix may be the whole vocabulary, so a rank needs all logits of a
-token to find it: an all-to-all gives each rank all columns of some tokens of a chunk. It finds their prefixes, and
-sends the smallest logit kept and the lse of the kept ones to the others. If there are so few tokens that one chunk
-holds them, every rank gathers all of them instead. The sizes of an all-to-all must be known on both sides, so the ranks
-first exchange the sizes of their shards.
+Of a token's logits in descending order top-p keeps the shortest prefix whose probability reaches p, and all logits
+equal to the last one (`row_passes/nucleus.py`). The prefix may be the whole vocabulary, so a rank needs all logits of a
+token to find it: an all-to-all gives each rank all columns of some tokens of a chunk. The rank finds the cuts of these
+tokens, and sends the smallest kept logit and the sum of the kept exponentials to the others. If one chunk holds all
+tokens, every rank gathers all logits instead. Both sides must know the sizes of an all-to-all, so the ranks first
+exchange the sizes of their shards.
 
 Legend: T tokens, t of a chunk, u of a chunk on this rank, V columns of this rank's vocabulary shard, R ranks, L whole
 vocabulary with the padding behind it.
@@ -28,17 +28,18 @@ from megatron_ext.head.readouts.read_out import OfLabels, ReadOutResults, counte
 from megatron_ext.head.row_passes.passes import passes_of
 from megatron_ext.numerics.tensors import has_values, raise_unless
 
-# Logits of the whole vocabulary that every rank had rather cut by itself than share: sorting them takes a few
-# milliseconds on a CPU core.
+# Up to this number of logits of the whole vocabulary, every rank cuts all tokens itself instead of sharing the work:
+# sorting so many takes a few milliseconds on a CPU core.
 _TOO_FEW_TO_SHARE = 1 << 17
 
-# What is known of a token once it is cut: the last logit kept, the scaled maximum, the sum of exponentials from there
-# (its logarithm would lose digits), the label's log-probability and what rounding took off it.
+# Numbers of a token after its cut: the smallest kept logit, the maximum over the temperature, the sum of the kept
+# exponentials relative to it (a logarithm would lose digits), the label's log-probability, and its rounding error.
 _CUT, _PEAK, _SUM, _LOG_PROB, _ROUNDED = range(5)
 
 
 class TopPFiltered(OfLabels):
-    """`[T]`: log-probability of each label among those of the whole vocabulary that `top_p` keeps.
+    """Log-probability of each label among the ids of the whole vocabulary that `top_p` keeps: `[...]`, fp32 (fp64 for
+    fp64); -inf for a label that is not kept, 0 for `ignore_index`.
 
     Communicates, at several ranks: 1 all-gather of the shards, then 1 all-to-all for each chunk and 1 all-gather of the
     cuts; of a single chunk 1 all-gather of its logits instead of both. Never more than 2 a chunk.
@@ -58,18 +59,18 @@ class TopPFiltered(OfLabels):
 
     @property
     def width(self) -> int:
-        """The columns of rank 0, which every rank sends, padded."""
+        """Return the number of columns of rank 0's shard, to which every rank pads what it sends."""
         vocab, rank = self.call.vocab, group_rank(self.call.group)
         return -(-vocab.start // rank) if rank else vocab.columns
 
     def chunks(self, tokens: int, on_gpu: bool) -> list[slice] | None:
-        """A single one only where the whole rows of all tokens are few, or no larger than a rank's part of a chunk
-        whose size was asked for: the ranks share the work of several.
+        """Cut the tokens by the common `width`; into a single chunk only if there are few, or with `chunk_tokens` at
+        most a rank's part of a chunk: with several chunks the ranks share the work.
         """
         ranks, limit = self.call.ranks, self.call.chunk_tokens
         if ranks == 1:
             return None
-        # On a GPU a quarter of what others take: a chunk, what is sent and what comes, and its rows, are there at once.
+        # On a GPU a quarter of other read-outs' chunks: the chunk, what is sent, what comes, and rows are held at once.
         found = chunk_sizes.chunks(slice(0, tokens), limit, self.width * (4 if on_gpu else 1), on_gpu)
         most = max(limit // ranks, 1) if limit else _TOO_FEW_TO_SHARE // max(ranks * self.width, 1)
         if len(found) == 1 and tokens > max(most, 1):
@@ -81,11 +82,11 @@ class TopPFiltered(OfLabels):
         return not self._at_once
 
     def agreed(self) -> list[int]:
-        """First column, number of columns, and how wide this rank takes each shard to be."""
+        """Return the first column, the number of columns, and the width that this rank takes each shard to have."""
         return [self.call.vocab.start, self.call.vocab.columns, self.width]
 
     def check_agreed(self, found_RN: Tensor) -> None:
-        """Raises unless the shards are equal pieces of one vocabulary, whose last columns may be missing or padding."""
+        """Raise unless the shards are equal pieces of one vocabulary, whose last columns may be missing or padding."""
         size_R, start_R, columns_R, width_R = found_RN[:, :4].unbind(1)
         width, size = columns_R[0], size_R[0]
         place_R = torch.arange(start_R.shape[0], device=start_R.device) * width
@@ -145,7 +146,7 @@ class TopPFiltered(OfLabels):
         return self.call.ranks == 1 or len(self.parts) < 2
 
     def _all_rows(self, z_tV: Tensor) -> Tensor:
-        """Every token of the chunk, with the whole vocabulary."""
+        """Return the logits of the chunk's tokens over the whole vocabulary."""
         if self.call.ranks == 1:
             return z_tV
         z_tL = collectives.all_gather(self._padded(z_tV), self.call.group, dim=1)
@@ -155,7 +156,7 @@ class TopPFiltered(OfLabels):
         return z_tL
 
     def _share_of_rows(self, z_tV: Tensor) -> tuple[slice, Tensor]:
-        """Return this rank's share of the chunk's tokens, and their rows with the whole vocabulary."""
+        """Return this rank's share of the chunk's tokens, and their logits over the whole vocabulary."""
         ranks, tokens = self.call.ranks, z_tV.shape[0]
         z_RuV = self._padded(z_tV, -tokens % ranks)
         z_RuV = collectives.all_to_all(z_RuV, self.call.group).unflatten(0, (ranks, -1))
@@ -164,13 +165,12 @@ class TopPFiltered(OfLabels):
         return mine, z_RuV.transpose(0, 1)[: mine.stop - mine.start].flatten(1)
 
     def _padded(self, z_tV: Tensor, rows: int = 0) -> Tensor:
-        """Pad logits to the width of every rank's part, and by `rows` more rows. The padding lies past the vocabulary,
-        and is never a candidate."""
+        """Pad logits to the common `width`, and by `rows` rows. Top-p does not see columns past the vocabulary."""
         columns = self.width - z_tV.shape[1]
         return F.pad(z_tV, (0, columns, 0, rows)) if columns or rows else z_tV
 
     def _owner(self, device: torch.device) -> Tensor:
-        """`[T]`: the rank that cut each token."""
+        """Return the rank that cut each token: `[T]`."""
         lengths = [rows.stop - rows.start for rows in self.parts]
         return torch.cat([torch.arange(n, device=device) // -(-n // self.call.ranks) for n in lengths])
 

@@ -107,8 +107,8 @@ def scale_rows(out_TD: Tensor, x_TD: Tensor, scale_T: Tensor) -> None:
 
 
 def _tokens(target_T: Tensor, x_TD: Tensor, labelled: bool) -> Sequence[slice | Tensor | None]:
-    """Return the tokens that have a row, in pieces; `[None]`: all tokens at once. If the host had to wait for the device
-    to find them, tokens without a row are included."""
+    """Return the tokens that have a row, in pieces; `[None]`: all tokens at once. Where the host would have to wait for
+    the device to find them, tokens without a row are included."""
     if labelled:
         each = pieces(x_TD)
         return each if len(each) > 1 else [None]
