@@ -139,7 +139,7 @@ class JensenShannon(NormalisedSides):
         return (1 - self.beta) * (student - self._mixture(student, teacher))
 
     def _mixture(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Return the mixture's log-probabilities; not by `logaddexp`, whose bits depend on an element's place on a CPU."""
+        """Return the mixture's log-probabilities; not by `logaddexp`, whose bits on a CPU depend on the place."""
         one, other = student + math.log1p(-self.beta), teacher + math.log(self.beta)
         largest = torch.maximum(one, other)
         below = torch.minimum(one, other).sub_(largest).nan_to_num_(0.0, 0.0, -torch.inf)  # two -inf give NaN
