@@ -146,6 +146,7 @@ def fixed(rows: int, size: int, unit: int = 1) -> list[list[int]]:
         raise ValueError(
             f"micro-batch size is {size}: it must be a positive multiple of {unit}, rows that stay together"
         )
+    _check_units(rows, unit)
     return [list(range(start, min(start + size, rows))) for start in range(0, rows, size)]
 
 
@@ -188,9 +189,13 @@ def packed(lengths: Sequence[int], tokens: int, unit: int = 1) -> list[list[int]
 
 
 def _units(lengths: Sequence[int], unit: int) -> list[list[int]]:
-    if len(lengths) % unit:
-        raise ValueError(f"{len(lengths)} rows: they must be a multiple of {unit}, rows that belong together")
+    _check_units(len(lengths), unit)
     return [list(range(start, start + unit)) for start in range(0, len(lengths), unit)]
+
+
+def _check_units(rows: int, unit: int) -> None:
+    if rows % unit:
+        raise ValueError(f"{rows} rows: they must be a multiple of {unit}, rows that belong together")
 
 
 def _check_fits(need: int, tokens: int, rows: list[int]) -> None:

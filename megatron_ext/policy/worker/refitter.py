@@ -34,7 +34,7 @@ class Refitter:
         """Every weight that generators get, whole, in `precision`: its name and `[...]` on this rank's device.
 
         For generators of other kinds than those that this module serves. Each is made when it is asked for, and all
-        ranks must take all of them. It may share the model's memory: copy what must stay as it is when training goes on.
+        ranks must take all of them. It may share the model's memory: copy what training must not change.
 
         Args:
             hub_names: the names that files on the Hugging Face Hub have, as vLLM's `load_weights` takes them: each
