@@ -142,11 +142,11 @@ class BatchedDataDict(UserDict[str, Any]):
 
 def fixed(rows: int, size: int, unit: int = 1) -> list[list[int]]:
     """Runs of `size` rows, in order; the last may be shorter."""
-    if size < 1 or size % unit:
+    if size < 1 or size % unit or rows % unit:
         raise ValueError(
-            f"micro-batch size is {size}: it must be a positive multiple of {unit}, rows that stay together"
+            f"micro-batch size is {size} for {rows} rows: both must be a positive multiple of {unit}, rows that stay "
+            f"together"
         )
-    _check_units(rows, unit)
     return [list(range(start, min(start + size, rows))) for start in range(0, rows, size)]
 
 
@@ -189,13 +189,9 @@ def packed(lengths: Sequence[int], tokens: int, unit: int = 1) -> list[list[int]
 
 
 def _units(lengths: Sequence[int], unit: int) -> list[list[int]]:
-    _check_units(len(lengths), unit)
+    if len(lengths) % unit:
+        raise ValueError(f"{len(lengths)} rows: they must be a multiple of {unit}, rows that belong together")
     return [list(range(start, start + unit)) for start in range(0, len(lengths), unit)]
-
-
-def _check_units(rows: int, unit: int) -> None:
-    if rows % unit:
-        raise ValueError(f"{rows} rows: they must be a multiple of {unit}, rows that belong together")
 
 
 def _check_fits(need: int, tokens: int, rows: list[int]) -> None:
