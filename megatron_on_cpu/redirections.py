@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
+from torch.amp import autocast_mode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 
 from megatron_on_cpu import cuda_graphs
@@ -282,6 +284,11 @@ def _type_on_cuda(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
     return redirected
 
 
+def _of_device_type(autocast: Callable[[str], Any]) -> Callable[..., Any]:
+    """A setting of autocast, which is CUDA's where no device is named, and here the CPU's."""
+    return lambda device_type="cuda": autocast(cpu_for(device_type))
+
+
 def _refuse_cuda() -> None:
     raise RuntimeError(
         "CUDA was asked for inside megatron_on_cpu(), by a call that the emulation does not redirect: use "
@@ -321,6 +328,7 @@ def _cuda(generator: DeviceGenerator) -> dict[str, Any]:
         # the device: one, ready, of a generation with bf16 and without fp8
         "is_available": _answer(True),
         "is_initialized": _answer(True),  # so that torch.cuda._lazy_call calls at once instead of putting it off
+        "_initialized": True,  # so that torch.utils.checkpoint saves the device's random numbers
         "_lazy_init": _refuse_cuda,
         "init": _nothing,
         "_is_in_bad_fork": _answer(False),  # forked by a process that looked for GPUs: torch would not seed the device
@@ -371,8 +379,8 @@ def _torch() -> dict[str, Any]:
         "Generator": _making(torch.Generator, on_cpu(torch.Generator, position=0)),
         "device": _making(torch.device, _numbered(torch.device)),
         "load": _loading_to_cpu(torch.load),
-        "is_autocast_enabled": on_cpu(torch.is_autocast_enabled, position=0),
-        "get_autocast_dtype": on_cpu(torch.get_autocast_dtype, position=0),
+        **{name: _of_device_type(getattr(torch, name)) for name in ("is_autocast_enabled", "get_autocast_dtype")},
+        "get_autocast_gpu_dtype": _of_device_type(torch.get_autocast_dtype),
     }
 
 
@@ -425,7 +433,15 @@ def redirections(
     yield torch, _torch()
     yield torch._dynamo.trace_rules, {"clear_lru_cache": _nothing}  # the compiler keeps what it knows of torch
     yield torch.jit, {"script": lambda function, *args, **kwargs: function}  # it cannot see through these replacements
-    yield torch.autocast, {"__init__": on_cpu(torch.autocast.__init__, position=1)}
+    yield torch.autocast, {"__init__": on_cpu(torch.autocast.__init__, position=1, keyword="device_type")}
+    yield (
+        checkpoint,
+        {
+            "_infer_device_type": _answer("cuda"),  # no argument says so
+            "get_device_states": lambda *args: ([0], [device.get_state()]),
+        },
+    )
+    yield autocast_mode, {"_cast": on_cpu(autocast_mode._cast, position=1)}  # the inputs of a function
     yield DeviceContext, {"__init__": on_cpu(DeviceContext.__init__, position=1)}  # `with torch.device("cuda"):`
     yield Tensor, _tensor()
     yield torch.nn.Module, {"to": on_cpu(torch.nn.Module.to, position=1)}

@@ -1,6 +1,6 @@
 """transformers' models under tensor parallelism (DTensor), FSDP2 and context parallelism; their losses without logits.
 
-`_parallelize_model` and some other names are NeMo-RL's. Importing this needs torch alone.
+`_parallelize_model` and some other names are NeMo-RL's. Importing this package needs only torch.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 PARALLIZE_FUNCTIONS: dict[type, Callable[..., nn.Module]]
-"""transformers' model classes and the functions that parallelize them; asking for it imports these classes."""
+"""transformers' model classes and the functions that parallelize them; reading the name imports these classes."""
 
 
 def __getattr__(name: str) -> Any:

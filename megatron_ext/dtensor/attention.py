@@ -1,8 +1,8 @@
 """Attention for transformers' models: causal, windowed, packed, context-parallel; transformers builds no mask for it.
 
 `use_attention(model)` names the function in the model's config and puts a hook before the model's forward. The hook
-turns what a caller says of the sequences (padding mask, document boundaries, positions) into one `SequenceLayout`,
-which travels through transformers' keyword arguments down to the attention function.
+turns the caller's arguments about sequences (padding mask, document boundaries, positions) into one `SequenceLayout`,
+which goes through transformers' keyword arguments down to the attention function.
 
 Suffixes: B batch, S tokens of this rank, K tokens of the whole sequence (W * S), H heads and D channels of this rank.
 """
@@ -30,8 +30,8 @@ from megatron_ext.numerics.batch_invariance import attention_kernels
 from megatron_ext.sequence.attention import Window, attend
 
 NAME = "megatron_ext"
-# What transformers passes to attention functions beside what they compute with: positions, which are in the queries and
-# keys already, boundaries of documents, which the layout has, what to return, and of which positions to make logits.
+# Arguments that transformers passes to attention functions and that do not change the result: positions, which are in
+# queries and keys already; boundaries of documents, which the layout holds; and options of the model's output.
 _WITHOUT_EFFECT = {
     "position_ids",
     "position_embeddings",
@@ -68,15 +68,18 @@ def attention(
     sequence_layout: SequenceLayout | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: `[B, H, S, D]` queries, keys and values with fewer heads; `[B, S, H, D]` back.
+    """Attention by transformers' interface: queries `[B, H, S, D]`, keys and values with H or fewer heads.
 
-    `s_aux` are attention sinks, `[H]` (GPT-OSS).
+    `s_aux`: attention sinks, `[H]` (GPT-OSS).
+
+    Returns:
+        `[B, S, H, D]`, and None in the place of attention weights.
 
     Communicates: under context parallelism one all-gather of keys and values; backward one reduce-scatter.
 
     Raises:
-        ValueError: the model was not prepared by `use_attention`, wants something other than causal attention, or
-            passes an argument that is not known here.
+        ValueError: the model was not prepared by `use_attention`, its attention is not causal, or it passes an argument
+            that is unknown here.
     """
     for name, given in others.items():
         if given is not None and name not in _WITHOUT_EFFECT:
@@ -94,7 +97,7 @@ def attention(
         raise ValueError(f"{type(module).__name__} is not causal, and {NAME!r} knows causal attention only; use 'sdpa'")
     packing, hidden = sequence_layout.packing, sequence_layout.hidden_BK
     batch, heads, tokens = query.shape[:3]
-    # Norms of queries and keys may have left them in fp32; one dtype is what kernels take.
+    # Norms of queries and keys may have made them fp32; kernels take a single dtype.
     q, k = query.to(value.dtype).permute(2, 0, 1, 3), key.to(value.dtype).permute(2, 0, 1, 3)
     v = value.permute(2, 0, 1, 3)
     if packing is not None and batch > 1:
@@ -123,27 +126,29 @@ def attention(
 def use_attention(
     model: nn.Module, cp_group: Group = None, tensor_parallel_size: int = 1, sequence_parallel: bool = False
 ) -> nn.Module:
-    """Make `model`, a transformers model with a text decoder, attend by `attention`; in place, and returned.
+    """Make `model`, a transformers model with a text decoder, attend by `attention`; change it in place and return it.
 
-    Its forward then takes, beside transformers' arguments (`input_ids` `[B, S]`, of which only the first may be
-    positional):
+    The model's forward then takes `input_ids` `[B, S]` (the only argument that may be positional), transformers' other
+    arguments, and:
 
-    - `attention_mask`: `[B, K]` of the whole sequence, 0 where a token is padding. Padding behind a row costs nothing.
-    - `cu_seqlens` (or transformers' `cu_seq_lens_q`): integers `[documents + 1]` at B = 1, where documents begin,
-      padding counted, over all context-parallel ranks.
-    - `position_ids`: `[B, S]`, of this rank's tokens. None: made from the above. Without `cu_seqlens` and
-      `attention_mask`, a new document begins where they don't go up by one, as transformers has it.
+    - `attention_mask`: `[B, K]` of the whole sequence, 0 where a token is padding. Padding at the end of a row costs
+      nothing.
+    - `cu_seqlens` (or transformers' `cu_seq_lens_q`): integers `[documents + 1]`, B = 1: where documents begin in the
+      sequence of all context-parallel ranks, padding counted.
+    - `position_ids`: `[B, S]`, of this rank's tokens. None: computed from the arguments above. Without `cu_seqlens` and
+      `attention_mask` a new document begins where positions do not go up by one, as in transformers; under context
+      parallelism positions must be those of whole sequences.
 
     Args:
         cp_group: ranks that share each sequence; `input_ids` are then this rank's part in the zigzag layout
             (`megatron_ext.sequence.context_parallel_parts.SequenceParts`).
-        tensor_parallel_size, sequence_parallel: how the model is sharded; some arguments are refused for it.
+        tensor_parallel_size, sequence_parallel: how the model is sharded; sharded models refuse some arguments.
 
     Raises:
-        ValueError: a layer of `model` attends in a way that is not known here. From forward: an argument that would be
-            wrong or ignored here: caches, labels, images, masks of other shapes, `logits_to_keep` of a split sequence,
-            positions that contradict the layout; token ids outside of the vocabulary, on every rank of `cp_group` and
-            of the tensor-parallel group where one rank alone has them (on CUDA its device stops).
+        ValueError: a layer of `model` attends in a way that is unknown here. From forward: an argument that would be
+            ignored or give wrong results (caches, labels, images, masks of other shapes, `logits_to_keep` of a split
+            sequence, positions that contradict the layout); token ids outside of the vocabulary, on every rank of
+            `cp_group` and of the tensor-parallel group even if a single rank has them (on CUDA its device stops).
     """
     import_transformers().AttentionInterface.register(NAME, attention)
     try:
@@ -174,7 +179,7 @@ def use_attention(
 
 
 def _lead_around(layer: nn.Module) -> None:
-    """Bring the sequence layout from the arguments of `layer` to its attention, if the layer itself does not."""
+    """Pass the sequence layout from the arguments of `layer` to its attention, in case the layer itself does not."""
     if _HOOK in layer.__dict__:
         return
     layouts: list[SequenceLayout] = []
@@ -191,17 +196,17 @@ def _lead_around(layer: nn.Module) -> None:
 
 
 def sequence_hook(model: nn.Module) -> SequenceArguments | None:
-    """The hook that `use_attention` put before `model`'s forward, or None."""
+    """Return the hook that `use_attention` put before `model`'s forward, or None."""
     return model.__dict__.get(_HOOK)
 
 
 def lay_out(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-    """Return the arguments of a call of `model` as the hook of `use_attention` makes them, if there is one."""
+    """Return the arguments of a call of `model` after the hook of `use_attention`; without a hook, unchanged."""
     return (_lay_out(model, args, kwargs) if _HOOK in model.__dict__ else None) or (args, kwargs)
 
 
 def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-    if "sequence_layout" in kwargs:  # the text model inside of a model that has been here
+    if "sequence_layout" in kwargs:  # the text model, called by a model whose hook has run
         return None
     hook: SequenceArguments = module.__dict__[_HOOK]
     tokens, refusal = args[0] if args else kwargs.get("input_ids"), Refusal()
@@ -213,10 +218,10 @@ def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
             raise refusal.fault
         if not alone:
             refuse_later(rows, refusal)
-        if refusal.fault is not None:  # which the other ranks must hear of: any tokens will do
+        if refusal.fault is not None:  # the model must run to tell the other ranks, with any tokens
             some = torch.zeros_like(tokens)
             args, kwargs = ((some, *args[1:]), kwargs) if args else (args, kwargs | {"input_ids": some})
-    # A forward that makes a loss of labels where logits are sharded takes them; not where sequences are.
+    # A forward with our fused loss takes labels although logits are sharded, but not if sequences are.
     takes_labels = FUSED in module.__dict__ and group_size(hook.cp_group) == 1
     labels = {name: kwargs[name] for name in ("labels", "shift_labels") if takes_labels and name in kwargs}
     args, kwargs = hook(args, {name: x for name, x in kwargs.items() if name not in labels}, refusal)

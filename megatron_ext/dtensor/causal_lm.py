@@ -1,7 +1,7 @@
-"""Numbers per token from token ids: the decoder, and our head on the shard of the lm head's weight. No logits.
+"""Losses and other numbers per token from token ids: the model's decoder, then our head on its lm head's weight.
 
-Whole sequences go in and whole results come out on every tensor- and context-parallel rank; padding, splitting and
-joining happen here, so that context parallelism does not show outside.
+Every tensor- and context-parallel rank passes whole sequences and gets whole results; sequences are padded, split and
+joined here, so that callers need not know of context parallelism.
 
 Legend: B sequences, S tokens of each, P tokens of this rank, D hidden size, V vocabulary, R tensor-parallel ranks,
 W context-parallel ranks.
@@ -59,37 +59,38 @@ def causal_lm_loss(
     bits: Bits | None = None,
     logit_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Cross entropy of every token of whole sequences, without holding logits where the model's head allows that.
+    """Cross entropy of every token of whole sequences, without logits if the model's head allows that.
 
     Args:
-        model: what `parallelize` made of a causal LM of transformers; or such a model as it is.
+        model: a causal language model of transformers, as it is or from `parallelize`.
         tokens_BS: `[B, S]` token ids, the same on all tensor- and context-parallel ranks. Any S.
-        labels: `[B, S]` as transformers has them: the tokens themselves, -100 where one is no target. They are shifted
-            here: what is learned at a position is the label behind it in its sequence or document. None: the tokens,
-            but for padding, and for the first token behind padding that stands before a row.
-        shift_labels: `[B, S]`, the target of each position, -100 for none; instead of `labels`, for who has shifted
-            them already (transformers' name for that).
-        attention_mask: `[B, S]`, 0 where a token is padding; behind the tokens it costs nothing, elsewhere a mask.
-        cu_seqlens: integers `[documents + 1]`, B = 1: where packed documents begin, padding counted, and the last one
-            ends, S. Under context parallelism each document's length must be a multiple of 2W.
+        labels: `[B, S]` as in transformers: the tokens themselves, -100 where a token is no target. They are shifted
+            here: the target of a position is the next label in its sequence or document. None: the tokens, except
+            padding, and except the first token after padding at the start of a row.
+        shift_labels: `[B, S]`, the target of each position, -100 for none; instead of `labels`, if they are shifted
+            already (transformers' name for such labels).
+        attention_mask: `[B, S]`, 0 where a token is padding. Padding at the end of rows costs nothing; padding
+            elsewhere makes attention run with a mask.
+        cu_seqlens: integers `[documents + 1]`, B = 1: where packed documents begin, padding counted, and S at last.
+            Under context parallelism each document's length must be a multiple of 2W.
         temperature, label_smoothing, z_loss, cache, chunk_tokens, skip_ignored, bits, logit_dtype: as for
-            `megatron_ext.linear_cross_entropy`. A bound of tokens is that of one rank's part of the sequences.
+            `megatron_ext.linear_cross_entropy`. A number as `skip_ignored` bounds the tokens of one rank's part.
 
     Returns:
-        `[B, S]`, fp32, on every tensor- and context-parallel rank alike, 0 where there is no target. FSDP2 averages
-        gradients over data- and context-parallel ranks, and each of the latter brings the gradient of the whole
-        sequences: scale the loss as if there were data parallelism only.
+        `[B, S]`, fp32, the same on every tensor- and context-parallel rank, 0 where there is no target. FSDP2 averages
+        gradients over data- and context-parallel ranks, and each context-parallel rank contributes the gradient of the
+        whole sequences: scale the loss as if there were only data parallelism.
 
     Communicates: beside the model, what `linear_cross_entropy` does; with context parallelism one all-gather of the
     result, backward one reduce-scatter.
 
     Raises:
-        ValueError: arguments that don't fit each other, or token ids outside of the vocabulary (on CUDA these stop the
-            device). What the head refuses on one rank is raised on every one.
+        ValueError: arguments that do not fit each other, or token ids outside of the vocabulary (on CUDA these stop the
+            device). A refusal of the head on one rank is raised on every rank.
 
     Warns:
-        UserWarning: once a class of models: its logits are made, because what is read from hidden states differs from
-            what they give, and by how much; or because it has hooks, which reading hidden states would leave out.
+        UserWarning: once a class of models: its logits are made, because the result from hidden states differs from
+            the result from logits, and by how much; or because it has hooks, which would not run without logits.
     """
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": chunk_tokens}
     read = Read(
@@ -121,8 +122,8 @@ def causal_lm_log_probs(
     """Log-probability of each position's target; arguments, communication and errors as for `causal_lm_loss`.
 
     Returns:
-        `[B, S]`, fp32, 0 where there is no target; with `return_entropy` a tuple of it and the entropy of each
-        position's distribution, differentiable too.
+        `[B, S]`, fp32, 0 where there is no target; with `return_entropy` a tuple of log-probabilities and the entropy
+        of each position's distribution, `[B, S]`, differentiable too.
     """
 
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "return_entropy": return_entropy}
@@ -141,7 +142,7 @@ def get_logprobs_from_vocab_parallel_logits(vocab_parallel_logits: Tensor, input
     """Log-probabilities of the next tokens from the logits that a parallelized model's forward returns.
 
     Args:
-        vocab_parallel_logits: `[B, S, V]`, a DTensor sharded along V over a 1-D mesh, evenly or not; or whole.
+        vocab_parallel_logits: `[B, S, V]`, a DTensor sharded along V over a 1-D mesh, evenly or not; or a whole tensor.
         input_ids: `[B, S]`, whole and unshifted.
 
     Returns:
@@ -163,14 +164,13 @@ def causal_lm_sampled_log_probs(
     bits: Bits | None = None,
     logit_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-probability of each position's next token under the distribution that top-k and top-p leave of the model's.
+    """Log-probability of each position's next token under the model's distribution after top-k and top-p filters.
 
-    Both are read in one pass over the logits. Arguments, communication and errors as for `causal_lm_log_probs` and
-    `megatron_ext.head.sampled_log_probs`.
+    Arguments, communication and errors as for `causal_lm_log_probs` and `megatron_ext.head.sampled_log_probs`.
 
     Returns:
-        `[B, S]`, fp32, -inf where the token is not kept, 0 where there is none; with `with_plain` beside it the
-        log-probabilities under the whole distribution.
+        A tuple of `[B, S]`, fp32, -inf where the filters drop the token, 0 where there is none; with `with_plain` also
+        the log-probabilities under the whole distribution, from the same pass over the logits.
     """
 
     def readouts(labels: Tensor) -> list[ReadOut]:
@@ -203,19 +203,19 @@ def causal_lm_read(
     bits: Bits | None = None,
     logit_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Any read-outs of `megatron_ext.head` of whole sequences, in one pass over the head; no logits.
+    """Any read-outs of `megatron_ext.head` of whole sequences, in one pass over the head, without logits if possible.
 
     Args:
-        readouts: called with the label of each position, its next token or -100, and with `beside` where that is
-            given, both in the head's order of tokens; gives the read-outs.
-        columns: how many numbers these give of each position together.
-        beside: `[B, S, K]`, what they need of each position.
+        readouts: a function of the label of each position (its next token, or -100) and of `beside`, if given, both in
+            the head's order of tokens, that returns the read-outs.
+        columns: how many numbers the read-outs together give for each position.
+        beside: `[B, S, K]`, further inputs of `readouts` for each position.
         labels, skip_ignored, bits, logit_dtype: as for `causal_lm_loss`; with `skip_ignored` results are 0 where a
             label is -100.
 
     Returns:
-        `[B, S, columns]`, fp32, the results side by side, token ids as numbers. Communicates and raises as
-        `causal_lm_loss`, and what the read-outs need besides.
+        `[B, S, columns]`, fp32, the results side by side, token ids as numbers. Communicates and raises what
+        `causal_lm_loss` and the read-outs do.
     """
 
     def fused(hidden: Tensor, weight: Tensor, *given: Tensor, **facts: Any) -> Tensor:
@@ -242,15 +242,15 @@ def causal_lm_from_logits(
     cu_seqlens: Tensor | None = None,
     beside: Tensor | None = None,
 ) -> Tensor:
-    """Return what `read` makes of the logits of whole sequences: for numbers that the fused head has no function for.
+    """Numbers that `read` computes from the logits of whole sequences, if the fused head has no function for them.
 
     Args:
-        read: called with this rank's part of the logits, `[B, P, V/R]`, and of `beside`, and by their names `tp_group`
-            and `vocab`; gives `[B, P, columns]`, the same on all ranks of `tp_group`. Differentiable.
+        read: a differentiable function of this rank's logits `[B, P, V/R]`, this rank's part of `beside` (or None), and
+            the keywords `tp_group` and `vocab`, that returns `[B, P, columns]`, the same on all ranks of `tp_group`.
         columns, beside: as for `causal_lm_read`; `beside` may be `[B, S, ...]`.
 
     Returns:
-        `[B, S, columns]`. Communicates and raises as `causal_lm_loss`.
+        `[B, S, columns]`. Communicates and raises what `causal_lm_loss` does.
     """
 
     def of_logits(logits: Tensor, labels: Tensor, *beside: Tensor, temperature: float, **shard: Any) -> Tensor:
@@ -270,7 +270,7 @@ def _on_whole_sequences(
     cu_seqlens: Tensor | None = None,
     beside: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """`beside`: `[B, S, K]`, what `read` takes of each position beside its label."""
+    """Apply `read` to whole sequences. `beside`: `[B, S, K]`, inputs of `read` beside the label of each position."""
     require_model(model)
     hook = sequence_hook(model)
     if hook is None and cu_seqlens is not None:
@@ -281,16 +281,16 @@ def _on_whole_sequences(
     if labels_BS is None:
         labels_BS = next_tokens(tokens_BS if labels is None else labels, cu_seqlens)
         if labels is None and attention_mask is not None:
-            left_out = attention_mask == 0  # padding, of which none is predicted, and none predicts
+            left_out = attention_mask == 0  # padding, which is neither predicted nor predicts a token
             labels_BS = labels_BS.masked_fill(F.pad(left_out[:, 1:], (0, 1)) | left_out, IGNORE_INDEX)
     ranks, length = group_size(cp_group), tokens_BS.shape[1]
-    # On one rank the hook of `use_attention` looks at them.
+    # With the hook of `use_attention` and one context-parallel rank, the hook checks token ids.
     fault = token_id_fault(embedding(model), tokens_BS) if hook is None or ranks > 1 else None
     if fault is not None and hook is None:
         raise fault
     if fault is not None:
-        # The other ranks may have been given the right ones, and wait in the model. Here it runs too, with any tokens,
-        # and the head refuses the labels, which tells them.
+        # The other ranks may have valid tokens, and wait in the model. So the model runs here too, with any tokens, and
+        # the head refuses the labels, which tells the other ranks.
         tokens_BS = torch.zeros_like(tokens_BS)
         labels_BS = labels_BS.masked_fill(labels_BS != IGNORE_INDEX, -1)
 
@@ -315,8 +315,8 @@ def _check(tokens_BS: Tensor, given: dict[str, Tensor | None], cu_seqlens: Tenso
     for name, x in {"tokens": tokens_BS, **given}.items():
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(
-                f"{name} is a {type(x).__name__}: it must be a tensor [batch, tokens]; of a tokenizer's batch pass "
-                f"batch['input_ids'], and attention_mask=batch['attention_mask'] by its name"
+                f"{name} is a {type(x).__name__}: it must be a tensor [batch, tokens]; from a tokenizer's batch pass "
+                f"batch['input_ids'], and attention_mask=batch['attention_mask']"
             )
     if tokens_BS.dim() != 2 or tokens_BS.is_floating_point():
         raise ValueError(f"tokens are {tokens_BS.dtype} {list(tokens_BS.shape)}: they must be integers [batch, tokens]")

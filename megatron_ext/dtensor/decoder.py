@@ -7,7 +7,7 @@ from torch import nn
 
 
 def import_transformers() -> ModuleType:
-    """The module `transformers`; an ImportError if it is not installed, or too old to take an attention function."""
+    """Return the module `transformers`; raises ImportError if it is missing, or too old to take attention functions."""
     try:
         import transformers
 
@@ -18,12 +18,12 @@ def import_transformers() -> ModuleType:
 
 
 def text_model(model: nn.Module) -> Any:
-    """The module of `model` (or itself) that goes from token ids to last hidden states; a ValueError without one."""
+    """Return the module in `model`, or `model`, from token ids to last hidden states; raises ValueError without one."""
     return model.get_submodule(text_model_path(model))
 
 
 def text_model_path(model: nn.Module) -> str:
-    """The name of `text_model(model)` among the submodules of `model`."""
+    """Return the name of `text_model(model)` among the submodules of `model`."""
     found = [
         name
         for name, module in model.named_modules()
@@ -38,8 +38,8 @@ def text_model_path(model: nn.Module) -> str:
 
 
 def decoder_layers(model: nn.Module) -> Any:
-    """The list of `model`'s layers, which may be empty: the text decoder's, or else the first one of as many modules as
-    the config has hidden layers."""
+    """Return the text decoder's list of layers; without a text decoder, the first list of `num_hidden_layers` modules,
+    or an empty list."""
     try:
         return text_model(model).layers
     except ValueError:
@@ -50,16 +50,16 @@ def decoder_layers(model: nn.Module) -> Any:
 
 
 def require_model(model: Any) -> None:
-    """Raises ValueError if `model` is no model of transformers, but its name or config perhaps."""
+    """Raise ValueError if `model` is no model of transformers, but for example a name or a config."""
     if not hasattr(model, "get_output_embeddings"):
         raise ValueError(
-            f"model is {type(model).__name__}: it must be a causal language model of transformers; pass the one inside "
-            f"of a wrapper, and of a name or a config load it first: AutoModelForCausalLM.from_pretrained(name_or_path)"
+            f"model is {type(model).__name__}: it must be a causal language model of transformers; pass the model that "
+            f"a wrapper holds; of a name or a config load it first: AutoModelForCausalLM.from_pretrained(name_or_path)"
         )
 
 
 def output_head_path(model: nn.Module) -> str:
-    """The name of the linear module from hidden states to logits. Raises ValueError for a model without one."""
+    """Return the name of the linear module from hidden states to logits; raises ValueError for a model without one."""
     require_model(model)
     head = model.get_output_embeddings()  # type: ignore[operator]  # transformers is not imported here
     for name, module in model.named_modules():
@@ -69,32 +69,30 @@ def output_head_path(model: nn.Module) -> str:
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Return whether embedding and head are one parameter, or must become one: on meta devices ties are lost at
-    times."""
+    """Return whether embedding and head are one parameter, or must become one, as the meta device may lose ties."""
     rows, head = embedding(model).weight, model.get_submodule(output_head_path(model)).weight
     return rows is head or (rows.is_meta and _ties(model))
 
 
 def tie_word_embeddings(model: nn.Module) -> None:
-    """Make the head's weight the embedding's where the model's config and class say that they are one; else change
-    nothing.
+    """Make the embedding's weight the head's too if the model's config and class tie them; else change nothing.
 
-    To be called after a state dict was loaded into a model on the meta device, which gives each name its own parameter.
+    Call it after loading a state dict into a model on the meta device, which gives each name its own parameter.
     """
     if _ties(model):
         tie(model)
 
 
 def _ties(model: Any) -> bool:
-    """Tell whether transformers ties the model's weights; some classes never do, whatever the config (Inkling2)."""
+    """Tell whether transformers ties the model's weights; some classes never do, even if the config asks (Inkling2)."""
     return bool(model.config.get_text_config().tie_word_embeddings and getattr(model, "_tied_weights_keys", None))
 
 
 def tie(model: nn.Module) -> None:
-    """Make the head's weight the embedding's."""
+    """Make the embedding's weight the head's too."""
     model.get_submodule(output_head_path(model)).weight = embedding(model).weight
 
 
 def embedding(model: nn.Module) -> Any:
-    """The module from token ids to vectors."""
+    """Return the module from token ids to vectors."""
     return model.get_input_embeddings()  # type: ignore[operator]  # transformers is not imported here

@@ -1,7 +1,7 @@
-"""Experts of a mixture, kept as parameters with the experts in dim 0, over tensor-parallel ranks.
+"""Experts of a mixture, stored as parameters with the experts in dim 0, over tensor-parallel ranks.
 
-Every rank sees all tokens and the router's choice for them. Either each rank holds some of the experts, or a piece of
-every one. Outputs are summed over the ranks in both; so are the gradients of tokens and of the router's weights.
+Every rank gets all tokens and the router's choices. Each rank holds either some of the experts, or a piece of every
+expert. In both cases outputs are summed over the ranks, and so are the gradients of tokens and of router weights.
 
 Legend: T tokens, K experts chosen for each, E experts, F intermediate size, D hidden size, R tensor-parallel ranks.
 """
@@ -19,7 +19,7 @@ from megatron_ext.dtensor.styles import local_parameters, own_parts, shard_param
 
 
 class ExpertsByExpert(ParallelStyle):
-    """Each rank holds E / R whole experts, whatever their formula and layout, and computes the tokens sent to these."""
+    """Style by which a rank holds E / R whole experts, of any formula and layout, and computes their tokens."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         for name, _ in list(module.named_parameters()):
@@ -33,7 +33,7 @@ class ExpertsByExpert(ParallelStyle):
             own_TK = chosen_TK - first
             token, slot = ((own_TK >= 0) & (own_TK < own)).nonzero(as_tuple=True)
             expert, weight = own_TK[token, slot], weights_TK[token, slot]
-            if token.numel() == 0:  # one that does not count: each rank must have gradients for FSDP2 to reduce
+            if token.numel() == 0:  # a token with weight 0: FSDP2 reduces gradients, which each rank must have
                 token = expert = token.new_zeros(1)
                 weight = weights_TK[:1, 0] * 0
             with local_parameters(module, {name: p.to_local() for name, p in module.named_parameters()}):
@@ -47,7 +47,7 @@ class ExpertsByExpert(ParallelStyle):
 
 
 class ExpertsByColumn(ParallelStyle):
-    """Each rank holds F / R of every expert. Needs to know how the parameters are laid out: see `column_layout`."""
+    """Style by which a rank holds F / R of every expert, whose parameters must have a known layout: `column_layout`."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         ranks = device_mesh.size()
@@ -61,7 +61,7 @@ class ExpertsByColumn(ParallelStyle):
 
         def own(name: str, parameter: Any) -> Tensor:
             dim = dims[name]
-            if dim is None:  # the bias behind the sum over ranks
+            if dim is None:  # the bias that is added after the sum over ranks
                 return parameter.to_local(grad_placements=[Partial()]) / ranks
             if module.is_concatenated and name.startswith("gate_up_proj"):
                 half = shapes[name][dim] // 2
@@ -101,7 +101,7 @@ def column_layout(module: Any, ranks: int) -> str | None:
 
 
 def reach_all(block: nn.Module, experts: nn.Module) -> None:
-    """Give experts that no token went to gradients of zero: FSDP2's ranks wait for each other if some have none."""
+    """Give experts without tokens gradients of zero: FSDP2 hangs if some ranks have a gradient and others none."""
 
     def reach(module: nn.Module, args: tuple, output: Any) -> Any:
         first = output[0] if isinstance(output, tuple) else output
@@ -121,7 +121,7 @@ def _column_dim(module: Any, name: str) -> int | None:
 
 
 def _copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`x`, the same on all ranks; its gradient is the sum over them."""
+    """Return `x`, which all ranks hold alike; its gradient is summed over the ranks."""
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 

@@ -16,7 +16,7 @@ Parameters = Iterable[Tensor] | Tensor
 
 
 def to_local_if_dtensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, outside of autograd; any other tensor as it is."""
+    """Return this rank's shard of a DTensor, without autograd; any other tensor as it is."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -31,20 +31,20 @@ def get_grad_norm(
     *,
     dp_cp_group: Group = None,
 ) -> float:
-    """The norm of the gradients of a model's parameters, as of one vector.
+    """Norm of the gradients of all parameters of a model, as of one vector.
 
-    A gradient counts once, however many ranks hold it: a copy on several ranks (DTensor's Replicate, or no DTensor at
-    all) is counted by the first of them.
+    A gradient counts once, however many ranks hold it: of copies on several ranks (DTensor's Replicate, or plain
+    tensors) only the first rank's is counted.
 
     Args:
-        parameters: those of this rank; the same number, with the same placements, on all ranks of both groups.
-        dp_group, dp_cp_group: data-parallel ranks, context-parallel ones included; either name will do.
-        tp_group: tensor-parallel ranks.
+        parameters: this rank's parameters; the same number, with the same placements, on all ranks of both groups.
+        dp_group, dp_cp_group: the data- and context-parallel ranks, under either name.
+        tp_group: the tensor-parallel ranks.
         norm_type: p of the p-norm, `inf` too.
-        dtype: in which it is summed.
+        dtype: the dtype of the sum.
 
     Returns:
-        The norm, on every rank alike. Communicates one scalar all-reduce a group.
+        The norm, the same on every rank. Communicates one scalar all-reduce a group.
 
     Raises:
         ValueError: gradients that are still to be summed over ranks (DTensor's Partial).
@@ -79,13 +79,13 @@ def clip_grad_by_total_norm_(
     total_norm: float | Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Scale gradients of any dtype in place by `max_grad_norm / total_norm` where that is below 1.
+    """Scale gradients of any dtype in place by `max_grad_norm / total_norm` if that is below 1. Communicates nothing.
 
     Args:
-        parameters: those of this rank.
+        parameters: this rank's parameters.
         max_grad_norm: the largest norm allowed.
-        total_norm: the present norm, of `get_grad_norm`.
-        dtype: in which the products are made, each rounded once to its gradient's own.
+        total_norm: the present norm, from `get_grad_norm`.
+        dtype: the dtype of the products, each of which is rounded once to its gradient's own dtype.
     """
     coefficient = max_grad_norm / (float(total_norm) + 1e-6)
     if coefficient >= 1.0:
@@ -101,7 +101,7 @@ def _listed(parameters: Parameters) -> list[Tensor]:
 
 
 def _counts(groups: Sequence[Group], mesh: Any = None, placements: Sequence[Placement] = ()) -> bool:
-    """Return whether this rank counts its piece of a gradient that is laid out so; without a mesh, the whole."""
+    """Return whether this rank counts its piece of a gradient with these placements, or, without a mesh, the whole."""
     for dim, placement in enumerate(placements):
         if placement.is_partial():
             raise ValueError(
@@ -119,7 +119,7 @@ def _counts(groups: Sequence[Group], mesh: Any = None, placements: Sequence[Plac
 
 
 def _device(parameters: list[Tensor]) -> torch.device | str:
-    """Return the device on which the groups communicate: offloaded parameters lie on the CPU, their mesh tells."""
+    """Return the device on which the groups communicate, by the mesh, as offloaded parameters are on the CPU."""
     if not parameters:
         return "cpu"
     first = parameters[0]

@@ -1,9 +1,9 @@
-"""Layers of a transformers model, as the modules themselves show them, and the plan that follows.
+"""Layers of a transformers model, recognised by their modules and parameters, and the plan that follows.
 
-Whatever is not understood to the last parameter is `Unknown`: the model is then left to transformers' own plan and
-attention. All plans follow one pattern, Megatron's (Shoeybi et al., 2019; sequence parallelism: Korthikanti et al.,
-2022): q, k, v, gate and up sharded by output, o and down by input. With sequence parallelism the residual stream and
-the norms on it are sharded along dim 1 of `[B, S, D]`, and each block gathers its tokens once.
+If any parameter is not accounted for, the layer is `Unknown`: the model then keeps transformers' own plan and
+attention. All plans follow Megatron's pattern (Shoeybi et al., 2019; sequence parallelism: Korthikanti et al., 2022):
+q, k, v, gate and up sharded by output, o and down by input. With sequence parallelism the residual stream and its norms
+are sharded along dim 1 of `[B, S, D]`, and each block gathers its tokens once.
 """
 
 import sys
@@ -35,7 +35,7 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Sizes of the parallel layout that a model shall have.
+    """Sizes of the parallel layout that a caller asks for.
 
     Attributes:
         tp, cp: tensor- and context-parallel ranks.
@@ -55,7 +55,7 @@ class ParallelSizes:
 
 
 _MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_masks_for_generate")
-_VISION_MASKS = {"create_masks_for_vision_model"}  # where tokens are of an image; such tokens are refused
+_VISION_MASKS = {"create_masks_for_vision_model"}  # masks for tokens of images, which are refused
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SPLIT = ({"gate_proj", "up_proj", "down_proj"}, {"up_proj", "down_proj"}, {"c_fc", "c_proj"}, {"w1", "w2", "w3"})
 _ROWWISE = ("down_proj", "c_proj", "w2")
@@ -63,8 +63,8 @@ _LATENT = {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mq
 
 
 def check_attention(model: nn.Module) -> None:
-    """Raises Unknown unless every layer of `model` attends causally, with or without a window, by transformers'
-    attention interface. Functions of transformers are known by identity, not by name."""
+    """Raise Unknown unless every layer of `model` attends causally, with or without a window, by transformers'
+    attention interface. Functions of transformers are recognised by identity, not by name."""
     text = text_model(model)
     config, module = text.config, sys.modules[type(text).__module__]
     known = [getattr(sys.modules.get("transformers.masking_utils"), name, None) for name in _MASKS]
@@ -88,9 +88,9 @@ def check_attention(model: nn.Module) -> None:
 
 
 def check_draws(model: nn.Module, heads_are_cut: bool) -> None:
-    """Raises ValueError if training `model` draws random numbers for what all tensor-parallel ranks hold alike.
+    """Raise ValueError if training `model` draws random numbers for activations that tensor-parallel ranks share.
 
-    `heads_are_cut`: each rank attends with heads of its own, and may draw for them.
+    `heads_are_cut`: each rank attends with heads of its own, for which it may draw.
     """
     text: Any = text_model(model)
     for name, value in text.config.to_dict().items():
@@ -113,9 +113,9 @@ def takes_attention_functions(model: nn.Module) -> bool:
 
 
 def model_plan(model: nn.Module, layout: ParallelSizes) -> Plan:
-    """The plan of the layers and the last norm of `model`'s text decoder, keys relative to it.
+    """Return the plan of the layers and the last norm of `model`'s text decoder, with names relative to the decoder.
 
-    Raises Unknown where a part of it is not understood, ValueError of sizes that do not divide by the ranks.
+    Raises Unknown for a part that is not understood, ValueError for sizes that do not divide by the ranks.
     """
     text = text_model(model)
     for name, child in text.named_children():
@@ -149,7 +149,7 @@ def _layer(layer: nn.Module, text: Any, layout: ParallelSizes) -> Plan:
 
 
 def _stream_norm(name: str, module: nn.Module, text: Any, layout: ParallelSizes) -> ParallelStyle | None:
-    """The style of a norm on the residual stream; its parameters have the hidden size."""
+    """Return the style of a norm on the residual stream, whose parameters have the hidden size; None: none needed."""
     hidden = text.embed_tokens.weight.shape[1:]
     if "Norm" not in type(module).__name__ or any(p.shape != hidden for p in module.parameters()):
         raise Unknown(f"{name}, a {type(module).__name__}, in a layer")
@@ -182,7 +182,7 @@ def _attention(attention: Any, layout: ParallelSizes) -> Plan:
 
 def _head_norm(name: str, norm: nn.Module, heads: int, size: int) -> ParallelStyle:
     shapes = {tuple(p.shape) for p in norm.parameters()}
-    if shapes == {(size,)}:  # each rank norms its own heads: the weight is one, its gradient the sum over ranks
+    if shapes == {(size,)}:  # each rank norms its own heads with one shared weight, whose gradient is summed over ranks
         return SequenceParallel(sequence_dim=1, use_local_output=True)
     if shapes == {(heads * size,)}:
         return ShardedNorm(-1)
@@ -192,13 +192,13 @@ def _head_norm(name: str, norm: nn.Module, heads: int, size: int) -> ParallelSty
 
 
 def _is_latent(attention: nn.Module) -> bool:
-    """Multi-head latent attention (DeepSeek-V2): stays whole on every rank, as in transformers' own plan."""
+    """Return whether this is multi-head latent attention (DeepSeek-V2), which stays whole, as in transformers' plan."""
     names = {name for name, child in attention.named_children() if _has_parameters(child)}
     return "kv_b_proj" in names and names <= _LATENT | {"o_proj"} and not _own_parameters(attention)
 
 
 def _heads(attention: Any) -> tuple[int, int, int]:
-    """Query heads, key and value heads, and channels of a head; Unknown unless all parameters are accounted for."""
+    """Count query heads, key/value heads, and channels of a head; raises Unknown unless all parameters fit these."""
     kind = type(attention).__name__
     names = {name for name, child in attention.named_children() if _has_parameters(child)} - {"q_norm", "k_norm"}
     if odd := _own_parameters(attention) - {"sinks"}:
@@ -230,7 +230,7 @@ def _feed_forward(block: nn.Module, layout: ParallelSizes) -> Plan:
     if not hasattr(block, "experts"):
         plan = _mlp(block, layout, layout.stream)
         return {"": WholeTokens(layout.stream), **plan}
-    # A mixture: its block computes on whole tokens, the same on every rank, beside what the experts share out.
+    # A mixture: except in its experts, the block computes on all tokens, the same on every rank.
     plan = {"": WholeTokens(layout.stream, local=True)}
     for name, child in block.named_children():
         if name == "experts":
@@ -278,7 +278,7 @@ def _mlp(mlp: Any, layout: ParallelSizes, output: Placement) -> Plan:
     row = [name for name in linears if name in _ROWWISE]
     column = [name for name in linears if name not in row]
     fused = [name for name in column if name == "gate_up_proj"]
-    if all(type(mlp.get_submodule(name)) is nn.Linear for name in linears):  # else they cannot be cut at all
+    if all(type(mlp.get_submodule(name)) is nn.Linear for name in linears):  # torch cuts no other class
         added = adds_up(mlp, Cut(column, row, fused))
         if added is False or (added is None and (fused or activations)):
             raise Unknown(f"{kind}, whose pieces do not add up to the whole,")
@@ -297,7 +297,7 @@ def _mlp(mlp: Any, layout: ParallelSizes, output: Placement) -> Plan:
 
 
 def scalar_functions(block: nn.Module) -> list[str]:
-    """The children of `block` whose every parameter is one number, as activation functions have them (xIELU)."""
+    """List the children of `block` whose parameters are all single numbers, as in activation functions (xIELU)."""
     return [
         name
         for name, child in block.named_children()

@@ -33,7 +33,7 @@ from megatron_ext.head.layer_facts import local_shard
 
 
 class _Wrapping(NamedTuple):
-    """Wrapping of each layer, and then of the model: recomputation and FSDP2."""
+    """Options of the wrapping of each layer, and then of the model: recomputation and FSDP2."""
 
     dp_mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy
@@ -72,7 +72,7 @@ _BY_NAME: dict[str, Callable[..., nn.Module]] = {
 
 
 def parallelize_functions() -> dict[type, Callable[..., nn.Module]]:
-    """transformers' model classes and the functions that parallelize them; imports these classes."""
+    """Return transformers' model classes, which this imports, and the functions that parallelize them."""
     transformers = import_transformers()
     return {getattr(transformers, name): function for name, function in _BY_NAME.items()}
 
@@ -96,16 +96,16 @@ def _parallelize_model(
     Args:
         model, activation_checkpointing, cpu_offload, expert_parallel: as for `parallelize`.
         dp_mesh: ranks that share the parameters by FSDP2; with context parallelism data- and context-parallel ranks
-            together, `mesh["dp", "cp"]._flatten()`. Gradients are averaged over it.
+            together, `mesh["dp", "cp"]._flatten()`. Gradients are averaged over the mesh.
         tp_mesh: 1-D, of the same root mesh as `dp_mesh`.
         param_dtype, custom_parallel_plan: `dtype` and `plan` of `parallelize`.
-        sequence_parallel: as there; no effect on one rank. Beside a custom plan: whether that one does.
-        cp_mesh: 1-D, ranks that share each sequence in the zigzag layout; None: sequences are whole.
+        sequence_parallel: as for `parallelize`; no effect on one rank. With a custom plan: whether that plan does it.
+        cp_mesh: 1-D, ranks that share each sequence in the zigzag layout; None: each rank has whole sequences.
 
     Raises:
         ValueError: sizes that do not divide by the tensor-parallel ranks; context, sequence or expert parallelism of a
-            model with parts that are not understood; tensor parallelism of one that transformers has no plan for
-            either; a `dp_mesh` without the context-parallel ranks.
+            model with parts that are not understood; tensor parallelism of such a model, if transformers has no plan
+            for it either; a `dp_mesh` without the context-parallel ranks.
     """
     if cp_mesh is not None and not set(cp_mesh.mesh.flatten().tolist()) <= set(dp_mesh.mesh.flatten().tolist()):
         raise ValueError(
@@ -133,33 +133,33 @@ def parallelize(
 ) -> nn.Module:
     """Shard a causal language model of transformers over the ranks of `mesh`, in place.
 
-    FSDP2 over "dp", context parallelism over "cp", tensor parallelism over "tp". A model whose parts are all understood
-    (`megatron_ext.dtensor.layers`) gets our attention and plan, with sequence, context and expert parallelism; any
-    other one gets transformers' own `tp_plan` and keeps its attention: see docs/hugging_face.md. Tied embeddings stay
-    tied. `causal_lm_loss` and `use_fused_loss` compute its loss without logits.
+    FSDP2 runs over "dp", context parallelism over "cp", tensor parallelism over "tp". A model whose parts are all
+    understood (`megatron_ext.dtensor.layers`) gets our attention and plan, with sequence, context and expert
+    parallelism; any other model gets transformers' own `tp_plan` and keeps its attention: see docs/hugging_face.md.
+    Tied embeddings stay tied. `causal_lm_loss` and `use_fused_loss` compute the model's loss without logits.
 
     Args:
         model: a transformers model with an lm head, on any device (also meta), the same on every rank: draw its weights
-            from the same seed, or load them (`from_pretrained`). Parameters keep their dtype, which is the optimizer's:
-            float32 as a rule.
-        mesh: all ranks, with dims named of "dp", "cp" and "tp", those that the job has, in any order. `dp` replicas
-            have different rows; `cp` and `tp` ranks are given the same ones.
-        dtype: of parameters and activations in forward and backward; gradients are reduced in fp32.
+            from the same seed, or load them (`from_pretrained`). Parameters keep their dtype, in which the optimizer
+            updates them: float32 as a rule.
+        mesh: all ranks of the job, with any of the dims "dp", "cp" and "tp", in any order. `dp` ranks get different
+            rows of the batch; `cp` and `tp` ranks get the same rows.
+        dtype: dtype of parameters and activations in forward and backward; gradients are reduced in fp32.
         sequence_parallel: shard the residual stream over "tp" too.
         activation_checkpointing: keep the inputs of layers only, and compute layers again in backward.
         cpu_offload: parameters, gradients and optimizer states live on the CPU.
-        plan: module names to parallel styles, or the import path of that, instead of the plan that is found.
+        plan: a mapping of module names to parallel styles, or its import path, instead of the plan that is found.
         expert_parallel: each tensor-parallel rank holds whole experts of a mixture, instead of a piece of every one.
 
     Returns:
-        `model`. `model(input_ids)` gives logits, at several tensor-parallel ranks a DTensor `[B, S, V]` sharded by V.
+        `model`. `model(input_ids)` gives logits `[B, S, V]`, with several tensor-parallel ranks a DTensor sharded by V.
 
-    Communicates: one small all-gather a dim, which compares model, plan and options; then what sharding the weights
-    takes.
+    Communicates: one small all-gather a dim, which compares model, plan and options; then the collectives that shard
+    the weights.
 
     Raises:
-        ValueError: on every rank: dims of other names; a model that is parallel already, or cannot be as is asked;
-            ranks that differ in model, weights, plan or options.
+        ValueError: on every rank: dims of other names; a model that is parallel already, or that cannot have the
+            parallelism asked for; ranks that differ in model, weights, plan or options.
     """
     mesh = with_all_dims(mesh)
     require_model(model)
@@ -181,7 +181,7 @@ _DIMS = ("dp", "cp", "tp")
 
 
 def with_all_dims(mesh: DeviceMesh) -> DeviceMesh:
-    """`mesh` with dims "dp", "cp", "tp" in this order: those that it lacks have one rank."""
+    """Return `mesh` with the dims "dp", "cp", "tp" in this order; a dim that `mesh` lacks gets one rank."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"mesh is {mesh!r}: it must be a DeviceMesh of all ranks; make it as "
@@ -221,7 +221,7 @@ def _parallelize_with(
                 f"once, before FSDP2 or any other sharding"
             )
         plan, unknown = choose_plan(model, layout, custom_parallel_plan)
-    except Exception as error:  # raised below, where the other ranks hear of it
+    except Exception as error:  # raised below, on the other ranks too
         fault = error
     ranks = Ranks.of((tp_mesh, wrapping.dp_mesh))
     require_same_model(model, plan, (layout, *wrapping[1:]), ranks, fault)
@@ -241,7 +241,7 @@ def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrappin
     if tp_mesh.size() > 1:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         parallelize_module(model, tp_mesh, plan)
-        for name in frozen:  # replicated parameters come back as trainable ones
+        for name in frozen:  # torch makes replicated parameters trainable
             model.get_parameter(name).requires_grad_(False)
     if tied:  # sharding, like the meta device, gave each module a parameter of its own
         tie(model)
@@ -251,7 +251,7 @@ def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrappin
     head: Any = model.get_submodule(output_head_path(model))
     vocabulary = local_shard(head.weight, 0)[1]
     layers = decoder_layers(model)
-    # Between layers activations stay in param_dtype; only what leaves the model has output_dtype.
+    # Between layers activations stay in param_dtype; only the model's outputs have output_dtype.
     inner_policy = dataclasses.replace(wrapping.mp_policy, output_dtype=None)
     where: dict[str, Any] = {"mesh": wrapping.dp_mesh, "offload_policy": wrapping.offload_policy}
     for i, layer in enumerate(layers):
@@ -262,7 +262,7 @@ def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrappin
 
 
 def require_same_model(model: nn.Module, plan: Plan, options: Any, ranks: Ranks, fault: Exception | None) -> None:
-    """Raise on every one of `ranks` unless all have the same of these, and none a fault; see `require_same`."""
+    """Raise on all `ranks` unless model, plan and options are the same on all, and none has a fault: `require_same`."""
     kinds = [(name, p.shape, p.dtype, p.requires_grad, p.is_meta) for name, p in model.named_parameters()]
     facts = {
         "the model's class or parameters": (type(model).__qualname__, kinds),
@@ -284,7 +284,7 @@ def _settings(value: Any) -> Any:
 
 
 def _some_weights(model: nn.Module) -> list[float]:
-    """A few elements of every parameter, evenly spread: enough to tell weights that were drawn from other seeds."""
+    """Return a few elements of every parameter, evenly spread, which differ for weights drawn from other seeds."""
     samples = []
     for parameter in model.parameters():
         if not parameter.is_meta and parameter.numel():

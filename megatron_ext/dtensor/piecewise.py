@@ -1,6 +1,6 @@
-"""Blocks in pieces: whether those of all tensor-parallel ranks add up to the block, tried at small sizes.
+"""Blocks in pieces: checks whether the pieces of all tensor-parallel ranks add up to the block, at small sizes.
 
-Nothing is read in a block's source: its own forward runs with small weights, whole and in the pieces of two ranks.
+The checks read no source code: they run the block's own forward with small weights, whole and as two ranks' pieces.
 
 Legend: B rows, S positions, D hidden size, F intermediate size, R tensor-parallel ranks, H channels of a head.
 """
@@ -19,11 +19,11 @@ _D, _F, _R = 6, 8, 2
 
 
 class Cut(NamedTuple):
-    """Names of a block's linear layers that ranks cut.
+    """Names of the linear layers of a block that are cut over ranks.
 
     Attributes:
-        column, row: along their outputs, and along their inputs.
-        halves: those of `column` whose outputs are two parts in a row, each of which is cut.
+        column, row: the layers cut along their outputs, and along their inputs.
+        halves: the layers among `column` whose outputs are two parts in a row, each of which is cut.
     """
 
     column: Collection[str]
@@ -32,7 +32,7 @@ class Cut(NamedTuple):
 
 
 def adds_up(block: nn.Module, cut: Cut) -> bool | None:
-    """Tell whether pieces of `block` add up to it; None where it cannot be run on a tensor alone."""
+    """Tell whether the outputs of pieces of `block` add up to its output; None if it cannot run on a tensor alone."""
     whole, pieces, hidden = _small_mlp(block, cut)
 
     def output(weights: Mapping[str, Tensor]) -> Tensor:
@@ -42,8 +42,10 @@ def adds_up(block: nn.Module, cut: Cut) -> bool | None:
 
 
 def computes_in_pieces(block: nn.Module, cut: Cut) -> bool | None:
-    """Tell whether what enters the one layer of `block` that is cut along its inputs is, in the pieces, a piece of what
-    enters it in the whole; None where there are several, or it cannot be run on a tensor alone."""
+    """Tell whether the layer of `block` that is cut along its inputs gets, in the pieces, pieces of its whole input.
+
+    None if there is not exactly one such layer, or if the block cannot run on a tensor alone.
+    """
     (whole, pieces, hidden), seen = _small_mlp(block, cut), []
     if len(cut.row) != 1:
         return None
@@ -60,8 +62,8 @@ def computes_in_pieces(block: nn.Module, cut: Cut) -> bool | None:
 
 
 def _tried(block: nn.Module, compared: Callable[[], bool]) -> bool | None:
-    """Return what `compared` finds with every module of `block` in eval mode, where none draws random numbers; None
-    where it raises: a forward may fail in any way on weights that are not its own."""
+    """Return the result of `compared` with all of `block` in eval mode, so that no module draws random numbers; None if
+    it raises, as a forward may fail in any way on weights that are not its own."""
     before = {module: module.training for module in block.modules()}
     block.eval()
     try:
@@ -82,13 +84,14 @@ Weights = dict[str, Tensor]
 
 
 def _drawing(block: nn.Module, size: float = 1.0) -> Callable[..., Tensor]:
-    """A function that draws a tensor of a shape, its numbers of about `size`, where `block` lies, or on the CPU."""
+    """Return a function that draws a tensor of a shape, with numbers of about `size`, on the device of `block` (CPU if
+    that is meta)."""
     device, draw = next(block.parameters()).device, torch.Generator().manual_seed(1)
     return lambda *shape: torch.randn(shape, generator=draw).to("cpu" if device.type == "meta" else device) * size
 
 
 def _small_mlp(block: nn.Module, cut: Cut) -> tuple[Weights, list[Weights], Tensor]:
-    """Weights for `block` and for each of its pieces, and hidden states."""
+    """Draw weights for `block` and for each of its pieces, and hidden states."""
     drawn = _drawing(block)
     column = {name: (_F,) * (1 + (name in cut.halves)) for name in cut.column}
     return *_small_weights(block, column, dict.fromkeys(cut.row, _F), drawn), drawn(1, 3, _D)
@@ -97,11 +100,11 @@ def _small_mlp(block: nn.Module, cut: Cut) -> tuple[Weights, list[Weights], Tens
 def _small_weights(
     block: nn.Module, column: Mapping[str, Sequence[int]], row: Mapping[str, int], drawn: Callable[..., Tensor]
 ) -> tuple[Weights, list[Weights]]:
-    """Weights for `block` and for each of its pieces.
+    """Draw weights for `block` and for each of its pieces.
 
     Args:
-        column: the layers that are cut along their outputs, with the sizes of the parts that each rank has a piece of.
-        row: those that are cut along their inputs, and how many these are.
+        column: the layers that are cut along their outputs, with the sizes of the parts of which each rank has a piece.
+        row: the layers that are cut along their inputs, with the number of inputs.
     """
     whole: dict[str, Tensor] = {}
     pieces: list[dict[str, Tensor]] = [{} for _ in range(_R)]
@@ -123,12 +126,12 @@ def _small_weights(
 
 
 def heads_add_up(attention: Any, ratio: int, channels: int) -> bool:
-    """Tell whether `attention` cuts the outputs of its `qkv_proj` into q, k and v, in this order, by the counts of
-    heads in its config, so that pieces with fewer heads add up to it.
+    """Tell whether `attention` splits the outputs of its `qkv_proj` into q, k and v, in this order, by the head counts
+    in its config, so that the outputs of pieces with fewer heads add up to the whole output.
 
     Args:
-        ratio: query heads of a key head.
-        channels: H.
+        ratio: query heads per key head.
+        channels: H, the channels of a head.
     """
     drawn, queries, keys = _drawing(attention, 1 / 3), ratio * _R * channels, _R * channels
     column, row = {"qkv_proj": (queries, keys, keys)}, {"o_proj": queries}

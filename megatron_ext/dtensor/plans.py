@@ -42,11 +42,11 @@ CustomPlan = Mapping[str, Any] | str | None
 
 
 def choose_plan(model: nn.Module, layout: ParallelSizes, custom: CustomPlan = None) -> tuple[Plan, str | None]:
-    """Choose the plan by which `model`, on any device (also meta), becomes parallel as `layout` says.
+    """Choose the plan that parallelizes `model`, on any device (also meta), as `layout` says.
 
     Returns:
-        Styles by the names of the model's modules, nothing for one tensor-parallel rank; and what is not understood of
-        the model, which then keeps transformers' attention, or None: it gets ours.
+        Styles by the names of the model's modules, empty for one tensor-parallel rank; and the part of the model that
+        is not understood, so that it keeps transformers' attention, or None: it gets our attention.
     """
     plan, unknown = _chosen(model, layout, custom)
     if layout.tp > 1:
@@ -87,14 +87,14 @@ def _chosen(model: nn.Module, layout: ParallelSizes, custom: CustomPlan) -> tupl
         named = get_hf_tp_plan(model, layout.tp)
     except ValueError as error:
         raise _unsupported(model, "tensor parallelism", f"{why}, and {error}") from error
-    # Not every layer has every module: torch warns of each that it does not find.
+    # Names of existing modules alone: a layer may lack a module, and torch warns of each name that it does not find.
     plan = {name: style for path, style in named.items() for name, _ in modules_of(model, path)}
-    if not takes_attention_functions(model):  # such forwards know their number of heads by heart
+    if not takes_attention_functions(model):  # older forwards reshape by the whole number of heads
         raise _unsupported(model, "tensor parallelism", why)
     if any(isinstance(style, ExpertsByColumn) for style in plan.values()):
         experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
         if reason := next(filter(None, (column_layout(module, layout.tp) for module in experts)), None):
-            # Whole experts, which it advises, are refused above: not all of the model is known.
+            # The advice after ";" does not apply: expert parallelism of a model with unknown parts is refused above.
             raise _unsupported(model, "tensor parallelism", f"{why}, and {reason.partition(';')[0]}")
     if (block := cut_in_vain(model, plan)) is not None:
         cut = f"transformers' tp_plan cuts {block}, whose pieces do not add up to it"
@@ -104,9 +104,9 @@ def _chosen(model: nn.Module, layout: ParallelSizes, custom: CustomPlan) -> tupl
 
 
 def _check_modules(model: nn.Module, plan: Plan) -> None:
-    """Raises ValueError where a style stands for a module that torch cannot cut, which it says when others are cut."""
+    """Raise ValueError for a module that its style cannot cut; torch would raise when other modules are cut already."""
     for path, style in plan.items():
-        if type(style) not in _OF_LINEARS:  # a user's own may cut other modules
+        if type(style) not in _OF_LINEARS:  # a user's own style may cut other modules
             continue
         for name, module in modules_of(model, path):
             if not isinstance(module, nn.Linear | nn.Embedding):
@@ -120,7 +120,7 @@ def _check_modules(model: nn.Module, plan: Plan) -> None:
 
 
 def structural_plan(model: nn.Module, layout: ParallelSizes) -> Plan:
-    """The plan that follows from what `model` consists of; raises what `model_plan` does."""
+    """Return the plan that follows from the modules of `model`; raises what `model_plan` does."""
     text, head = text_model_path(model), output_head_path(model)
     prefix = f"{text}." if text else ""
     plan: Plan = {f"{prefix}{name}": style for name, style in model_plan(model, layout).items()}
@@ -130,14 +130,15 @@ def structural_plan(model: nn.Module, layout: ParallelSizes) -> Plan:
 
 
 def _head_style(head: Any, ranks: int, stream: Placement) -> ParallelStyle:
-    """Sharded by columns, which stay so; whole on every rank where some would get no column (FSDP2 takes none)."""
+    """Return the style of the head: sharded by columns, and so are its logits; whole on every rank if some ranks would
+    get no column, which FSDP2 does not allow."""
     if head.weight.shape[0] >= ranks:
         return ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
     return PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate(), use_local_output=True)
 
 
 def _unknown(model: nn.Module, layout: ParallelSizes) -> str | None:
-    """Return what is not understood of `model`; None: all is understood."""
+    """Return the part of `model` that is not understood; None: all is understood."""
     try:
         text_model(model)
     except ValueError:
@@ -158,10 +159,10 @@ def _unsupported(model: nn.Module, what: str, reason: str) -> ValueError:
 
 
 def translate_parallel_style(style: str) -> ParallelStyle:
-    """torch's parallel style for one of transformers' names of them.
+    """Return torch's parallel style, or ours, for transformers' name of a style.
 
     Raises:
-        ValueError: a name that has no counterpart.
+        ValueError: the name has no counterpart.
     """
     styles: dict[str, Callable[[], ParallelStyle]] = {
         **_EXPERTS,
@@ -174,7 +175,7 @@ def translate_parallel_style(style: str) -> ParallelStyle:
         "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
         "embedding_rowwise": lambda: EmbeddingRows(input_layouts=Replicate()),
         "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
-        # A norm of q or k over each head's channels, whose heads lie on several ranks.
+        # A norm of q or k over the channels of each head, with the heads sharded over ranks.
         "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     }
     if style not in styles:
@@ -183,11 +184,12 @@ def translate_parallel_style(style: str) -> ParallelStyle:
 
 
 def get_hf_tp_plan(model: nn.Module, ranks: int = 1) -> Plan:
-    """transformers' own plan for `model`, in torch's styles and ours; the lm head keeps its logits sharded, if it has
-    a column for each of `ranks`.
+    """Return transformers' own plan for `model`, in torch's styles and ours. The lm head's logits stay sharded if the
+    vocabulary has at least as many words as there are `ranks`.
 
     Raises:
-        ValueError: transformers has no plan for this model, or one with a style that `translate_parallel_style` lacks.
+        ValueError: transformers has no plan for this model, or its plan has a style that `translate_parallel_style`
+            lacks.
     """
     text, head = text_model_path(model), output_head_path(model)
     prefix = f"{text}." if text else ""
@@ -200,7 +202,7 @@ def get_hf_tp_plan(model: nn.Module, ranks: int = 1) -> Plan:
     plan = {
         name: translate_parallel_style(style)
         for name, style in names.items()
-        # Of experts, transformers names the parameters too; our styles look after them.
+        # Transformers' plans also name the parameters of experts, which our styles of experts shard.
         if style != "replicate" and name.rpartition(".")[0] not in stacks
     }
     if names.get(f"{prefix}embed_tokens") != "replicate":
@@ -210,9 +212,9 @@ def get_hf_tp_plan(model: nn.Module, ranks: int = 1) -> Plan:
 
 
 def custom_plan(plan: Mapping[str, Any] | str) -> Plan:
-    """A caller's plan: module names to styles, torch's or transformers' names of them.
+    """Return a caller's plan, a mapping of module names to torch's styles or transformers' names of styles.
 
-    Also "package.module.NAME" of such a mapping, or of a function without arguments that makes one.
+    `plan` may be "package.module.NAME" of such a mapping, or of a function without arguments that returns one.
     """
     found: Any = plan
     if isinstance(plan, str):

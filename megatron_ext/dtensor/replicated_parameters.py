@@ -1,8 +1,8 @@
-"""Parameters that every tensor-parallel rank holds whole, in models whose plan is not ours: their gradients.
+"""Gradients of parameters that every tensor-parallel rank holds whole, in models whose plan is not ours.
 
-A plan names what is cut. What it leaves out stays whole on every rank, and where such a parameter meets an activation
-that is cut, each rank has a part of its gradient. Where that is known of the module, the parts are summed
-(`with_summed_gradients`); whatever else there is, the first backward pass shows (`check_first_gradients`).
+A plan names the modules that are cut. All other parameters stay whole on every rank. If such a parameter is applied to
+a sharded activation, each rank has a part of its gradient. For modules that are known, the parts are summed
+(`with_summed_gradients`); the first backward pass finds all other cases (`check_first_gradients`).
 """
 
 import functools
@@ -26,11 +26,11 @@ from megatron_ext.dtensor.output.stand_ins import class_of, forward_of
 from megatron_ext.dtensor.piecewise import Cut, adds_up, computes_in_pieces
 from megatron_ext.dtensor.styles import FusedColwise, ShardwiseModule
 
-_TOLERANCE = 0.05  # of a gradient's norm; parts of a sum differ by about the whole of it
+_TOLERANCE = 0.05  # as a share of a gradient's norm; unsummed parts differ by about the whole norm
 
 
 def modules_of(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """The modules that a plan's key stands for, which may have wildcards between its dots."""
+    """List the modules, with names, that a key of a plan stands for; it may have wildcards between its dots."""
     found = [("", model)]
     for atom in path.split("."):
         found = [
@@ -43,17 +43,17 @@ def modules_of(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 
 
 def cuts_heads(model: nn.Module, plan: Plan) -> bool:
-    """Tell whether `plan` cuts the heads of every `self_attn` of `model`, so that each rank attends with its own."""
+    """Tell whether `plan` cuts the heads of every `self_attn` of `model`, so that each rank has heads of its own."""
     styles = _styles(model, plan)
     blocks = {name: module for name, module in model.named_modules() if name.endswith(".self_attn")}
     return all(_cut(block, name, styles).row for name, block in blocks.items() if list(block.children()))
 
 
 def with_summed_gradients(model: nn.Module, plan: Plan) -> Plan:
-    """`plan`, and a style for each module that it leaves out, runs on shards, and is understood.
+    """Return `plan` with a style for each known module that it leaves out and that runs on shards.
 
-    These are activation functions with parameters of one number, where the pieces of their block add up to it, and
-    norms of queries and keys over the channels of a head.
+    These modules are activation functions with parameters of one number, if the pieces of their block add up to the
+    block, and norms of queries and keys over the channels of a head.
     """
     styles, added = _styles(model, plan), Plan()
     for name, block, cut in _cut_blocks(model, styles):
@@ -70,8 +70,8 @@ def with_summed_gradients(model: nn.Module, plan: Plan) -> Plan:
 
 
 def cut_in_vain(model: nn.Module, plan: Plan) -> str | None:
-    """The name of a block that `plan` cuts, and of which ranks do not compute pieces of what the whole does, or None.
-    A block in which the plan has more than columns, halves of them and rows is not looked at."""
+    """Return the name of a block that `plan` cuts although its pieces do not compute pieces of the whole; or None.
+    Blocks in which the plan has styles other than columns, halves of columns, and rows are not checked."""
     styles = _styles(model, plan)
     for name, block, cut in _cut_blocks(model, styles):
         inside = [path for path in styles if path.startswith(f"{name}.")]
@@ -83,8 +83,8 @@ def cut_in_vain(model: nn.Module, plan: Plan) -> str | None:
 
 
 def tell_of_cut_parameters(model: nn.Module) -> None:
-    """Have a forward of `model` that computes with a cut parameter as DTensor cannot raise ValueError: torch names an
-    operator, or nothing. No plan shows this."""
+    """Have `model`'s forward raise a ValueError that explains why DTensor cannot compute with a cut parameter, which no
+    plan shows; torch's own error names an operator, or nothing."""
     own = forward_of(model)
 
     @functools.wraps(type(model).forward)
@@ -99,14 +99,14 @@ def tell_of_cut_parameters(model: nn.Module) -> None:
             raise ValueError(
                 f"tensor parallelism of {class_of(model).__name__} is not supported (its forward computes with a "
                 f"parameter that is cut, in a way that DTensor does not know: {type(error).__name__} {error}); run it "
-                f"data parallel alone, or pass a custom_parallel_plan without that module, as a rule the embedding"
+                f"data parallel alone, or pass a custom_parallel_plan without that module (often the embedding)"
             ) from error
 
     model.forward = MethodType(forward, model)
 
 
 def unequal_gradients(model: nn.Module, tp_group: Group) -> list[str]:
-    """The names of parameters that all ranks of `tp_group` hold whole, and whose gradients differ between them.
+    """List the parameters that all ranks of `tp_group` hold whole, and whose gradients differ between the ranks.
 
     Communicates one all-gather of four numbers a parameter.
     """
@@ -121,14 +121,14 @@ def unequal_gradients(model: nn.Module, tp_group: Group) -> list[str]:
 
 
 def check_first_gradients(model: nn.Module, layers: Any, tp_group: Group) -> None:
-    """Have the first backward pass of `model` raise ValueError, on every rank of `tp_group`, if its replicated
-    parameters' gradients differ between these ranks. Later passes communicate nothing for it."""
+    """Have the first backward pass of `model` raise ValueError, on every rank of `tp_group`, if gradients of replicated
+    parameters differ between these ranks. Later passes are not checked."""
 
     kind = type(model).__name__.removeprefix("FSDP")  # FSDP2 derives a class
 
     def compare() -> None:
         if all(parameter.grad is None for parameter in model.parameters()):
-            return  # gradients are still being accumulated, unreduced
+            return  # FSDP2 is still accumulating unreduced gradients
         handle.remove()
         if odd := unequal_gradients(model, tp_group):
             raise ValueError(
@@ -138,7 +138,7 @@ def check_first_gradients(model: nn.Module, layers: Any, tp_group: Group) -> Non
                 f"custom_parallel_plan, or use tensor-parallel size 1"
             )
 
-    def behind_others() -> None:  # FSDP2's own callback, which waits for gradients, may have been queued later
+    def behind_others() -> None:  # queues again: FSDP2's callback, which waits for gradients, may come after `begin`
         Variable._execution_engine.queue_callback(compare)
 
     def begin(grad: Tensor) -> None:
@@ -157,7 +157,7 @@ def _styles(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
 
 
 def _cut_blocks(model: nn.Module, styles: dict[str, ParallelStyle]) -> Iterator[tuple[str, nn.Module, Cut]]:
-    """The modules with children that are cut along their outputs, and others along their inputs."""
+    """Yield the modules that have both children cut along their outputs and children cut along their inputs."""
     for name, block in model.named_modules():
         cut = _cut(block, name, styles)
         if cut.column and cut.row:
@@ -165,7 +165,7 @@ def _cut_blocks(model: nn.Module, styles: dict[str, ParallelStyle]) -> Iterator[
 
 
 def _cut(block: nn.Module, path: str, styles: dict[str, ParallelStyle]) -> Cut:
-    """The children of `block` whose outputs, and those whose inputs, are this rank's shard."""
+    """Return the children of `block` whose outputs are sharded, and those whose inputs are sharded."""
     column, row, shard = [], [], (Shard(-1),)
     found = {name: styles.get(f"{path}.{name}") for name, _ in block.named_children()}
     halves = [name for name, style in found.items() if isinstance(style, FusedColwise)]
@@ -178,7 +178,7 @@ def _cut(block: nn.Module, path: str, styles: dict[str, ParallelStyle]) -> Cut:
 
 
 def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters outside of any tensor-parallel mesh dimension, or whole on all of its ranks."""
+    """Yield the parameters that are not on a tensor-parallel mesh dim, or replicated on it, with their names."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
             tp = (parameter.device_mesh.mesh_dim_names or ()).index("tp")
@@ -188,7 +188,7 @@ def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _sketch(parameter: nn.Parameter) -> Tensor:
-    """The norm of a gradient and its products with three directions, fp64 `[4]`; zeros where there is none."""
+    """Return the norm of a gradient and its products with three fixed vectors, fp64 `[4]`; zeros without a gradient."""
     if parameter.grad is None:
         return torch.zeros(4, dtype=torch.float64, device=to_local_if_dtensor(parameter).device)
     flat = to_local_if_dtensor(parameter.grad).detach().flatten().double()

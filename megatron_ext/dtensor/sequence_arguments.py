@@ -1,8 +1,8 @@
 """Arguments about the sequences in a model's call, checked and made into one `SequenceLayout` and positions.
 
-A token id without a row in the embedding is refused by the rank that is given one, and by those that wait for it. What
-is wrong travels as infinity, where the model communicates next: in the sum of a sharded embedding, and in the keys and
-values that context-parallel ranks gather. There all of them raise.
+A token id without a row in the embedding is an error on the rank that is given it, and on the ranks that wait for this
+rank. The fault travels as infinity in the model's next collective: in the sum over a sharded embedding, and in the keys
+and values that context-parallel ranks gather. After the collective every rank raises.
 
 Suffixes: B batch, S tokens of this rank, K tokens of the whole sequence (W * S).
 """
@@ -37,10 +37,10 @@ class Refusal:
 
 
 def token_id_fault(embedding: nn.Module, tokens: Tensor) -> ValueError | None:
-    """Return the fault of token ids that have no row of an embedding; on CUDA the device stops then. None where the
-    embedding is more than a table.
+    """Return the fault of token ids without a row in an embedding (on CUDA they stop the device), or None. Embeddings
+    that are not a plain table are not checked.
 
-    torch's own sentence names neither the id nor the rule, and a sharded embedding makes zeros of such ids.
+    torch's own error names neither the id nor the rule, and a sharded embedding gives zeros for such ids.
     """
     fix = ", a row of the model's embedding; use the tokenizer that belongs to the model, and a real token for padding"
     table = getattr(embedding, "weight", None)
@@ -53,13 +53,13 @@ def tells_of_token_ids(embedding: nn.Module) -> bool:
 
 
 def refuse_later(embedding: nn.Module, refusal: Refusal) -> None:
-    """Let the next call of `embedding`, if it is sharded, bring `refusal` to all its ranks, and raise nothing."""
+    """Let the next call of `embedding`, if it is sharded, send `refusal` to all its ranks without raising it."""
     if tells_of_token_ids(embedding):
         embedding.__dict__[_REFUSAL] = refusal
 
 
 class EmbeddingRows(RowwiseParallel):
-    """An embedding whose rows are sharded; token ids outside of it are a ValueError on every rank that shares it."""
+    """Style of an embedding with sharded rows; token ids without a row raise ValueError on every rank of the mesh."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rank = device_mesh.get_local_rank()
@@ -93,8 +93,8 @@ class EmbeddingRows(RowwiseParallel):
 
 
 def _is_infinite(output: Tensor) -> bool:
-    """Return whether some rank sent infinity for every number of every token; not looked at on CUDA, where none
-    does."""
+    """Return whether a rank sent infinity for every number of the first token, as for all others; never on CUDA, where
+    no rank does."""
     if output.is_cuda or not has_values(output) or not output.numel():
         return False
     return bool((output.detach().flatten(0, -2)[0] == torch.inf).all())
@@ -102,13 +102,13 @@ def _is_infinite(output: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Layout of a call's sequences, for the attention function, beside what the layer knows.
+    """Layout of a call's sequences, for the attention function.
 
     Attributes:
         cp_group: the ranks that share each sequence, in the zigzag layout.
-        packing: documents that don't see each other; rows of the batch count as one sequence then, one after the other.
-        hidden_BK: bool `[B, K]`, keys that nobody looks at; None: none are hidden beyond what "causal" hides.
-        refusal: what is wrong with this rank's token ids, which the first exchange of the ranks in `cp_group` says.
+        packing: documents that do not see each other; the rows of the batch then count as one sequence, end to end.
+        hidden_BK: bool `[B, K]`, keys that no query sees; None: only causality, windows and `packing` hide keys.
+        refusal: the fault of this rank's token ids, which the first exchange over `cp_group` reports.
     """
 
     cp_group: Group = None
@@ -133,7 +133,7 @@ class SequenceArguments:
 
     Attributes:
         cp_group: the ranks that share each sequence.
-        slices: ranks over which sequence parallelism cuts what `cp_group` leaves to one rank.
+        slices: the ranks over which sequence parallelism shards the tokens of one rank of `cp_group`.
         logits_in_shards: whether tensor parallelism shards the vocabulary.
     """
 
@@ -172,7 +172,7 @@ class SequenceArguments:
                     f"cu_seqlens with a batch of {batch} and attention_mask={type(mask).__name__}: packed documents "
                     f"lie in one row, and padding is a document of its own; pass input_ids [1, tokens] alone"
                 )
-            packing = Packing.of(cu_seqlens.detach())  # another tensor: a collective may have filled it anew
+            packing = Packing.of(cu_seqlens.detach())  # a new tensor object, as a collective may refill the given one
         expected = self._positions(length, cu_seqlens, tokens.device)
         if positions is None:
             positions = expected
@@ -205,11 +205,11 @@ class SequenceArguments:
                 f"where a token is padding; for documents pass cu_seqlens"
             )
         kept = mask.bool()
-        # Padding behind the tokens: "causal" hides it from all of them already.
+        # Causality hides padding at the end of rows from all tokens already.
         return None if bool((kept[:, 1:] <= kept[:, :-1]).all()) else ~kept
 
     def _positions(self, length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-        """`[1, S]`: the positions of this rank's tokens in their documents."""
+        """Return `[1, S]`, the positions of this rank's tokens in their documents."""
         whole = torch.arange(length * group_size(self.cp_group), device=device)
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.to(device)
@@ -217,7 +217,7 @@ class SequenceArguments:
         return SequenceParts(self.cp_group, cu_seqlens).split(whole[None], 1)
 
     def _packing_of(self, positions: Tensor, expected: Tensor, batch: int) -> Packing | None:
-        """The documents that `positions` show."""
+        """Return the documents by `positions`, a new one wherever they do not go up by one; None: each row is one."""
         if group_size(self.cp_group) == 1:
             lengths = _document_lengths(positions)
             if len(lengths) == positions.shape[0]:

@@ -22,10 +22,10 @@ from megatron_ext.numerics import cpu_products
 
 
 class RotaryEmbedParallel(ParallelStyle):
-    """A rotary embedding as it is: for plans written for NeMo-RL, which name this style.
+    """Style that leaves a rotary embedding as it is, for plans written for NeMo-RL, which name this style.
 
-    Of a sharded residual stream the module takes no more than dtype and device, and positions are those of the whole
-    sequence; so nothing has to be prepared.
+    The module reads only dtype and device of a sharded residual stream, and positions of the whole sequence, so that it
+    needs no change.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
@@ -36,10 +36,11 @@ class RotaryEmbedParallel(ParallelStyle):
 
 
 class WholeTokens(ParallelStyle):
-    """A block of a layer that needs all tokens of the residual stream `[B, S, D]`, which `stream` says how to find.
+    """Style of a block that needs all tokens of the residual stream `[B, S, D]`, whose placement is `stream`.
 
-    Its input becomes a replicated DTensor, once for all linears in it, so that its gradients are summed once too. With
-    `local` the block computes on plain tensors, the same on every rank, and its output goes back into `stream`.
+    The block's input becomes a replicated DTensor, once for all its linear layers, so that its gradients are summed
+    once too. With `local` the block computes on plain tensors, the same on every rank, and its output gets the
+    placement `stream` again.
     """
 
     def __init__(self, stream: Placement, local: bool = False):
@@ -72,7 +73,7 @@ class WholeTokens(ParallelStyle):
 
 
 class AttentionHeads(WholeTokens):
-    """Attention with sharded heads: what the module keeps for each head, and counts of heads, become local."""
+    """Style of attention with sharded heads: counts of heads, and the parameters `per_head` (dim 0), become local."""
 
     def __init__(self, stream: Placement, per_head: Sequence[str] = ()):
         super().__init__(stream)
@@ -88,8 +89,8 @@ class AttentionHeads(WholeTokens):
 
 
 def give_heads(attention: Any, heads: int, groups: int) -> None:
-    """Let `attention` compute with so many query heads, and `groups` of keys and values; parameters stay."""
-    # A fused projection is cut apart by the counts in the config, which all layers share.
+    """Let `attention` compute with `heads` query heads and `groups` heads of keys and values; parameters stay."""
+    # A copy of the config, which all layers share: a fused projection is split by its counts.
     attention.config = copy.copy(attention.config)
     attention.config.num_attention_heads, attention.config.num_key_value_heads = heads, groups
     for name, count in (("num_heads", heads), ("num_attention_heads", heads), ("num_key_value_heads", groups)):
@@ -98,14 +99,14 @@ def give_heads(attention: Any, heads: int, groups: int) -> None:
 
 
 class FusedColwise(ParallelStyle):
-    """A linear whose output is several parts in a row (gate and up; query, key and value), each cut over the ranks.
+    """Style of a linear layer whose output is several parts in a row (gate and up; q, k, v), each cut over the ranks.
 
-    Parameters stay contiguous shards under their own names, as with ColwiseParallel, so checkpoints and `full_tensor`
-    know nothing of it. What is contiguous is not what a rank computes: each forward exchanges rows of the weight,
-    `1/R` of it a rank, and backward those of its gradient.
+    Parameters stay contiguous shards under their own names, as with ColwiseParallel, so that checkpoints and
+    `full_tensor` need not know the parts. A rank computes with other rows than those of its shard: each forward
+    exchanges rows of the weight by an all-to-all, `1/R` of the weight a rank, and each backward rows of its gradient.
 
     Args:
-        parts: sizes of the parts, each a multiple of the ranks; None: two halves.
+        parts: sizes of the parts, each a multiple of the number of ranks; None: two halves.
         input_layouts: as for ColwiseParallel.
     """
 
@@ -136,9 +137,9 @@ class FusedColwise(ParallelStyle):
 
 
 class ShardedNorm(ParallelStyle):
-    """A norm of rows that lie on several ranks, dim `dim` of its input; statistics are summed over them by DTensor.
+    """Style of a norm whose input is sharded along dim `dim`; DTensor sums the norm's statistics over the ranks.
 
-    Parameters are sharded along their dim 0. What the norm computes is not looked at: DTensor does what it does.
+    Parameters are sharded along their dim 0. The norm may compute anything that DTensor supports.
     """
 
     def __init__(self, dim: int = -1):
@@ -163,9 +164,9 @@ class ShardedNorm(ParallelStyle):
 
 
 class ShardwiseModule(ParallelStyle):
-    """A module that each rank runs on its own shard of an activation, with parameters that all ranks hold whole.
+    """Style of a module that each rank runs on its own shard of an activation, with parameters whole on all ranks.
 
-    The gradients of its parameters are summed over the ranks. What the module computes is not looked at.
+    The gradients of its parameters are summed over the ranks. The module may compute anything.
     """
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
@@ -199,7 +200,7 @@ def local_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterat
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Make a parameter of `module` a DTensor on `mesh`; all ranks hold the same values of it, or it is on meta."""
+    """Make a parameter of `module` a DTensor on `mesh`. All ranks must hold the same values of it, or it is on meta."""
     parameter = module.get_parameter(name)
     if not isinstance(parameter, DTensor):
         distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
@@ -207,14 +208,14 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: P
 
 
 def own_parts(parameter: Tensor, parts: Sequence[int], dim: int = 0) -> Tensor:
-    """This rank's piece of every part of a fused parameter, a DTensor sharded along `dim` over a 1-D mesh.
+    """Return this rank's piece of every part of a fused parameter, a DTensor sharded along `dim` over a 1-D mesh.
 
     Args:
-        parts: their sizes, which add up to that of `dim`; each is a multiple of the ranks R.
+        parts: the sizes of the parts, which add up to the size of `dim`; each is a multiple of R.
 
     Returns:
-        Pieces one after the other along `dim`, in a plain tensor, differentiable. Communicates one all-to-all of 1/R
-        of the parameter, backward too.
+        The pieces one after the other along `dim`, in a plain tensor, differentiable. Communicates one all-to-all of
+        1/R of the parameter, backward too.
     """
     assert isinstance(parameter, DTensor)
     local = parameter.to_local().movedim(dim, 0)
@@ -241,7 +242,7 @@ class _OwnParts(torch.autograd.Function):
 
 
 def _pieces(parts: tuple[int, ...], ranks: int, rank: int) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """Runs of this rank's contiguous chunk that each rank computes with, and how many rows each rank sends here."""
+    """Return, for each rank, the runs of this rank's chunk that it computes with, and the rows that it sends here."""
     size = sum(parts) // ranks
     starts = [0, *accumulate(parts)]
 
@@ -259,7 +260,7 @@ def _pieces(parts: tuple[int, ...], ranks: int, rank: int) -> tuple[list[list[tu
 
 
 def source_of(function: Any) -> str:
-    """The Python source of a function beneath its decorators; "" where there is none to be read."""
+    """Return the Python source of a function beneath its decorators; "" if it cannot be read."""
     try:
         return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):

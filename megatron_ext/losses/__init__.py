@@ -1,6 +1,6 @@
-"""Losses of policies and students from hidden states: the fused head, and the loss's few lines on what it gives.
+"""Losses of policies and students from hidden states: each is a few lines on the read-outs of the fused head.
 
-The head takes any gradient per token, so no loss needs chunks of its own: each costs what one call of the head does.
+The head takes any gradient per token, so no loss needs chunks of its own: each costs as much as one call of the head.
 """
 
 from megatron_ext.losses.distillation import DistillationLoss, TopKDistillationLoss

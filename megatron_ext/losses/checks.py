@@ -1,8 +1,8 @@
 """Checks of the losses' arguments. Faults that every rank can see are raised before anything is communicated: arguments
-that are missing or of another type, and labels of a shape that the loss cannot be of.
+that are missing or of another type, and labels of a shape that the loss cannot take.
 
-Those that only one rank may see (the shape of what it is given beside the labels, a count) come back as an exception
-object from the functions named `..._fault`, and the head announces them in the exchange that it makes anyway.
+Faults that only one rank may see (the shape of another tensor, a count) are returned as exception objects by the
+functions named `..._fault`, and the head announces them to all ranks in the exchange that it makes anyway.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +24,20 @@ _HOLDS: dict[str, Callable[[float], bool]] = {
 
 
 def first_fault(*faults: ValueError | None) -> ValueError | None:
-    """The first that there is. All have run by then: a rank with both kinds of faults raises at once, as the others do,
-    and waits for nobody.
+    """Return the first fault that is not None. All checks have run by then: a rank with both kinds of faults has raised
+    at once, as the others do, and waits for nobody.
     """
     return next(filter(None, faults), None)
 
 
 def raise_if_any(fault: ValueError | None) -> None:
-    """Raises `fault`, where nobody waits for this rank."""
+    """Raise `fault` unless it is None, where no other rank waits for this one."""
     if fault is not None:
         raise fault
 
 
 def check_rows(shape: torch.Size) -> None:
-    """Raises ValueError unless tokens lie in rows."""
+    """Raise ValueError unless the labels' shape is 2-D, tokens in rows."""
     if len(shape) != 2:
         raise ValueError(
             f"labels (log_probs) have shape {tuple(shape)}: the loss is one of rows: they must be 2-D; unflatten them"
@@ -45,13 +45,13 @@ def check_rows(shape: torch.Size) -> None:
 
 
 def check_tensor(name: str, x: Any, rule: str) -> None:
-    """Raises ValueError unless `x` is a tensor."""
+    """Raise ValueError unless `x` is a tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is {type(x).__name__}: it must be {rule}")
 
 
 def scalar_fault(name: str, x: Any) -> ValueError | None:
-    """Return the fault of a tensor that has not one number; raises ValueError for what is neither number nor tensor."""
+    """Return the fault of a tensor that has not one number; raise ValueError for neither a number nor a tensor."""
     if not isinstance(x, Tensor):
         check_number(name, x, "a number or a tensor", lambda _: True)
     elif x.numel() != 1:
@@ -84,7 +84,7 @@ def _weight_fault(mask: Tensor | None) -> ValueError | None:
 
 
 def fault_unless(right: Tensor, message: str) -> ValueError | None:
-    """Return the fault that `message` tells unless `right`, a bool with a value; on CUDA a device-side assertion."""
+    """Return a ValueError with `message` unless `right`, a bool with a value; on CUDA a device-side assertion."""
     try:
         raise_unless(right, message)
     except ValueError as fault:
@@ -93,7 +93,7 @@ def fault_unless(right: Tensor, message: str) -> ValueError | None:
 
 
 def check_per_token(shape: torch.Size, **tensors: Tensor | None) -> None:
-    """Raises ValueError unless all that are given have the shape of the labels."""
+    """Raise ValueError unless all tensors given have the shape of the labels, and a `mask` has no weight below 0."""
     raise_if_any(per_token_fault(shape, **tensors))
 
 
@@ -107,9 +107,9 @@ def count_fault(name: str, count: Tensor | float | None) -> ValueError | None:
 def check_number(
     name: str, value: Any, rule: str, holds: Callable[[float], bool] | None = None, optional: bool = False
 ) -> None:
-    """Raises ValueError unless `value` is a number that keeps the rule: for which `holds`, where it is given, is true.
+    """Raise ValueError unless `value` is a number for which `holds` is true (None: the check that `rule` names).
 
-    Where `optional`, it may be None.
+    If `optional`, `value` may be None.
     """
     if optional and value is None:
         return
@@ -119,6 +119,6 @@ def check_number(
 
 
 def check_numbers(owner: Any, rule: str, *names: str, optional: bool = False) -> None:
-    """`check_number` of each of these attributes of `owner`."""
+    """Call `check_number` for each of these attributes of `owner`."""
     for name in names:
         check_number(name, getattr(owner, name), rule, optional=optional)

@@ -29,9 +29,9 @@ from megatron_ext.numerics.tensors import has_values
 
 DivergenceKind = Literal["forward", "reverse", "jsd"]
 TopKDivergenceKind = Literal["forward", "reverse", "mixed", "jsd"]
-# The log-probability that a teacher who knows its top-k only gives to all else, as NeMo-RL has it.
+# The log-probability of ids outside of the teacher's top-k, as in NeMo-RL.
 LOG_OUTSIDE = -100.0
-# Log-probabilities of 16 bits are each wrong by up to 3 % of a probability, and their sum by less than 10 %.
+# Probabilities from 16-bit log-probabilities are each wrong by up to 3 %, and their logsumexp by less than 0.1.
 _LOG_ROUNDED_SUM = 0.1
 
 
@@ -41,8 +41,9 @@ class DistillationLoss(FromHidden):
 
     Attributes:
         divergence: "forward": KL(teacher | student); "reverse": KL(student | teacher); "jsd": the generalised
-            Jensen-Shannon divergence, of whose mixture the teacher has `beta`. The temperature divides both logits.
-        cache: what the head keeps for backward; None: as the head says, or "bounded"; on one rank alone, see `LmHead`.
+            Jensen-Shannon divergence, in whose mixture the teacher weighs `beta`. The temperature divides both logits.
+        cache: what the head keeps for backward, only where one rank holds the whole vocabulary; see `LmHead`. None: the
+            head's, or "bounded".
     """
 
     divergence: DivergenceKind = "forward"
@@ -62,14 +63,14 @@ class DistillationLoss(FromHidden):
         mask: Tensor | None = None,
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The mean over the tokens that count, a scalar, and no metrics; on every rank alike.
+        """Return the mean over the tokens that count, a scalar equal on all ranks, and no metrics.
 
         Args:
-            hidden, weight, teacher_hidden, teacher_weight: `[..., D]` and `[V/R, D]` of each, a weight
-                may be an `LmHead`; see `megatron_ext.head.linear_kl_divergence`. Gradients reach the student.
-            mask: `[...]`, which tokens count, or weights of them; None: all. With the sequence layout of all ranks'.
-                With `skip_ignored` others make no product, neither of the teacher's.
-            count: tokens that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
+            hidden, weight, teacher_hidden, teacher_weight: `[..., D]` and `[V/R, D]` of each; a weight may be an
+                `LmHead`; see `megatron_ext.head.linear_kl_divergence`. Only the student gets gradients.
+            mask: `[...]`, which tokens count, or their weights; None: all. In the sequence layout it covers the tokens
+                of all ranks. With `skip_ignored` the products of both heads leave out tokens that do not count.
+            count: the divisor of the sum, the tokens of all micro-batches and ranks; None: those of this call.
 
         Communicates: see `linear_kl_divergence` and `linear_js_divergence`.
         """
@@ -89,10 +90,10 @@ class DistillationLoss(FromHidden):
         mask: Tensor | None = None,
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The loss from logits, or log-probabilities, `[..., V/R]` of student and teacher.
+        """Compute the loss from logits, or log-probabilities, `[..., V/R]` of student and teacher.
 
-        Options of the products that make logits have no effect here, but `bits` and `logit_dtype`, which promise bits
-        of the loss, raise ValueError.
+        Options of the products that make logits have no effect here, except `bits` and `logit_dtype`: these promise
+        bits of the loss, and raise ValueError.
         """
         if self.bits not in (None, "fast") or rounds(self.logit_dtype):
             raise ValueError(
@@ -112,12 +113,12 @@ class TopKDistillationLoss(FromHidden):
     """`loss, metrics = TopKDistillationLoss(...)(hidden, weight, teacher_topk_logits, teacher_topk_indices, ...)`.
 
     Attributes:
-        divergence: as `DistillationLoss`'s, or "mixed": `mixed_kl_weight` of the forward KL, the rest of the reverse.
-        zero_outside_topk: the student's probabilities are those of its whole vocabulary, and the teacher's are 0
+        divergence: as in `DistillationLoss`, or "mixed": `mixed_kl_weight` of the forward KL, the rest of the reverse.
+        zero_outside_topk: True: the student's probabilities are those of its whole vocabulary, and the teacher's are 0
             outside of the K (`exp(-100)` in the reverse KL); False: both are distributions over the K, in which an id
-            may come twice and is two outcomes then.
-        bucket: all other ids together are one more, which has the rest of either side's probability. What the teacher
-            gives must be log-probabilities of its whole vocabulary then, at this temperature; logits have no rest.
+            that comes twice is two outcomes.
+        bucket: True: all other ids together are one more outcome, with the rest of each side's probability. The teacher
+            must then give log-probabilities of its whole vocabulary, at this temperature; logits have no rest.
     """
 
     divergence: TopKDivergenceKind = "forward"
@@ -145,18 +146,18 @@ class TopKDistillationLoss(FromHidden):
         mask: Tensor | None = None,
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The mean over the tokens that count, a scalar, and no metrics; on every rank alike.
+        """Return the mean over the tokens that count, a scalar equal on all ranks, and no metrics.
 
         Args:
             hidden, weight: of the student's head; see `megatron_ext.head.linear_gather_log_probs`.
             teacher_topk_logits, teacher_topk_indices: `[..., K]`, logits (or log-probabilities), which the temperature
-                divides as the student's (with `bucket` log-probabilities, taken as they are), and token ids, both of
-                all tokens on every rank. The ids may be any: the student's likeliest, too. With `zero_outside_topk` or
-                `bucket` a token that counts has none twice.
+                divides like the student's (with `bucket` log-probabilities, taken as they are), and token ids, both of
+                all tokens on every rank. Any ids will do, the student's likeliest too. With `zero_outside_topk` or
+                `bucket` a token that counts must not have an id twice.
             mask, count: as for `DistillationLoss`.
 
-        Communicates: forward 1 collective, backward 1; with the sequence layout 2 and 2. Where both sides are
-        distributions over the K, products run over the columns that any token asks for, as `Gather` says.
+        Communicates: forward 1 collective, backward 1; with the sequence layout 2 and 2. If both sides are
+        distributions over the K, products compute only the columns that some token's ids name; see `Gather`.
         """
         head = self._head(weight)
         fault = _top_k_fault(teacher_topk_logits, teacher_topk_indices, mask, count)
@@ -184,14 +185,14 @@ class TopKDistillationLoss(FromHidden):
         mask: Tensor | None = None,
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The loss from the teacher's hidden states, `[..., D of the teacher]`, and its weight or head.
+        """Compute the loss from the teacher's hidden states, `[..., D of the teacher]`, and its weight or head.
 
         Args:
-            k: how many ids of each token.
-            ids_of: whose likeliest ids they are.
+            k: the number of ids of each token.
+            ids_of: the model whose likeliest ids these are.
 
-        The teacher is read without a gradient: one product. Communicates: as the call, once more for each head that
-        is read before it, the student's for its own ids.
+        The teacher is read without a gradient, by one product. Communicates: as `__call__`, and forward once more for
+        the teacher and, with `ids_of="student"`, for the student.
         """
         one_of("ids_of", ids_of, ("teacher", "student"))
         head = self._head(weight)
@@ -206,15 +207,15 @@ class TopKDistillationLoss(FromHidden):
         return self(hidden, head, values, ids, mask, count)
 
     def ids_fault(self, ids: Tensor, mask: Tensor | None = None) -> ValueError | None:
-        """Return the fault of a token that counts and has one of `ids` `[..., K]` twice, where all outside of the K is
-        one more outcome, which would lack its probability twice. On CUDA a device-side assertion."""
+        """Return the fault of a token that counts and has one of `ids` `[..., K]` twice, if the probability outside of
+        the K matters: the id's would be subtracted twice. On CUDA a device-side assertion."""
         if not (self.zero_outside_topk or self.bucket) or not ids.dim() or not has_values(ids):
             return None
         option = "bucket" if self.bucket else "zero_outside_topk"
         return fault_unless(
             _of_no_token((ids.sort(-1).values.diff(dim=-1) == 0).any(-1), mask),
             f"teacher_topk_indices has an id twice for a token that counts: with {option}=True each must be there "
-            f"once, since what is outside of the K is reckoned from them; pass ids without repetition",
+            f"once, since the probability outside of the K is computed from them; pass ids without repetition",
         )
 
     def _rest_fault(self, log_probs: Tensor, mask: Tensor | None) -> ValueError | None:
@@ -242,9 +243,11 @@ class TopKDistillationLoss(FromHidden):
         mask: Tensor | None = None,
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The loss from log-probabilities `[..., K]` of the K tokens, normalised as the class says.
+        """Compute the loss from log-probabilities `[..., K]` of the K tokens, normalised as the class says.
 
         Args:
+            student: -inf is the log-probability of an id that the student rules out. The forward and the mixed
+                divergence are infinite where the teacher does not rule this id out.
             teacher: -inf stands for `exp(-100)`.
             entropy: `[...]`, of the student's distribution over its vocabulary; see `needs_entropy`.
         """
@@ -252,27 +255,30 @@ class TopKDistillationLoss(FromHidden):
             raise ValueError("entropy is None: zero_outside_topk with a reverse KL needs the student's; pass it")
         check_per_token(student.shape[:-1], mask=mask)
         student, teacher = (_where_counted(widened(x), mask) for x in (student, teacher))
-        # An id that the teacher rules out: 0 times infinity otherwise, which is NaN.
-        teacher = teacher.where(teacher != -torch.inf, LOG_OUTSIDE)
+        # An id that the teacher rules out would make 0 times infinity, which is NaN.
+        ruled_out = teacher == -torch.inf
+        teacher = teacher.where(~ruled_out, LOG_OUTSIDE)
+        student = student.where(~ruled_out | (student != -torch.inf), LOG_OUTSIDE)
         if self.bucket:
             student, teacher = (torch.cat([x, _log_rest(x)], -1) for x in (student, teacher))
         return _mean(self._divergence(student, teacher, entropy), mask, count)
 
     def _divergence(self, student: Tensor, teacher: Tensor, entropy: Tensor | None) -> Tensor:
         q = student.exp()
+        own_logs = student.where(student != -torch.inf, LOG_OUTSIDE)  # whose products with q are 0, and not NaN
         if self.divergence == "jsd":
             own, other = 1 - self.beta, self.beta
             mixture = torch.logaddexp(student + math.log(own), teacher + math.log(other))
-            inside = own * q * (student - mixture) + other * teacher.exp() * (teacher - mixture)
+            inside = own * q * (own_logs - mixture) + other * teacher.exp() * (teacher - mixture)
             outside = -own * math.log(own) * (1 - q.sum(-1)) if self.zero_outside_topk else 0.0
             return inside.sum(-1) + outside
         forward = (teacher.exp() * (teacher - student)).sum(-1)
         if self.divergence == "forward":
             return forward
-        reverse = (q * (student - teacher)).sum(-1)
+        reverse = (q * (own_logs - teacher)).sum(-1)
         if self.needs_entropy:
             assert entropy is not None
-            reverse = reverse - entropy - (q * student).sum(-1) - LOG_OUTSIDE * (1 - q.sum(-1))
+            reverse = reverse - entropy - (q * own_logs).sum(-1) - LOG_OUTSIDE * (1 - q.sum(-1))
         if self.divergence == "reverse":
             return reverse
         return self.mixed_kl_weight * forward + (1 - self.mixed_kl_weight) * reverse
@@ -284,7 +290,7 @@ def _of_no_token(wrong: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _log_rest(log_probs: Tensor) -> Tensor:
-    """`[..., 1]`: the logarithm of what probability is left beside `[..., K]`; at least `LOG_OUTSIDE`."""
+    """Return `[..., 1]`, the log of the probability that `[..., K]` leave, at least `LOG_OUTSIDE`."""
     inside = log_probs.logsumexp(-1, keepdim=True)
     some = inside < -torch.finfo(inside.dtype).eps  # else rounding has left nothing, or less
     rest = -torch.expm1(inside.where(some, -1.0))
@@ -292,11 +298,10 @@ def _log_rest(log_probs: Tensor) -> Tensor:
 
 
 def _teacher_head(student: LmHead, weight: Tensor | LmHead) -> LmHead:
-    """The teacher's head: ranks, layout, vocabulary and bits are the student's, of a weight `logit_dtype` too.
+    """Make the teacher's head with the student's ranks, layout, vocabulary and bits; for a weight `logit_dtype` too.
 
     Raises:
-        ValueError: an `LmHead` says others; or it has a temperature of its own, where the student's divides both
-            logits.
+        ValueError: an `LmHead` has other ones, or a temperature of its own: the student's divides both logits.
     """
     shared: dict[str, Any] = {name: getattr(student, name) for name in ("tp_group", "hidden_layout", "vocab", "bits")}
     if not isinstance(weight, LmHead):
@@ -329,10 +334,10 @@ def _top_k_fault(
 
 
 def _that_count(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """bool, which tokens count; None: all, or a mask that does not fit, which is told as a fault."""
+    """Return a bool, which tokens count; None: all, or the mask has another shape, which is a fault told elsewhere."""
     return mask > 0 if isinstance(mask, Tensor) and mask.shape == shape else None
 
 
 def _where_counted(x: Tensor, mask: Tensor | None) -> Tensor:
-    """`x` `[..., K]` with 0 at tokens that do not count: 0 times a NaN that stands there is NaN in the gradient."""
+    """Return `x` `[..., K]` with 0 at tokens that do not count: a NaN there, times 0, would be NaN in the gradient."""
     return x if mask is None else x.where(mask.unsqueeze(-1) > 0, 0.0)

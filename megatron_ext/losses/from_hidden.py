@@ -28,13 +28,13 @@ from megatron_ext.losses.checks import (
 from megatron_ext.numerics.tensors import accumulation_dtype
 
 Metrics = dict[str, Tensor]
-# Arguments of `from_log_probs`: those of each label, and those that sums are divided by.
+# Arguments of `from_log_probs`: those with a number for each label, and those that divide sums.
 _PER_TOKEN = ("mask", "old_log_probs", "reference_log_probs", "sampling_log_probs")
 _COUNTS = ("count", "sft_count")
 
 
 class LogProbLossInputs(TypedDict, total=False):
-    """Keywords of a loss of hidden states beside the mask, for completion and type checkers: those of all losses."""
+    """Keywords of all losses from hidden states, beside the mask, for completion and type checkers."""
 
     advantages: Tensor
     desirable: Tensor
@@ -48,21 +48,21 @@ class LogProbLossInputs(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class FromHidden:
-    """Options of the head that makes log-probabilities: those of `megatron_ext.linear_log_probs`, which says more. Pass
-    an `LmHead` in the weight's place to say all that there is to say of a head. An option of the loss that is not None
-    is taken where the `LmHead` has the option's default, and must else be the same as that of the `LmHead`.
+    """Options of the head that computes log-probabilities, as of `megatron_ext.linear_log_probs`. For all options of a
+    head pass an `LmHead` in place of the weight. An option of the loss that is not None takes effect if the `LmHead`
+    has that option's default; otherwise the two must be equal.
 
     Attributes:
         tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group, or no sharding.
         hidden_layout: "sequence": each rank has its slice of dim 0 of the hidden states; None: the head's, or whole.
         vocab: this rank's columns; None: equal shards.
-        temperature: logits are divided by it; None: the head's, or 1. Log-probabilities that are given to
-            `from_log_probs` are taken to have it already.
+        temperature: divides the logits; None: the head's, or 1. `from_log_probs` takes log-probabilities of logits that
+            are divided already.
         chunk_tokens: tokens whose logits exist at a time; None: chosen from the sizes.
         gradient_accumulation_fusion: weight gradients go straight into `weight.main_grad`.
-        bits: which bits are the same; None: as Megatron's `batch_invariant_mode` says.
-        skip_ignored: leave out tokens that do not count; an int: no more than these do. See `linear_cross_entropy`.
-        logit_dtype: the hidden states' 16 bits, for logits that are rounded to it as inference engines do; None: fp32.
+        bits: what leaves the bits of results unchanged, see `LmHead`; None: as Megatron's `batch_invariant_mode` says.
+        skip_ignored: leave out tokens that do not count; an int bounds those that do. See `linear_cross_entropy`.
+        logit_dtype: the hidden states' 16-bit dtype: logits are rounded to it, as in inference engines; None: fp32.
     """
 
     tp_group: Group = None
@@ -76,7 +76,7 @@ class FromHidden:
     logit_dtype: torch.dtype | None = None
 
     def _head(self, weight: Tensor | LmHead, **more: Any) -> LmHead:
-        """The head of a weight `[V/R, D]`, or of an `LmHead`, with these options."""
+        """Make the head of a weight `[V/R, D]`, or of an `LmHead`, with these options."""
         options = {name: getattr(self, name) for name in _OF_THE_HEAD} | more
         options = {name: value for name, value in options.items() if value is not None}
         if isinstance(weight, LmHead):
@@ -85,7 +85,7 @@ class FromHidden:
         return LmHead(weight, **options)
 
     def _only(self, counts: Tensor | None) -> dict[str, Any]:
-        """Return the keywords of `LmHead.read` so that with `skip_ignored` other tokens make no product."""
+        """Return the keywords with which `LmHead.read` leaves out tokens that do not count, if `skip_ignored`."""
         if not self.skip_ignored or counts is None:
             return {}
         return {"counts": counts, "at_most": token_bound(self.skip_ignored)}
@@ -95,7 +95,7 @@ _OF_THE_HEAD = tuple(field.name for field in fields(FromHidden) if field.name !=
 
 
 def token_shape(hidden: Tensor, head: LmHead) -> torch.Size:
-    """Return the shape of one number for each token that `head` reads: of all ranks' with the sequence layout."""
+    """Return the shape of one number for each token that `head` reads; in the sequence layout for all ranks' tokens."""
     check_floating("hidden", hidden)
     shape = hidden.shape[:-1]
     slices = group_size(tensor_parallel_group(head.tp_group)) if head.hidden_layout == "sequence" else 1
@@ -130,24 +130,24 @@ class LogProbLoss(FromHidden, ABC):
         mask: Tensor | None = None,
         **others: Unpack[LogProbLossInputs],
     ) -> tuple[Tensor, Metrics]:
-        """The loss, a scalar, and metrics, 0-d tensors without gradient; on every rank alike.
+        """Return the loss, a scalar, and metrics, 0-d tensors without gradient; both are equal on all ranks.
 
         Args:
             hidden, weight: of the head; see `linear_log_probs`. The weight may be an `LmHead`, with which the loss's
                 options are merged.
-            labels: the token that each position predicts: shifted already.
-            mask: which tokens count, or weights of them; None: all whose label is not `ignore_index`.
+            labels: integer ids of the token that each position predicts, shifted already.
+            mask: which tokens count, or their weights; None: all whose label is not `ignore_index`.
             given: arguments of `from_log_probs` that come before its mask: `advantages` of `GRPOLoss`, `desirable` of
                 `KTOLoss`; other losses have none.
             others: the other arguments of `from_log_probs`, by keyword, such as `reference_log_probs` of `DPOLoss` and
                 `old_log_probs` of `GRPOLoss`.
 
         Raises:
-            ValueError: before anything is communicated, what every rank sees: an argument that is missing or of another
-                type, labels that the loss cannot be of, options. After it, on every rank of `tp_group`, what one of
-                them alone may be given: a shape that is not the labels', a negative count, what the head refuses. Two
-                faults of one rank cannot be told: labels of another shape, and with `skip_ignored` a mask of another
-                shape. The ranks would not agree on how many tokens there are.
+            ValueError: before anything is communicated, faults that every rank sees: an argument that is missing or of
+                another type, labels of a shape that the loss cannot take, options. After the exchange, on every rank of
+                `tp_group`, faults that one rank alone may have: a shape that is not the labels', a negative count, what
+                the head refuses. One rank's labels of another shape, and with `skip_ignored` its mask of another shape,
+                are not detected: the ranks would not agree on the number of tokens.
         """
         check_tensor("labels", labels, "a tensor of integer token ids")
         head = self._head(weight, cache=self.cache)
@@ -161,7 +161,7 @@ class LogProbLoss(FromHidden, ABC):
         return self.from_log_probs(log_probs, *given, mask=mask, **others)
 
     def _bound(self, given: tuple[Tensor, ...], **others: Any) -> dict[str, Any]:
-        """Arguments of `from_log_probs` by name. Raises TypeError that says how the loss is called."""
+        """Bind the arguments of `from_log_probs` to their names; a TypeError says how the loss is called."""
         signature, name = inspect.signature(self.from_log_probs), type(self).__name__
         try:
             return signature.bind(None, *given, **others).arguments
@@ -180,13 +180,13 @@ class LogProbLoss(FromHidden, ABC):
 
     @abstractmethod
     def from_log_probs(self, log_probs: Tensor, *given: Any, **others: Any) -> tuple[Tensor, Metrics]:
-        """The loss from log-probabilities of the labels, the shape of these."""
+        """Compute loss and metrics from the labels' log-probabilities, of the labels' shape."""
 
     def _fault(self, shape: torch.Size, given: Mapping[str, Any]) -> ValueError | None:
         """Return the fault, which one rank alone may see, of the arguments of `from_log_probs` for labels of this
         shape.
 
-        Raises ValueError for what every rank sees.
+        Raises ValueError for faults that every rank sees.
         """
         check_rows(shape)
         return first_fault(
@@ -195,25 +195,25 @@ class LogProbLoss(FromHidden, ABC):
         )
 
     def _check(self, shape: torch.Size, **given: Any) -> None:
-        """Raises ValueError unless the arguments of `from_log_probs` fit labels of this shape."""
+        """Raise ValueError unless the arguments of `from_log_probs` fit labels of this shape."""
         raise_if_any(self._fault(shape, given))
 
     def _row_count(self, shape: torch.Size) -> int:
         return shape[1 if self.sequence_first else 0]
 
     def _apart(self, log_probs_BS: Tensor, reference_log_probs: Tensor | None) -> Tensor:
-        """The log-probabilities less those of a reference policy, which get no gradient, if there is one."""
+        """Subtract a reference policy's log-probabilities, which get no gradient, if there is one."""
         if reference_log_probs is None:
             return log_probs_BS
         return log_probs_BS - self._rows(reference_log_probs.detach())
 
     def _rows(self, x: Tensor) -> Tensor:
-        """`[B, S]`, of 16-bit numbers in fp32."""
+        """Return `x` as `[B, S]`, 16-bit numbers in fp32."""
         x = widened(x)
         return x.t() if self.sequence_first and x.dim() == 2 else x
 
     def _inputs(self, log_probs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and weights of tokens, 1 without a mask, `[B, S]`."""
+        """Return log-probabilities, and weights of tokens (1 without a mask), both `[B, S]`."""
         log_probs_BS = self._rows(log_probs)
         return log_probs_BS, torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs_BS.dtype)
 

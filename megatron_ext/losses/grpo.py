@@ -43,15 +43,15 @@ class GRPOLoss(LogProbLoss):
         loss_type: what a loss is a mean over, and of what.
             "dapo": all tokens (Yu et al., 2025); "bnpo" the same;
             "grpo": rows, each the mean of its tokens;
-            "dr_grpo": rows times `max_completion_length` (Liu et al., 2025);
-            "cispo": tokens, of clipped weights, `min(r, epsilon_high)`, times log-probabilities;
+            "dr_grpo": the sum over tokens, divided by rows times `max_completion_length` (Liu et al., 2025);
+            "cispo": all tokens, of clipped weights, `min(r, epsilon_high)`, times log-probabilities;
             "sapo": as "grpo", with a soft gate in place of clipping.
         epsilon, epsilon_high: ratios are clipped to `1 - epsilon` and `1 + epsilon_high`; None: `epsilon`.
-        delta: the ratio that is not clipped is at most that; None: not bounded.
+        delta: upper bound of the ratio that is not clipped; None: not bounded.
         importance_sampling_level: "sequence": one ratio for a row, the geometric mean (GSPO).
         beta: factor of the KL divergence from the reference policy, estimated by `kl_estimator` with its clamps (see
             `policy_gradient.kl_estimate`); `use_bias_correction_kl` multiplies the estimate by the ratio.
-        sampling_correction: how tokens are weighed where `sampling_log_probs` are given (see
+        sampling_correction: how tokens are weighed if `sampling_log_probs` are given (see
             `policy_gradient.sampling_weights`), with `sampling_ratio_min` and `sampling_ratio_max`.
     """
 
@@ -124,17 +124,17 @@ class GRPOLoss(LogProbLoss):
         sampling_log_probs: Tensor | None = None,
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The loss, and metrics: means over the tokens that count.
+        """Compute the loss, and metrics: means over the tokens that count.
 
         Args:
             log_probs: of the labels, `[B, S]` (all per token `[S, B]` with `sequence_first`).
             advantages: `[B]`, or one for each token.
-            mask: which tokens count, or weights of them; None: all.
-            old_log_probs: of the policy that the samples are from; None: this one, with ratio 1. No gradient goes to
-                these, nor to the next two.
-            reference_log_probs: needed where `beta` is not 0.
-            sampling_log_probs: those of the generator, where they differ from `old_log_probs`.
-            count: what the sum is divided by instead of this call's tokens, or rows: of all micro-batches and ranks.
+            mask: which tokens count, or their weights; None: all.
+            old_log_probs: of the policy that the samples are from; None: this one, with ratio 1. These and the next two
+                get no gradient.
+            reference_log_probs: needed if `beta` is not 0.
+            sampling_log_probs: those of the generator, if they differ from `old_log_probs`.
+            count: the divisor of the sum, the tokens or rows of all micro-batches and ranks; None: those of this call.
         """
         self._check(
             log_probs.shape,
@@ -178,7 +178,7 @@ class GRPOLoss(LogProbLoss):
         return pg.clipped_surrogate(ratio, advantages_BS, low, high, self.delta)
 
     def _clipping(self, ratio: Tensor, advantages_BS: Tensor, mask_BS: Tensor) -> Metrics:
-        """Means of the ratio, and of where it was clipped against the advantage."""
+        """Return the mean ratio, and the share of tokens at which it was clipped."""
         low, high = self._bounds
         clipped = ((ratio < low) & (advantages_BS < 0)) | ((ratio > high) & (advantages_BS > 0))
         if self.loss_type == "sapo":

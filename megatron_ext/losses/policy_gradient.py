@@ -1,7 +1,7 @@
 """Terms of policy gradient losses, token by token, from log-probabilities. No head, no reduction.
 
-Legend: B rows, S positions. Log-probabilities are `[B, S]`; masks are 0 where a token does not count. What stands at
-such tokens may be anything: it is set to 0 before an exponential could overflow.
+Legend: B rows, S positions. Log-probabilities are `[B, S]`; masks are 0 where a token does not count. Values at such
+tokens may be anything: they are set to 0 before an exponential could overflow.
 """
 
 from typing import Literal
@@ -19,7 +19,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 def probability_ratio(log_probs_BS: Tensor, old_BS: Tensor, mask_BS: Tensor, level: Level = "token") -> Tensor:
     """Return the ratio `exp(log_prob - old)`, `[B, S]`, 1 at tokens that do not count.
 
-    Of "sequence" level the geometric mean over a row's tokens, `[B, 1]` (GSPO; Zheng et al., 2025).
+    On level "sequence" it is the geometric mean over a row's tokens, `[B, 1]` (GSPO; Zheng et al., 2025).
     """
     change_BS = counted(log_probs_BS - old_BS, mask_BS)
     return change_BS.exp() if level == "token" else row_means(change_BS, mask_BS).exp().unsqueeze(1)
@@ -28,7 +28,7 @@ def probability_ratio(log_probs_BS: Tensor, old_BS: Tensor, mask_BS: Tensor, lev
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, ceiling: float | None = None):
     """PPO's loss of a token (Schulman et al., 2017): the larger of `-A r` and `-A clip(r, low, high)`.
 
-    `ceiling`: the first r is at most that (two-sided clipping; INTELLECT-2, 2025).
+    `ceiling`: upper bound of the first r (two-sided clipping; INTELLECT-2, 2025).
     """
     clipped = ratio.clamp(low, high)
     ratio = ratio if ceiling is None else ratio.clamp(max=ceiling)
@@ -36,12 +36,12 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
 
 
 def dual_clipped(loss: Tensor, advantages: Tensor, bound: float) -> Tensor:
-    """The loss, where the advantage is negative at most `-bound A` (Ye et al., 2020)."""
+    """Bound the loss by `-bound A` where the advantage A is negative (Ye et al., 2020)."""
     return torch.minimum(loss, -advantages * bound).where(advantages < 0, loss)
 
 
 def clipped_weight_loss(log_probs: Tensor, clipped_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """CISPO's loss of a token (MiniMax-M1, 2025): the clipped ratio weighs, the gradient is the log-prob's."""
+    """CISPO's loss of a token (MiniMax-M1, 2025): the clipped ratio is a weight without a gradient."""
     return -clipped_ratio.detach() * advantages * log_probs
 
 
@@ -60,13 +60,13 @@ def sampling_weights(
     low: float | None = None,
     high: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights of samples whose generator computed other log-probabilities than the trainer.
+    """Compute the importance weights of samples whose generator computed other log-probabilities than the trainer.
 
-    `exp(old - sampled)`, of a token `[B, S]`, or of "sequence" level the product over a row's tokens `[B, 1]`. Weights
-    that overflow are 0. Truncation, by bounds of which either may be None:
-        "truncate": weights are moved to the nearest bound (TIS);
-        "mask": those outside are 0 (IcePop);
-        "mean mask": of rows whose geometric mean of token weights lies outside all are 0.
+    Weights are `exp(old - sampled)` of each token, `[B, S]`, on level "sequence" their product over a row, `[B, 1]`.
+    Weights that overflow are 0. Truncation, by bounds of which either may be None:
+        "truncate": weights are clamped to the bounds (TIS);
+        "mask": weights outside are 0 (IcePop);
+        "mean mask": all weights are 0 of rows whose geometric mean of token weights lies outside.
 
     Returns:
         The weights, and which lie outside: bool of their shape, with "mean mask" `[B, 1]`. No gradient.
@@ -101,7 +101,7 @@ def kl_estimate(
     Args:
         apart: d of each token.
         input_clamp, output_clamp: bounds of the size of d, and of the result; None: not bounded.
-        weights: importance weights; where d is bounded they bring no gradient.
+        weights: importance weights; they get no gradient where d is clamped.
     """
     if input_clamp is not None:
         bounded = apart.clamp(-input_clamp, input_clamp)

@@ -29,18 +29,18 @@ Pairs = Literal["halves", "interleaved"]
 
 
 def preference_loss(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """`-log sigmoid(margin)`, the part `label_smoothing` of it with the pair the other way round (Bradley, Terry)."""
+    """Return `-log sigmoid(margin)` (Bradley, Terry), with `label_smoothing` as the weight of the exchanged pair's."""
     return -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
 
 
 def log_odds(mean_log_prob: Tensor) -> Tensor:
-    """`log(p / (1 - p))` of `p = exp(mean_log_prob)`; at p = 1 the value at the largest p below 1, without gradient."""
+    """Return `log(p / (1 - p))` of `p = exp(mean_log_prob)`; at p = 1 a large finite value without gradient."""
     mean_log_prob = mean_log_prob.clamp(max=-torch.finfo(mean_log_prob.dtype).tiny)
     return mean_log_prob - (-torch.expm1(mean_log_prob)).log()
 
 
 def _check_reference(reference_free: bool, reference_log_probs: Tensor | None) -> None:
-    """Raises ValueError unless a loss has the reference that it is of: without it, it would be another one."""
+    """Raise ValueError unless either `reference_log_probs` are given or the loss is `reference_free`."""
     if reference_free == (reference_log_probs is None):
         return
     if reference_free:
@@ -52,7 +52,7 @@ def _check_reference(reference_free: bool, reference_log_probs: Tensor | None) -
 
 
 def split_pairs(rows: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """The chosen rows, and the rejected ones: of "halves" the first and the second half, else each second one."""
+    """Return the chosen and the rejected rows: of "halves" the first and the second half, else each second row."""
     if pairs == "interleaved":
         return rows[0::2], rows[1::2]
     return rows[: len(rows) // 2], rows[len(rows) // 2 :]
@@ -60,13 +60,13 @@ def split_pairs(rows: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class _PairLoss(LogProbLoss):
-    """A loss of pairs of rows. A pair counts where both rows have a token that does.
+    """A loss of pairs of rows. A pair counts if both rows have a token that counts.
 
     Attributes:
-        beta: factor of log-probabilities in the rewards, and as each loss says.
-        pairs: how they lie: "halves": all chosen rows, then the rejected ones in the same order, as Liger and TRL have
-            them; "interleaved": chosen, rejected, chosen, ..., as NeMo-RL has them.
-        label_smoothing: how likely a pair is the wrong way round.
+        beta: factor of log-probabilities in the rewards; each loss says what else it does.
+        pairs: the order of rows: "halves": all chosen rows, then the rejected ones in the same order, as in Liger and
+            TRL; "interleaved": chosen, rejected, chosen, ..., as in NeMo-RL.
+        label_smoothing: the probability that a pair is labelled the wrong way round.
         sft_weight: factor of the mean negative log-likelihood of the chosen rows' tokens, which is added.
     """
 
@@ -90,8 +90,8 @@ class _PairLoss(LogProbLoss):
         count: Tensor | float | None,
         sft_count: Tensor | float | None,
     ) -> tuple[Tensor, Metrics]:
-        """The mean of the pairs that count, or their sum over `count`; of the likelihood that of tokens. Rewards are
-        `beta` times `apart_B`."""
+        """Return the pairs' mean loss, or its sum over `count`, plus the chosen tokens' likelihood by `sft_weight`, and
+        metrics. Rewards are `beta` times `apart_B`."""
         some_P = torch.stack(split_pairs((mask_BS > 0).any(1), self.pairs)).all(0)
         total = some_P.sum() if count is None else count
 
@@ -133,10 +133,10 @@ class DPOLoss(_PairLoss):
     """Direct preference optimisation (Rafailov et al., 2023), `-log sigmoid(beta ((c - c_ref) - (r - r_ref)))`.
 
     Attributes:
-        beta: how far the policy is held to the reference.
+        beta: how strongly the policy is held to the reference.
         reference_free: there is no reference: `c_ref` and `r_ref` are 0, and `reference_log_probs` is left out.
-        loss_type: "sigmoid"; "hinge": `max(0, 1 - margin)` (SLiC; Zhao et al., 2023); "ipo": the square of the
-            difference of means less `1 / (2 beta)` (Azar et al., 2023).
+        loss_type: "sigmoid", as above; with d for its difference of differences "hinge": `max(0, 1 - beta d)` (SLiC;
+            Zhao et al., 2023); "ipo": `(d - 1 / (2 beta))^2` (Azar et al., 2023).
         average_log_prob: c and r are means instead of sums; with "ipo" they always are.
     """
 
@@ -161,17 +161,17 @@ class DPOLoss(_PairLoss):
         count: Tensor | float | None = None,
         sft_count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The loss, and of all pairs the means of the rewards `beta (c - c_ref)` and of whether the chosen one's is
-        larger.
+        """Compute the loss, and over pairs the mean rewards, `beta (c - c_ref)` and `beta (r - r_ref)`, and how often
+        the chosen row's is larger.
 
         Args:
             log_probs: of the labels, `[B, S]` (all per token `[S, B]` with `sequence_first`).
-            mask: which tokens count, or weights of them; None: all.
-            reference_log_probs: of the reference policy, for each token as `log_probs`, without a gradient; None with
-                `reference_free` alone.
-            count: pairs that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
-            sft_count: tokens that the sum of `sft_weight` is divided by, those of the chosen rows of all micro-batches
-                and ranks; None: those of this call. It goes together with `count`.
+            mask: which tokens count, or their weights; None: all.
+            reference_log_probs: of the reference policy, shaped like `log_probs`; they get no gradient. None only with
+                `reference_free`.
+            count: the divisor of the sum, the pairs of all micro-batches and ranks; None: those of this call.
+            sft_count: the divisor of the likelihood's sum, the tokens of the chosen rows of all micro-batches and
+                ranks; None: those of this call. With `sft_weight` pass both counts or neither.
         """
         given = {"mask": mask, "reference_log_probs": reference_log_probs, "count": count, "sft_count": sft_count}
         self._check(log_probs.shape, **given)
@@ -220,7 +220,7 @@ class _MeansLoss(_PairLoss):
 
     @abstractmethod
     def _of_each_pair(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-        """The loss of each pair, of the means of its rows."""
+        """Return the loss of each pair, from its rows' mean log-probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ class SimPOLoss(_MeansLoss):
     """Preference without a reference (SimPO; Meng et al., 2024), `-log sigmoid(beta (c - r) - gamma)` of means.
 
     Attributes:
-        beta, gamma: factor of the difference, and by how much it should be above 0.
+        beta, gamma: factor of the difference, and the margin by which the product should exceed 0.
     """
 
     gamma: float = 0.5
@@ -262,7 +262,7 @@ class KTOLoss(LogProbLoss):
     desirable, `1 - sigmoid(beta (kl - x))` of the others, x a row's log-probability less the reference's.
 
     Attributes:
-        beta: how far the policy is held to the reference.
+        beta: how strongly the policy is held to the reference.
         desirable_weight, undesirable_weight: factors of the two kinds of rows.
         average_log_prob: x is a mean over tokens instead of a sum.
         reference_free: there is no reference: x is a row's log-probability, and `reference_log_probs` is left out.
@@ -287,14 +287,14 @@ class KTOLoss(LogProbLoss):
         kl: Tensor | float = 0.0,
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The loss, the mean of the rows, and the means of rewards `beta x` of each kind.
+        """Compute the loss, a mean over rows, and the mean rewards `beta x` of each kind of rows.
 
         Args:
             log_probs, mask, reference_log_probs: as for `DPOLoss`.
             desirable: bool `[B]`.
-            kl: how far the policy is from the reference: the mean of x over rows with answers to other prompts, or 0
-                where that is below 0. It gets no gradient.
-            count: rows that the sum is divided by, those of all micro-batches and ranks; None: those of this call that
+            kl: how far the policy is from the reference: the mean of x over rows with answers to other prompts, taken
+                as 0 if negative. It gets no gradient.
+            count: the divisor of the sum, the rows of all micro-batches and ranks; None: the rows of this call that
                 have a token that counts.
         """
         given = {"mask": mask, "reference_log_probs": reference_log_probs, "kl": kl, "count": count}

@@ -7,22 +7,22 @@ from torch import Tensor
 
 
 def counted(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` where a token counts, 0 elsewhere, whatever stands there: infinite differences too."""
+    """Return `x` where a token counts, and 0 elsewhere, even for infinite or NaN values."""
     return x.where(mask > 0, 0.0)
 
 
 def row_sums(x_BS: Tensor, mask_BS: Tensor) -> Tensor:
-    """`[B]`: sums over what counts of a row, whatever stands elsewhere."""
+    """Return `[B]`, the weighted sums over the tokens of each row that count."""
     return (counted(x_BS, mask_BS) * mask_BS).sum(1)
 
 
 def row_means(x_BS: Tensor, mask_BS: Tensor) -> Tensor:
-    """`[B]`: means over what counts of a row, 0 where nothing does."""
+    """Return `[B]`, the weighted means over the tokens of each row that count; 0 for a row without any."""
     return divide(row_sums(x_BS, mask_BS), mask_BS.sum(1))
 
 
 def token_mean(x: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
-    """Mean over what counts, or the sum of that over `count`."""
+    """Return the weighted mean over the tokens that count, or their weighted sum divided by `count`."""
     return divide((counted(x, mask) * mask).sum(), mask.sum() if count is None else count)
 
 
@@ -30,11 +30,14 @@ def divide(x: Tensor, count: Tensor | float) -> Tensor:
     """`x / count`, 0 where nothing counts.
 
     Raises:
-        ValueError: a count that is no tensor and negative; a tensor's value is not looked at, which would wait for it.
+        ValueError: `count` is a negative number. A tensor's value is not checked: that would wait for the device.
     """
     if (fault := below_0(count)) is not None:
         raise fault
-    return x / (count.clamp(min=1e-8) if isinstance(count, Tensor) else max(count, 1e-8))
+    if isinstance(count, Tensor):
+        count = count.clamp(min=1e-8)
+        return x / (count.reshape(()) if count.numel() == 1 else count)
+    return x / max(count, 1e-8)
 
 
 def below_0(count: Tensor | float, name: str = "count") -> ValueError | None:

@@ -1,4 +1,4 @@
-"""Into Megatron-Core: the fused head in GPTModel, layer specs, norms, attention, our layers in place of its own."""
+"""Plug-ins for Megatron-Core: the fused head in GPTModel, layer specs, norms, attention, tensor-parallel layers."""
 
 try:
     import megatron.core  # noqa: F401

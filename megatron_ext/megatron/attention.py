@@ -1,7 +1,7 @@
 """Core attention for Megatron's `SelfAttention` and `CrossAttention`, on `F.scaled_dot_product_attention`.
 
-It takes the place of Megatron's `DotProductAttention` (which forms every score matrix and refuses packing and context
-parallelism) or `TEDotProductAttention` (which needs Transformer Engine and CUDA), and runs on CPU and GPU.
+`CoreAttention` takes the place of Megatron's `DotProductAttention` (which forms every score matrix and refuses packing
+and context parallelism) or `TEDotProductAttention` (which needs Transformer Engine and CUDA). It runs on CPU and GPU.
 """
 
 import contextlib
@@ -23,48 +23,49 @@ from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.host_values import HostMemo
 from megatron_ext.sequence.zigzag import zigzag_positions
 
-_CAUSAL = ("causal", "padding_causal", "causal_bottom_right")  # by name: older versions do not have the last
+_CAUSAL = ("causal", "padding_causal", "causal_bottom_right")  # names: older versions of Megatron-Core lack the last
 _EXCHANGES = (None, "p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 class CoreAttention(MegatronModule):
     """softmax(scale * q k^T) v, without parameters.
 
-    Without attention dropout SDPA runs, whose flash kernels keep no scores, and equals Megatron's `DotProductAttention`
-    to rounding. Dropout in SDPA could never draw as Megatron does: where dropout is on (training,
-    `attention_dropout` > 0) and Megatron's local attention could run at all, scores are formed and dropped as there, at
-    the same cost in memory. Draws and numbers are the same, bit for bit where its softmax is the unfused one. Packed
-    sequences and context parallelism, which it refuses, use SDPA's own dropout.
+    Without attention dropout the module calls SDPA, whose flash kernels keep no scores; results equal those of
+    Megatron's `DotProductAttention` up to rounding. SDPA's dropout draws other random numbers than Megatron's. So with
+    dropout (in training, `attention_dropout` > 0) scores are formed and dropped as `DotProductAttention` does it, with
+    the same draws and the same memory; results are bitwise equal if Megatron's softmax is the unfused one. Packed
+    sequences and context parallelism, which `DotProductAttention` refuses, use SDPA's own dropout.
 
-    Draws are made under Megatron's RNG tracker, so that tensor-parallel ranks draw different numbers and recomputation
-    the same ones; under sequence parallelism Megatron has forked it further out.
+    Dropout draws under Megatron's RNG tracker, so that tensor-parallel ranks draw different numbers and recomputation
+    draws the same ones; under sequence parallelism Megatron's transformer block has forked the tracker already.
 
-    SDPA's softmax of 16-bit inputs is in fp32, whatever `attention_softmax_in_fp32` says. The scaling of
-    `apply_query_key_layer_scaling` guards the range of scores that are kept in 16 bits; SDPA keeps none: it cancels.
-    A query that sees no key gets zeros here, and the mean of all values in Megatron.
+    SDPA's softmax of 16-bit inputs is in fp32, whatever `attention_softmax_in_fp32` says.
+    `apply_query_key_layer_scaling` guards the range of stored 16-bit scores and cancels in the result; SDPA stores no
+    scores and ignores it. A query that sees no key gets zeros here, and the mean of all values in Megatron.
 
-    Context parallelism takes the zigzag layout of `get_batch_on_this_cp_rank` and gathers keys and values, for every
-    `cp_comm_type` (which says how to communicate, not what comes out). Communicates: one all-gather, backward one
-    reduce-scatter, over the `cp` group; nothing otherwise.
+    Context parallelism takes the zigzag layout of `get_batch_on_this_cp_rank` and gathers keys and values, whatever
+    `cp_comm_type` says (it names a way to communicate, and does not change results). Communicates: one all-gather over
+    the `cp` group, backward one reduce-scatter; nothing without context parallelism.
 
     Not supported, each a ValueError: attention bias, softmax types with a sink ("off-by-one", "learnable"), qk-clip and
     the logging of the largest score, FP8 attention, packed sequences in another format than "thd".
 
     Args, as Megatron passes them:
-        config: read are `window_size`, `window_attn_skip_freq`, `attention_dropout`, `kv_channels`,
-            `context_parallel_size`, `sequence_parallel`, `apply_query_key_layer_scaling`, `attention_softmax_in_fp32`.
+        config: the fields read are `window_size`, `window_attn_skip_freq`, `attention_dropout`, `kv_channels`,
+            `context_parallel_size`, `sequence_parallel`, `apply_query_key_layer_scaling`, `attention_softmax_in_fp32`,
+            `batch_invariant_mode`, and those of the features that are not supported.
         layer_number: from 1.
-        attn_mask_type: the type of mask where a call names none.
-        attention_type: "self" or "cross"; the tensors say what there is to know.
-        attention_dropout: None: the config's.
+        attn_mask_type: the mask type of calls that pass none.
+        attention_type: "self" or "cross"; not read, as the tensors' shapes suffice.
+        attention_dropout: None: `config.attention_dropout`.
         softmax_scale: None: 1 / sqrt(kv_channels).
-        cp_comm_type: one of those that Megatron knows.
-        pg_collection, model_comm_pgs: an object with process groups; read is `cp`. None: Megatron's own. (The second
-            name is that of Megatron-Core 0.14.)
+        cp_comm_type: None, "p2p", "all_gather", "a2a" or "a2a+p2p".
+        pg_collection, model_comm_pgs: an object whose process group `cp` is used; None: Megatron's own group. (The
+            second name is that of Megatron-Core 0.14.)
 
     Raises:
-        ValueError: a feature that is not supported; a `window_size` that is none; an unknown `cp_comm_type`; a config
-            with context parallelism and no group of that size.
+        ValueError: a feature that is not supported; a `window_size` that is neither None nor two integers; an unknown
+            `cp_comm_type`; a `cp` group that has not `config.context_parallel_size` ranks.
     """
 
     def __init__(
@@ -105,20 +106,21 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params=None,
     ) -> Tensor:
-        """Attention of one layer, on this rank's heads.
+        """Compute the attention of one layer, on this rank's heads.
 
         Args:
-            query: `[s, b, h, d]`; packed `[t, h, d]`. s and t are this rank's part under context parallelism.
+            query: `[s, b, h, d]`; packed `[t, h, d]`. Under context parallelism s and t count this rank's tokens.
             key, value: `[s_k, b, g, d]`, packed `[t_k, g, d]`; h is a multiple of g.
             attention_mask: bool, broadcastable to `[b, h, s, keys of all ranks]`, True where a query must not look, or
-                None. It narrows the type and the window. A mask that only repeats "causal" is dropped (finding out is
-                one host synchronisation for each mask on a GPU); with any other one no flash kernel can run. Not read
-                with packed sequences, whose boundaries say it.
-            attn_mask_type: None: the constructor's. The causal types ask for as many keys as queries, or for a single
-                query, which stands at the last key; `causal_bottom_right` for nothing, the last query does.
+                None. It hides keys beside those that mask type and window hide. A mask that only repeats "causal" is
+                dropped (the comparison is one host synchronisation for each mask on a GPU); with any other mask no
+                flash kernel can run. Ignored for packed sequences, whose boundaries hide the same keys.
+            attn_mask_type: None: the constructor's. "causal" and "padding_causal" need as many keys as queries, or a
+                single query, which is at the last key's position. `causal_bottom_right` takes any number of each; its
+                last query is at the last key's position.
             packed_seq_params: Megatron's `PackedSeqParams`. `cu_seqlens_q` and `cu_seqlens_kv` count the tokens of all
-                ranks, `cu_seqlens_*_padded` the places that they take. Its `cp_group` (or `local_cp_size` 1) overrules
-                the module's.
+                ranks, `cu_seqlens_*_padded` tokens and padding. Its `cp_group` (or `local_cp_size` 1) overrides the
+                module's.
 
         Returns:
             `[s, b, h * d]`, packed `[t, h * d]`. Zeros for queries that see no key and for padding between sequences.
@@ -155,7 +157,7 @@ class CoreAttention(MegatronModule):
         return out.flatten(1)
 
     def _attend(self, query, key, value, causal: bool, cp_group: Group, **seen: Any) -> Tensor:
-        """`[s, b, h, d]`; `seen`: the arguments of `attend` that say what queries see beside the window."""
+        """Return the output `[s, b, h, d]`; `seen`: the arguments of `attend` that hide keys, beside the window."""
         window = Window(self.window.left, 0) if causal else self.window
         dropout = self.attention_dropout if self.training else 0.0
         with self._draws(dropout), attention_kernels(query, self.config):
@@ -164,13 +166,13 @@ class CoreAttention(MegatronModule):
             return attend(query, key, value, window, cp_group=cp_group, scale=self.scale, dropout=dropout, **seen)
 
     def _draws(self, dropout: float) -> contextlib.AbstractContextManager:
-        """The stream of random numbers, as Megatron's, which forks further out under sequence parallelism."""
+        """Fork Megatron's RNG tracker for dropout; under sequence parallelism Megatron has forked it already."""
         if dropout == 0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         return tensor_parallel.get_cuda_rng_tracker().fork()
 
     def _drop_as_megatron(self, q_SBHD, k_TBGD, v_TBGD, window: Window, mask: Tensor | None, dropout: float) -> Tensor:
-        """Attention by explicit scores: order of operations, roundings and draws are those of `DotProductAttention`."""
+        """Compute attention by explicit scores, with the order of operations and the draws of `DotProductAttention`."""
         queries, batch, heads = q_SBHD.shape[:3]
         keys = k_TBGD.shape[0]
         if heads != k_TBGD.shape[2]:
@@ -186,7 +188,7 @@ class CoreAttention(MegatronModule):
         hidden = ~window.visible(keys - queries, queries, keys, q_SBHD.device)
         if mask is not None:
             hidden = hidden | mask
-        # Finite, or a row that sees nothing would be NaN. Everywhere else what is hidden underflows to an exact zero.
+        # Finite, as a row of -inf alone would become NaN. In any other row hidden scores underflow to exact zeros.
         scores_BHST = scores_BHST.masked_fill_(hidden, torch.finfo(scores_BHST.dtype).min)
         probs_BHST = scores_BHST.softmax(-1).to(q_SBHD.dtype)
         if mask is not None:
@@ -207,7 +209,7 @@ def _check_config(config, cp_comm_type: str | None) -> None:
         "fp8_multi_head_attention": False,
     }
     for name, supported in unsupported.items():
-        value = getattr(config, name, supported)  # older versions of Megatron-Core do not have them all
+        value = getattr(config, name, supported)  # older versions of Megatron-Core lack some of these fields
         if value != supported:
             raise ValueError(
                 f"config.{name} is {value!r}: this core attention has only {supported!r}; change it, or put "
@@ -216,7 +218,7 @@ def _check_config(config, cp_comm_type: str | None) -> None:
 
 
 def _window_of_layer(config, layer_number: int) -> Window:
-    """The sliding window of a layer: none where the config has none, or makes an exception for the layer."""
+    """Return the sliding window of a layer; without limits if the config has no window, or excepts this layer."""
     size = config.window_size
     if size is None:
         return Window()
@@ -234,7 +236,7 @@ def _window_of_layer(config, layer_number: int) -> Window:
 
 
 def _narrowing(mask: Tensor | None, query: Tensor, key: Tensor, kind: AttnMaskType, cp_group: Group) -> Tensor | None:
-    """`mask` of whole sequences if it fits; None if the type of mask says as much."""
+    """Check the mask's shape and return `mask`; None if the mask type alone hides the same keys."""
     ranks, queries, keys = group_size(cp_group), query.shape[0], key.shape[0]
     causal = kind.name in _CAUSAL
     if causal and queries != keys and queries > 1 and kind.name != "causal_bottom_right":
@@ -249,7 +251,7 @@ def _narrowing(mask: Tensor | None, query: Tensor, key: Tensor, kind: AttnMaskTy
 
 
 def _only_causal(mask: Tensor, queries: int, ranks: int, rank: int) -> bool:
-    """True if the mask hides just what lies ahead. False where finding out is impossible."""
+    """Return whether the mask hides exactly the later keys; False if its values cannot be read now."""
     fake = torch.compiler.is_compiling() or isinstance(mask, FakeTensor)
     if mask.shape[-2] != queries or queries * ranks != mask.shape[-1] or fake:
         return False

@@ -3,8 +3,8 @@
     check_models([model])           # language models, or models around them
     stop_when_built(say)            # in a script that builds and trains by itself
 
-A script has built its models when it makes its first optimizer, or runs its first language model; both are seen in
-torch, so that no way of building models has to be known. Which models it has built, their constructor says.
+A script has built its models when it makes its first optimizer, or runs its first language model. Hooks in torch notice
+both, however the script builds its models. A wrapper around the models' constructor lists the models.
 """
 
 import weakref
@@ -25,18 +25,18 @@ from megatron_ext.replace import Replacement, apply_all, restore_all
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """One language model.
+    """The result for one language model.
 
     Attributes:
-        model: its class name, and its virtual pipeline stage where there is one.
-        has_output_layer: whether this rank's stage of the pipeline has it; without, there is nothing to fuse here.
+        model: its class name, and its virtual pipeline stage if there is one.
+        has_output_layer: whether this rank's pipeline stage has the output layer; without it nothing can be fused here.
         losses: how many losses a micro-batch takes from the output layer: one, and one for each layer of
             multi-token prediction.
         why_not: why the fused head would leave the model to Megatron's own loss; None if it would not.
-        to_prove: what of its output layer or its loss is neither Megatron's nor ours, so that the first batch decides;
-            None if all is.
-        shared: whether all stages of the pipeline share its vocabulary, and take its loss together.
-        layers: how many tensor-parallel layers the model has, by the package that they come from.
+        to_prove: the part of its output layer or loss that is neither Megatron's nor ours, so that the first batch
+            decides; None if there is none.
+        shared: whether all pipeline stages share its vocabulary, and compute its loss together.
+        layers: the number of its tensor-parallel layers, by the package that they come from.
     """
 
     model: str
@@ -62,13 +62,13 @@ class ModelCheck:
 
 @dataclass(frozen=True)
 class BuildCheck:
-    """The language models of this rank, in the order in which they were met."""
+    """The results for the language models of this rank, in the order in which the check found them."""
 
     models: tuple[ModelCheck, ...]
 
     @property
     def passed(self) -> bool:
-        """Return whether there is a model, and the head is known to leave out none."""
+        """Return whether there is a model, and no model keeps Megatron's own loss or has to be proved first."""
         return bool(self.models) and all(one.why_not is one.to_prove is None for one in self.models)
 
     def __str__(self) -> str:
@@ -102,12 +102,12 @@ def _check(model: Any) -> ModelCheck:
 
 
 def stop_when_built(say: Callable[[BuildCheck], None]) -> None:
-    """Have the script end as soon as it has built its models: `say` gets the check, SystemExit is raised.
+    """End the script as soon as it has built its models: call `say` with the check, and raise SystemExit.
 
-    The exit code is 0 if the check has passed, 1 if not. A script that builds no model runs to its end; models that
-    were built before are not looked at.
+    The exit code is 0 if the check has passed, 1 if not. A script that builds no model runs to its end. Models built
+    before this call are not checked.
     """
-    built: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in the order in which they were met
+    built: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in the order of construction
 
     def stop() -> None:
         restore_all(watched)

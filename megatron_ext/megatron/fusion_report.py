@@ -1,6 +1,6 @@
-"""Report of the fused head in this process: losses fused, logits made and who asked, models left to Megatron.
+"""Report of the fused head in this process: losses fused, logits made and by which code, models left to Megatron.
 
-Counters on the host; reading them communicates nothing and waits for no GPU.
+The counters are on the host: reading them communicates nothing and waits for no GPU.
 """
 
 import logging
@@ -24,23 +24,23 @@ class ModelFusion:
     """The counters of one model.
 
     Attributes:
-        model: its class name, and its virtual pipeline stage where there is one.
+        model: its class name, and its virtual pipeline stage if there is one.
         losses_fused: calls of the loss that went from hidden states to losses without logits.
         read_outs: calls of an output processor (log-probabilities, top-k, divergence) without logits.
-        logits_made: how often logits were made although there were labels, by who asked: "file:line", or "Megatron's
-            own loss" of a model that is left to Megatron.
+        logits_made: how often logits were made although there were labels, by the code that read them: "file:line", or
+            "Megatron's own loss" for a model that is left to Megatron.
         left_to_megatron: why the model keeps Megatron's own loss; None if it does not.
         stock_losses: calls of Megatron's own loss.
         megatron_kernel: the fused loss of Megatron's that its config asks for (`cross_entropy_loss_fusion`), "native"
-            or "te"; None if it asks for none. It runs for the stock losses alone.
-        proof: what came of the comparison of the head with the model's own output layer and loss; None before it.
-        verified: the losses that were taken both ways, side by side, where the patch was asked for it (`verify=`).
-        layers: how many tensor-parallel layers the model has, by the package that they come from.
-        sizes: the head's sizes and `cache`, as `megatron-ext memory` takes them: of its first loss since the last patch
-            of any model, "" before it; of an unpatched model, those of its last head.
-        kept: the percentage of the exponentials that this `cache` keeps for backward at most; None where it is "auto".
-        z_loss, entropy: of the last loss, means over tokens that have a label, 0-dim fp32; None where not asked for.
-        unpatched: whether the patch of the model was taken back, after which its losses are not counted.
+            or "te"; None if it asks for none. That loss runs only for `stock_losses`.
+        proof: the outcome of comparing the head with the model's own output layer and loss; None before that.
+        verified: the losses computed by the model's own code and by the head; None unless the patch got `verify=`.
+        layers: the number of its tensor-parallel layers, by the package that they come from.
+        sizes: the head's sizes and `cache`, as options of `megatron-ext memory`: those of the first loss since any
+            model was last patched or unpatched ("" before that loss); for an unpatched model, those of its last head.
+        kept: the largest percentage of exponentials that this `cache` keeps for backward; None if it is "auto".
+        z_loss, entropy: means over the tokens of the last loss that have a label, 0-dim fp32; None if not asked for.
+        unpatched: whether the patch of the model was taken back; later losses are not counted.
     """
 
     model: str
@@ -101,7 +101,7 @@ def _counted(count: int, noun: str, ending: str = "s") -> str:
 
 @dataclass
 class FusionReport:
-    """The models that a patched `forward` has met in this process, in the order in which it met them."""
+    """The counters of the models that a patched `forward` ran in this process, in the order of their first calls."""
 
     models: list[ModelFusion] = field(default_factory=list)
 
@@ -130,13 +130,13 @@ _by_model: "weakref.WeakKeyDictionary[Any, ModelFusion]" = weakref.WeakKeyDictio
 
 
 def fusion_report() -> FusionReport:
-    """Report what was fused so far on this rank: a copy, which later steps do not change. Models without a loss are not
-    shown."""
+    """Return what was fused so far on this rank, as a copy that later steps do not change. Models that have computed no
+    loss are left out."""
     return FusionReport([replace(one, logits_made=Counter(one.logits_made)) for one in _counters])
 
 
 def reset_fusion_report() -> None:
-    """Start counting anew, and warn anew; models come back with their next loss."""
+    """Drop all counters, and allow each warning once more; a model returns to the report with its next loss."""
     _counters.clear()
     _told.clear()
     _by_model.clear()
@@ -144,7 +144,7 @@ def reset_fusion_report() -> None:
 
 
 def counts_since_last_call() -> dict[str, int]:
-    """Losses and logits on this rank since this function was called last, by the names that Megatron's writers get."""
+    """Count losses and logits on this rank since the last call, by the names under which Megatron logs them."""
     report = FusionReport(_counters)
     now = {
         "fused losses": report.losses_fused,
@@ -157,32 +157,32 @@ def counts_since_last_call() -> dict[str, int]:
 
 
 def say_once(text: str, key: str | None = None) -> None:
-    """Warn of it the first time; `key`: what must not have been warned of before, if that is not the text."""
+    """Warn with `text`, unless there was a warning or log with the same `key` before; the key defaults to the text."""
     if (key or text) not in _said:
         _said.add(key or text)
         warnings.warn(text, stacklevel=3)
 
 
 def tell_once(text: str) -> None:
-    """Log it the first time, as news and no fault."""
+    """Log `text` at level INFO, the first time only."""
     if text not in _said:
         _said.add(text)
         _LOG.info(text)
 
 
 def name_of(model: Any) -> str:
-    """The model's class name, with its virtual pipeline stage if there is one."""
+    """Return the model's class name, with its virtual pipeline stage if there is one."""
     stage, kind = getattr(model, "vp_stage", None), type(model).__name__.removeprefix("FSDP")
     return kind if stage is None else f"{kind} (virtual stage {stage})"
 
 
 def counted_models() -> list[tuple[Any, ModelFusion]]:
-    """The models that are counted and still there, with their counters."""
+    """Return the counted models that are still alive, with their counters."""
     return list(_by_model.items())
 
 
 def counters_of(model: Any) -> ModelFusion:
-    """The counters of a model, which the patch adds to."""
+    """Return the counters of a model, to which the patch adds; the first call makes them."""
     if model not in _by_model:
         config = getattr(model, "config", None)
         asked = getattr(config, "cross_entropy_loss_fusion", False)

@@ -1,16 +1,17 @@
 """A layer spec that builds Megatron-Core's HybridModel from our layers: `hybrid_stack_spec`.
 
-For `HybridModel(hybrid_stack_spec=...)` and for Megatron-LM's `--spec megatron_ext.megatron.hybrid_layer_specs
-hybrid_stack_spec`. Layers of a pattern like "M*-E": `*` attention, `-` MLP, `E` experts, all on our linear layers,
-norms and attention; `M` Mamba-2, whose projections are our layers and whose kernels are `mamba_ssm`'s, or under the
-emulation plain PyTorch. Other letters are refused when the model is built.
+Pass the spec as `HybridModel(hybrid_stack_spec=...)`, or to Megatron-LM as `--spec
+megatron_ext.megatron.hybrid_layer_specs hybrid_stack_spec`. The letters of a pattern like "M*-E" stand for layers: `*`
+attention, `-` MLP, `E` experts, all built from our linear layers, norms and attention; `M` Mamba-2, whose projections
+are our layers and whose kernels are `mamba_ssm`'s, or under the emulation plain PyTorch. Other letters are refused when
+the model is built.
 
-As a layer spec of GPTModel it reaches neither the word embeddings nor the output layer
-(`megatron_ext.substitute_tensor_parallel()` does). The final norm is Transformer Engine's; where that is not installed,
-it is ours.
+Like a layer spec of GPTModel, the stack spec reaches neither the word embeddings nor the output layer
+(`megatron_ext.substitute_tensor_parallel()` does). The final norm is Transformer Engine's if that is installed, else
+ours.
 
 Raises:
-    ImportError: on import, with a Megatron-Core that has no HybridModel (before 0.18), or one that ours do not fit.
+    ImportError: on import, if Megatron-Core has no HybridModel (before 0.18), or takes layers that ours do not fit.
 """
 
 # ruff: noqa: E402
@@ -18,7 +19,7 @@ from typing import Any
 
 from megatron_ext.megatron import versions
 
-versions.require_spec("hybrid spec")  # first: some of what follows may be what is missing
+versions.require_spec("hybrid spec")  # first, as an import below may be what is missing
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
@@ -53,7 +54,7 @@ from megatron_ext.tensor_parallel._random.transformer_engine import have_transfo
 
 
 class _Refused:
-    """Stands for a kind of layer that we have no spec of."""
+    """Stand-in for a kind of layer that this spec lacks; building it raises ValueError."""
 
     def __init__(self, config: Any, *args: Any, kind: str, **kwargs: Any):
         raise ValueError(
@@ -62,7 +63,7 @@ class _Refused:
         )
 
 
-# Checkpoints name the norms as Transformer Engine's fused layers do, so that either loads the other's.
+# Checkpoints name norms as Transformer Engine's fused layers do: models of both kinds load each other's checkpoints.
 _MAMBA = ModuleSpec(
     module=MambaLayer,
     submodules=MambaLayerSubmodules(
@@ -100,7 +101,7 @@ _EXPERTS = ModuleSpec(
     module=MoETransformerLayer,
     submodules=TransformerLayerSubmodules(
         pre_mlp_layernorm=StandaloneNorm,
-        # The number of experts comes from the config when the layer is built; here it only has to be there.
+        # The config gives the number of experts when the layer is built; here any number selects a mixture.
         mlp=get_mlp_module_spec_for_backend(ExtSpecProvider(), num_experts=1),
         mlp_bda=get_bias_dropout_add,
     ),
@@ -134,7 +135,7 @@ _SERVED = {
 
 
 class _Stack(HybridStack):
-    """HybridStack builds Transformer Engine's final norm, whatever the spec says; where that is missing, this ours."""
+    """A HybridStack whose final norm is ours if Transformer Engine, whose norm Megatron's class builds, is missing."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         check_config(config)

@@ -1,16 +1,17 @@
 """The patch of Megatron's language models: with labels, the loss comes from hidden states without logits.
 
-`megatron_ext.model_utils` has NeMo-RL's names of it, and says what users see; the launcher and layer specs call it too.
+`megatron_ext.model_utils` has and documents the public functions, under NeMo-RL's names; the launcher and layer specs
+call this module too.
 
 While a patched method runs with labels, the output layer returns promised logits, and `compute_language_model_loss`,
-for the main loss and for each layer of multi-token prediction, redeems the promise with the fused head. All the rest of
-the model is Megatron's own code.
+for the main loss and for each layer of multi-token prediction, computes losses from them with the fused head. All the
+rest of the model is Megatron's own code.
 
-The patched `forward` takes one argument more, `return_logprobs_for_linear_ce_fusion`, and answers it from the losses;
-and `output_processor` where Megatron's does not (see `output_processors`).
+The patched `forward` has one more argument, `return_logprobs_for_linear_ce_fusion`, and computes log-probabilities from
+the losses. It takes `output_processor` too, also in versions whose `forward` does not (see `output_processors`).
 
 The patch sits on the classes or on single models; `unpatch_...` puts the original objects back. A patch is found by
-identity, also where a user's wrapper stands around it: patching again with other settings changes what is within it.
+identity, also inside a user's wrapper: patching again with other settings changes the patch and leaves the wrapper.
 """
 
 import functools
@@ -40,11 +41,11 @@ from megatron_ext.replace import Replacement, original_of
 
 _FUTURE = "__init_subclass__"
 _guarding = threading.Lock()
-_watched: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models after whose end Megatron's functions are looked at
+_watched: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models with a finalizer that calls `_guard_megatron`
 
 
 def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
-    """`megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion` with its settings in one object."""
+    """Do what `model_utils.patch_gpt_model_forward_for_linear_ce_fusion` documents, with the settings in one object."""
     models = None if model is None else _models_in(model)
     fusion_decision.forget()
     versions.warn_if_untested()
@@ -61,7 +62,7 @@ def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
 
 
 def patch_for_specs() -> None:
-    """Models whose layer spec names a head get it; a patch of the classes that is there already stays."""
+    """Patch the classes for models whose layer spec names a head; an existing patch of the classes stays."""
     if not models_are_wrapped():
         versions.warn_if_untested()
         wrap_models(None)
@@ -70,7 +71,7 @@ def patch_for_specs() -> None:
 
 
 def unpatch_language_models(model: Any = None) -> None:
-    """`megatron_ext.model_utils.unpatch_gpt_model_forward_for_linear_ce_fusion`."""
+    """Do what `megatron_ext.model_utils.unpatch_gpt_model_forward_for_linear_ce_fusion` documents."""
     patched = [counters for one, counters in counted_models() if _is_patched(one)]
     if model is None:
         for patch in _of_classes.values():
@@ -104,9 +105,9 @@ def _is_patched(model: Any) -> bool:
 
 
 def forward_with_fused_head(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the patched `forward`, as a function of the model, which need not be patched.
+    """Run the patched `forward` of a model that need not be patched.
 
-    Arguments that are None are left to their defaults, so that those of one Megatron may be given to another.
+    Arguments that are None are not passed on, so that a call may name arguments that this Megatron-Core lacks.
     """
     kind, name = type(model), model_methods.loss_method(type(model))
     settings = settings_of(model, name)
@@ -120,7 +121,8 @@ def forward_with_fused_head(model: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class Patch(Replacement):
-    """A method of a class or a model with settings; of a class None for the models alone whose spec names some."""
+    """The replacement of a method of a class or model, with its settings. Settings of None, for a class: only models
+    whose layer spec names settings are affected."""
 
     settings: HeadSettings | None = None
 
@@ -128,7 +130,7 @@ class Patch(Replacement):
         super().__init__(owner, name, original_of)
 
     def set(self, make: Make, settings: HeadSettings | None) -> None:
-        """Put what `make` makes for the settings in the place, or let that stand there which stands there already."""
+        """Put the method that `make` builds for the settings in place, unless a patch with these settings is there."""
         wanted = functools.partial(_made_by_spec if isinstance(self.owner, type) else _made, make, settings)
         if self.placed is None:
             self.make = wanted
@@ -143,7 +145,7 @@ _of_models: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Patch]]]" = weakref
 
 
 def settings_of(model: Any, name: str) -> HeadSettings:
-    """Return the settings of the model's own patch, its spec or its class's patch; the default ones otherwise."""
+    """Return the settings of the model's own patch, else of its spec, else of its class's patch, else the defaults."""
     own = next((patch.settings for patch in _patches_of(model) if patch.name == name), None)
     kinds = (_of_classes.get((kind, name)) for kind in type(model).__mro__)
     of_class = next((patch.settings for patch in kinds if patch is not None), None)
@@ -151,12 +153,12 @@ def settings_of(model: Any, name: str) -> HeadSettings:
 
 
 def _made(make: Make, settings: Any, original: Any) -> Any:
-    """`make` for the method of one model; the patch of its class is left out."""
+    """Build the patched method of one model, from the method without the patch of its class."""
     return make(original_of(original), lambda model: settings)
 
 
 def _made_by_spec(make: Make, usual: HeadSettings | None, original: Any) -> Any:
-    """`make` for the method of a class: settings of a model's spec come before those of the class."""
+    """Build the patched method of a class; settings of a model's spec come before those of the class."""
     method = make(original, functools.partial(settings_of_spec, otherwise=usual))
     if usual is None:
         method.__dict__.pop("__signature__", None)
@@ -164,9 +166,9 @@ def _made_by_spec(make: Make, usual: HeadSettings | None, original: Any) -> Any:
 
 
 def wrap_models(settings: HeadSettings | None) -> None:
-    """Patch the methods of every language model, and of those whose classes are made later.
+    """Patch the methods of every class of language models, also of classes that are defined later.
 
-    `settings`: None for the models alone whose spec names settings.
+    `settings`: None: only models whose layer spec names settings are affected.
     """
 
     def wrap(kind: type) -> None:
@@ -200,7 +202,7 @@ def wrap_model(model: Any, settings: HeadSettings) -> None:
         if name not in patches:
             patches[name] = Patch(model, name)
         patches[name].set(MAKES[name], settings)
-    # Held by the function that it has placed, and not here: a patch holds its model.
+    # The function that a patch has placed holds the patch. Held here, the patch would keep its model alive.
     _of_models[model] = [weakref.ref(patch) for patch in patches.values()]
 
 
@@ -209,9 +211,10 @@ def _patches_of(model: Any) -> list[Patch]:
 
 
 def _drain_if_deferred(original: Any) -> Any:
-    """The fused head defers no weight gradient; Megatron's function fails where there is none to compute.
+    """Return a function that calls Megatron's only if a weight gradient was deferred: the fused head defers none, and
+    Megatron's function fails without one.
 
-    Which function that is, is looked up at each call: `substitute_tensor_parallel()` may have put ours in its place.
+    Each call looks Megatron's function up: `substitute_tensor_parallel()` may have put ours in its place.
     """
 
     def drain(config, embedding_activation_buffer, grad_output_buffer, *args, **kwargs):
@@ -223,7 +226,7 @@ def _drain_if_deferred(original: Any) -> Any:
     return drain
 
 
-# Functions of Megatron's modules that stand wrapped while anything is patched; some versions lack some.
+# Functions of Megatron's modules that are wrapped while any model or class is patched; some versions lack some.
 _DRAIN = Replacement(schedules, "drain_embedding_wgrad_compute", _drain_if_deferred)
 _GUARDS = (
     _DRAIN,
@@ -233,19 +236,19 @@ _GUARDS = (
 
 
 def _guard_megatron(wait: bool = True) -> None:
-    """Megatron's functions are wrapped with the first patch and come back with the last patch or patched model.
+    """Wrap Megatron's functions if any model or class is patched; else put the originals back.
 
-    The garbage collector, which may run in the midst of this, does not `wait`.
+    `wait`: False when the garbage collector calls, which may run in the midst of another call of this function.
     """
     if not _guarding.acquire(wait):
         return
     try:
-        patched = any(True for _ in _of_models) or models_are_wrapped()  # models that are alive
+        patched = any(True for _ in _of_models) or models_are_wrapped()  # `_of_models` drops deleted models
         for guard in _GUARDS:
             if patched and hasattr(guard.owner, guard.name):
                 guard.apply()
             elif guard is _DRAIN and guard.stands():
-                guard.restore()  # and what `substitute_tensor_parallel()` put into Megatron meanwhile stays
+                guard.restore()  # then put the function back that Megatron has now, maybe ours by a substitution
                 setattr(guard.owner, guard.name, getattr(megatron.core.utils, guard.name, guard.original))
             else:
                 guard.restore()

@@ -3,14 +3,14 @@
 `gpt_layer_spec` is a `ModuleSpec`, ready for `GPTModel(transformer_layer_spec=...)` and for Megatron-LM's
 `--spec megatron_ext.megatron.layer_specs gpt_layer_spec`. Parts that depend on the config (kind of norm, norms of
 queries and keys, layers with experts) are chosen when the layers are built. `gpt_block_spec(config)` names the final
-norm too, and puts our linear layers beside Transformer Engine's norms and attention, if you ask for it. For HybridModel
-there is `megatron_ext.megatron.hybrid_layer_specs`; `megatron_ext.megatron.spec_head` names the fused head and its
-options in a spec.
+norm too, and with `transformer_engine=True` puts our linear layers beside Transformer Engine's norms and attention. For
+HybridModel there is `megatron_ext.megatron.hybrid_layer_specs`; `megatron_ext.megatron.spec_head` adds the fused head
+and its options to a spec.
 
 A layer spec does not reach three modules of a GPTModel: the word embeddings and the output layer, which it takes from
 `megatron.core.tensor_parallel` (`megatron_ext.substitute_tensor_parallel()` puts ours there), and the final norm.
-Without Apex and Transformer Engine that norm refuses sequence parallelism, so importing this module gives Megatron our
-norm in only that case.
+Without Apex and Transformer Engine Megatron's final norm refuses sequence parallelism; only for that case, importing
+this module gives Megatron our norm.
 
 Raises:
     ImportError: on import, with a Megatron-Core whose way of building layers is unknown.
@@ -26,7 +26,7 @@ import torch
 from megatron_ext.megatron import versions
 from megatron_ext.megatron.substitute import megatrons_own_layer
 
-versions.require_spec("spec")  # first: some of what follows may be what is missing
+versions.require_spec("spec")  # first, as an import below may be what is missing
 
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -53,7 +53,7 @@ from megatron_ext.tensor_parallel import layers
 
 
 def _known_as_megatrons(ours: type) -> type:
-    """The layer as a subclass of Megatron's class of that name, by which LoRA and others know which kind it is."""
+    """Return our layer as a subclass of Megatron's class of the same name, by which LoRA and others recognise it."""
     names = {"__module__": __name__, "__doc__": ours.__doc__, "__repr__": torch.nn.Module.__repr__}
     return type(ours.__name__, (ours, megatrons_own_layer(ours)), names)
 
@@ -61,7 +61,7 @@ def _known_as_megatrons(ours: type) -> type:
 ColumnParallelLinear: Any = _known_as_megatrons(layers.ColumnParallelLinear)
 RowParallelLinear: Any = _known_as_megatrons(layers.RowParallelLinear)
 
-# Settings for which Megatron has layers, or makes specs, of other kinds. A version may lack some.
+# Settings that make Megatron build other layers or specs, with the values that these specs serve. Versions lack some.
 _OTHER_LAYERS: dict[str, Any] = {
     "multi_latent_attention": False,
     "experimental_attention_variant": None,
@@ -130,7 +130,7 @@ class ExtSpecProvider(BackendSpecProvider):
         return StandaloneNorm
 
     def norm_before_linear(self) -> type:
-        """A norm that Transformer Engine's layers fuse with the linear layer after it."""
+        """Return the class of a norm that Transformer Engine's layers fuse with the linear layer after it."""
         return Norm
 
     def core_attention(self) -> type:
@@ -191,13 +191,13 @@ class ExtSelfAttention(SelfAttention):
 
 
 class ExtTransformerLayer(TransformerLayer):
-    """Megatron's layer, with experts or without as the config says of its place in the model.
+    """Megatron's layer, with or without experts as the config says for the layer's position in the model.
 
-    Its checkpoints have no extra states of norms that Transformer Engine fuses: its fused layers have one extra state,
-    that of the linear layer; the norm's stays what it is.
+    Its checkpoints leave out the extra state of a norm that Transformer Engine fuses with a linear layer: the fused
+    layer stores only the linear layer's. Loading a checkpoint leaves the norm's extra state as it is.
 
     Raises:
-        ValueError: the config asks for another kind of layer, or for experts as none are here.
+        ValueError: the config asks for another kind of layer, or for grouped experts.
     """
 
     def __init__(self, config, submodules: TransformerLayerSubmodules, layer_number: int = 1, *args, **kwargs):
@@ -209,13 +209,14 @@ class ExtTransformerLayer(TransformerLayer):
     def _with_mlp_of_layer(
         config, submodules: TransformerLayerSubmodules, layer_number: int, vp_stage=None, pg_collection=None, **_: Any
     ) -> TransformerLayerSubmodules:
-        """The submodules, with the other kind of MLP and its norm where ours are not what the config asks for."""
+        """Return the submodules, with our other kind of MLP and its norm if the config asks for that kind."""
         kinds = gpt_layer_spec.submodules, gpt_moe_layer_spec.submodules
         pp = getattr(pg_collection, "pp", None)
         stage = (config, vp_stage) if pp is None else (config, vp_stage, pp.rank())
         number = layer_number + get_transformer_layer_offset(*stage)
-        wanted = layers_with_experts(config)[min(number, config.num_layers) - 1]  # multi-token prediction comes after
-        if submodules.mlp != kinds[not wanted].mlp:  # as it should be, or somebody else's
+        # Layers of multi-token prediction have numbers above `config.num_layers`, and are as the last layer.
+        wanted = layers_with_experts(config)[min(number, config.num_layers) - 1]
+        if submodules.mlp != kinds[not wanted].mlp:  # the right kind already, or an MLP that is not ours
             return submodules
         if wanted and config.moe_grouped_gemm:
             ExtSpecProvider().grouped_mlp_modules(True)
@@ -231,7 +232,7 @@ class ExtTransformerLayer(TransformerLayer):
 
 
 def self_attention_spec(backend: BackendSpecProvider | None = None) -> ModuleSpec:
-    """Causal self-attention on our layers, or on those of `backend`."""
+    """Return the spec of causal self-attention on our layers, or on those of `backend`."""
     backend = backend or ExtSpecProvider()
     return ModuleSpec(
         module=ExtSelfAttention,
@@ -249,8 +250,8 @@ def _layer_spec(
     num_experts: int | None, backend: BackendSpecProvider | None = None, grouped_experts: bool = False
 ) -> ModuleSpec:
     backend = backend or ExtSpecProvider()
-    # Checkpoints name the norms as Transformer Engine's layers do, so that either loads the other's: it fuses those
-    # before dense layers. Megatron's local experts have the dense name.
+    # Checkpoints name norms as Transformer Engine's layers do, which fuse a norm with the dense layer after it: models
+    # of both kinds load each other's. (Megatron's local spec uses the dense layer's name before experts too.)
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if num_experts is None:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -271,25 +272,26 @@ def _layer_spec(
 gpt_layer_spec = _layer_spec(num_experts=None)
 """The spec of a layer for `GPTModel(transformer_layer_spec=...)`: linear layers, norms and attention are ours.
 
-`config.num_moe_experts` and `config.moe_layer_freq` (every n-th layer, or a list of 0 and 1) say which have experts.
+`config.num_moe_experts` and `config.moe_layer_freq` (every n-th layer, or a list of 0 and 1) say which layers have
+experts.
 """
 
-# The number of experts comes from the config when the layer is built; here it only has to be there.
+# The config gives the number of experts when the layer is built; here any number selects a mixture.
 gpt_moe_layer_spec = _layer_spec(num_experts=1)
-"""As `gpt_layer_spec`: the config decides."""
+"""The same as `gpt_layer_spec` in effect: the config says which layers have experts."""
 
 
 def gpt_block_spec(
     config, vp_stage: int | None = None, pp_rank: int | None = None, *, transformer_engine: bool = False
 ) -> TransformerBlockSubmodules:
-    """This pipeline stage's layers and final norm, for `GPTModel(transformer_layer_spec=...)`.
+    """Return this pipeline stage's layers and final norm, for `GPTModel(transformer_layer_spec=...)`.
 
-    All are ours; with `transformer_engine` the linear layers alone, beside Transformer Engine's norms and attention,
-    and its grouped experts where `config.moe_grouped_gemm` asks for them. Layers have experts where
-    `config.num_moe_experts` and `config.moe_layer_freq` (every n-th, or a list of 0 and 1) say so.
+    All modules are ours; with `transformer_engine` only the linear layers are, beside Transformer Engine's norms and
+    attention, and its grouped experts if `config.moe_grouped_gemm` asks for them. `config.num_moe_experts` and
+    `config.moe_layer_freq` (every n-th layer, or a list of 0 and 1) say which layers have experts.
 
     Raises:
-        ImportError: `transformer_engine`, and Megatron-Core goes without Transformer Engine.
+        ImportError: `transformer_engine` is True, and Megatron-Core could not import Transformer Engine.
         ValueError: `config.moe_layer_freq` is a list of another length than the model, or the config asks for other
             kinds of layers.
     """
@@ -308,9 +310,9 @@ def gpt_block_spec(
 
 
 def with_our_norms(spec: Any) -> Any:
-    """A copy of a layer or block spec in which our norm stands wherever Megatron's torch fallback stood.
+    """Return a copy of a layer or block spec with our norm in each place of Megatron's torch fallback.
 
-    For Megatron's own layers under sequence parallelism without Apex and Transformer Engine.
+    Megatron's own layers need it under sequence parallelism without Apex and Transformer Engine.
     """
     if spec is WrappedTorchNorm:
         return Norm
@@ -323,7 +325,7 @@ def with_our_norms(spec: Any) -> Any:
 
 
 class _FinalNorm:
-    """Megatron's own final norm where it can be built, ours under sequence parallelism, where it would raise."""
+    """Megatron's own final norm; under sequence parallelism, where building that raises, ours."""
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, *args, **kwargs):
         kind = Norm if config.sequence_parallel else WrappedTorchNorm

@@ -1,8 +1,8 @@
 """Norms for Megatron's layer specs that need neither Apex nor Transformer Engine.
 
-Megatron's fallback without those two refuses sequence parallelism, zero-centred gammas and persistent kernels. Ours
-are PyTorch's own fused norms, whose parameters carry the mark `sequence_parallel`: under sequence parallelism each rank
-sees a part of the tokens, and Megatron's `finalize_model_grads` sums the gradients of marked parameters over the
+Without these packages Megatron's own norm refuses sequence parallelism, zero-centred gammas and persistent kernels. Our
+norms are PyTorch's fused norms, whose parameters carry the mark `sequence_parallel`: under sequence parallelism each
+rank has a part of the tokens, and Megatron's `finalize_model_grads` sums the gradients of marked parameters over the
 tensor-parallel ranks.
 """
 
@@ -18,11 +18,11 @@ from megatron_ext.tensor_parallel._random.transformer_engine import have_transfo
 
 
 class _MarkedNorm(torch.nn.Module):
-    """The common part of both norms: parameters, their marks, and gammas stored as offsets from 1 where asked.
+    """Base of both norms: parameters, their marks, and zero-centred gammas (stored as offsets from 1).
 
     Attributes:
-        stores_extra_state: sharded checkpoints have an extra state of this norm, an empty one, as Transformer Engine's
-            norms store and ask for. Where one is loaded, its contents are ignored.
+        stores_extra_state: whether sharded checkpoints hold an empty extra state of this norm, which Transformer
+            Engine's norms store and require. The contents of a loaded one are ignored.
     """
 
     has_bias: bool
@@ -40,8 +40,8 @@ class _MarkedNorm(torch.nn.Module):
             parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised `x`, `[..., H]`; in the weight's dtype where `x` has a wider one, as fp32 residuals have, but
-        under autocast in that of `x`."""
+        """Return the normalised `x`, `[..., H]`. If `x` has a wider dtype than the weight (fp32 residuals), the result
+        has the weight's dtype, under autocast the wider one."""
         gamma, beta = self.weight + 1 if self.zero_centered_gamma else self.weight, self.bias
         wide = torch.promote_types(x.dtype, gamma.dtype)
         if wide == gamma.dtype:
@@ -55,7 +55,7 @@ class _MarkedNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The parameters for Megatron's dist_checkpointing, whole on every tensor-parallel rank.
+        """Return the parameters for Megatron's dist_checkpointing, whole on every tensor-parallel rank.
 
         Raises:
             ValueError: Megatron's dist_checkpointing is not imported.
@@ -96,11 +96,11 @@ class RMSNorm(_MarkedNorm):
 class Norm:
     """The norm that a Megatron config names, for the norm slots of a layer spec.
 
-    `Norm(config, hidden_size, eps)` returns a `LayerNorm` or `RMSNorm`. Further arguments that Megatron's norms take
-    are accepted: the config has the same facts.
+    `Norm(config, hidden_size, eps)` returns a `LayerNorm` or `RMSNorm`. Further arguments of Megatron's norms are
+    accepted and ignored, as the config says the same.
 
     Raises:
-        ValueError: `config.normalization` is something else.
+        ValueError: `config.normalization` is neither "LayerNorm" nor "RMSNorm".
     """
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, *args, **kwargs):
@@ -114,9 +114,10 @@ class Norm:
 
 
 class StandaloneNorm(Norm):
-    """A `Norm` where Transformer Engine's layers have a norm of its own, not one fused with a linear layer.
+    """A `Norm` for places where Transformer Engine's layers have a norm by itself, not fused with a linear layer.
 
-    Where Megatron goes with Transformer Engine it stores an extra state as that one does, and either loads the other's.
+    If Megatron uses Transformer Engine, sharded checkpoints hold an extra state of this norm, as of Transformer
+    Engine's, so that either loads the other's checkpoints.
     """
 
     def __new__(cls, *args, **kwargs):

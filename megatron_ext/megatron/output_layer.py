@@ -1,4 +1,4 @@
-"""An output layer with what GPTModel's own does not have: a bias, and a softcap of the logits."""
+"""An output layer with a bias and a softcap of the logits, which GPTModel's own layer lacks."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from megatron_ext.tensor_parallel.layers import ColumnParallelLinear
 class OutputLayer(ColumnParallelLinear):
     """Logits `softcap * tanh(z / softcap)` with `z = hidden @ weight.T + bias`, sharded over the vocabulary.
 
-    Made by `set_output_layer`, from a spec: `ModuleSpec(OutputLayer, params={"bias": True, "softcap": 30.0})`. The
-    fused head reads both. `softcap=None`: none. Communicates what `ColumnParallelLinear` does.
+    `set_output_layer` makes it from `ModuleSpec(OutputLayer, params={"bias": True, "softcap": 30.0})`. The fused head
+    applies bias and softcap too. `softcap=None`: logits are not capped. Communicates what `ColumnParallelLinear` does.
 
     Raises:
         ValueError: `softcap` is not positive.
@@ -39,10 +39,10 @@ def is_bent(layer: Any) -> bool:
 
 
 def set_output_layer(model, spec: ModuleSpec) -> None:
-    """Give a GPTModel another output layer, with the weight that it has. Before it is wrapped and trained.
+    """Give a GPTModel another output layer with the weight of the old one, before the model is wrapped and trained.
 
-    `spec` names the class, called as `ColumnParallelLinear` is, and its further arguments. A model without an output
-    layer (another pipeline stage) is left as it is. Communicates nothing.
+    `spec` names the class, which is called as `ColumnParallelLinear` is, and its further arguments. A model without an
+    output layer (another pipeline stage) is left as it is. Communicates nothing.
     """
     if not model.post_process:
         return

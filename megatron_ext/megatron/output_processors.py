@@ -2,8 +2,8 @@
 
 Megatron's `forward(..., output_processor=, output_processor_context=)` (GPTModel of 0.18 and newer) hands hidden states
 and output layer to a function of the caller's, in place of making logits. `NextTokenLogProbs` and `ReadOuts` are such
-functions. A patched model takes the two arguments in every version, HybridModel and MambaModel too; where Megatron does
-not know them, the processor is called with what the model's promised logits would be made of, under the same names.
+functions. A patched model takes the two arguments in every version, HybridModel and MambaModel too. If Megatron's own
+`forward` lacks them, the processor gets the same keywords, with the operands of the model's promised logits.
 
 Shapes: B batch, S positions of this rank (all of them without context parallelism), R tensor-parallel ranks, H hidden
 size, V vocabulary.
@@ -37,11 +37,11 @@ class _Processor:
     """Base of the output processors.
 
     Attributes:
-        temperature: logits are divided by it, a teacher's too.
+        temperature: logits are divided by it, those of a teacher too.
         chunk_tokens: tokens per chunk; None lets the head choose.
         cache: what the head keeps for backward; see `LmHead`.
-        bits: which bits are the same, as in `LmHead`; None: as Megatron's `batch_invariant_mode` says.
-        logit_dtype: what logits are rounded to, as in `HeadSettings`.
+        bits: which bits are reproducible, as in `LmHead`; None: as Megatron's `batch_invariant_mode` says.
+        logit_dtype: the dtype to which logits are rounded, as in `HeadSettings`.
     """
 
     temperature: float = 1.0
@@ -59,8 +59,8 @@ class _Processor:
         scale_logits: Callable[[Tensor], Tensor] | None = None,
         **given: Any,
     ) -> Any:
-        """Called by the model; `given` are the other arguments that Megatron passes to an output processor, and where
-        the model is patched itself, as `model`."""
+        """Return the result of `read`; the model calls this. `given`: the other arguments that Megatron passes to an
+        output processor, and, from a patched model, the model itself as `model`."""
         hooks, others = split_hooks(output_layer)
         promising = stands_in_this_call(output_layer)
         reason = None
@@ -87,11 +87,11 @@ class _Processor:
         return self.read(scaled.terms, given)
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Any:
-        """Return the model's result, from the hidden states of `terms`; `given` is that of the call."""
+        """Return the model's result, from the hidden states of `terms`; `given`: as in `__call__`."""
         raise NotImplementedError
 
     def _read_head(self, terms: Terms, *readouts: ReadOut, **options: Any) -> Any:
-        """The results `[S, B, ...]` of the model's head, by a call of its output layer, which gathers the weight."""
+        """Read the model's head, in a call of its output layer, whose hooks gather the weight; `[S, B, ...]` each."""
         settings = HeadSettings(**{field.name: getattr(self, field.name) for field in fields(_Processor)})
 
         def compute(hidden: Tensor, weight: Tensor) -> Any:
@@ -105,11 +105,12 @@ class _Processor:
 class NextTokenLogProbs(_Processor):
     """Log-probabilities `[B, S - 1]` of each next token, fp32, 0 where a packed document ends.
 
-    The tokens are `labels` (token ids, not shifted), or `input_ids` where there are none. Under context parallelism the
-    result is that of the whole sequence on every rank, and gradients of all ranks add up. With `return_entropy` a tuple
-    of it and the entropies, of the same shape.
+    The tokens are `labels` (token ids, not shifted), or `input_ids` if there are no labels. Under context parallelism
+    every rank gets the result of the whole sequence, and the gradients of all ranks add up. With `return_entropy` the
+    result is a tuple of log-probabilities and entropies, of the same shape.
 
-    Communicates as `linear_log_probs`; under context parallelism an all-gather of the tokens and one of each result.
+    Communicates what `linear_log_probs` does; under context parallelism also an all-gather of the tokens, unless the
+    caller passes those of the whole sequence, and one of each result.
     """
 
     return_entropy: bool = False
@@ -127,14 +128,14 @@ class NextTokenLogProbs(_Processor):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOuts(_Processor):
-    """Any read-outs of `megatron_ext.head` at each of this rank's positions, in one pass: a tuple of their results, of
-    one read-out its result.
+    """Any read-outs of `megatron_ext.head` at each of this rank's positions, in one pass: the result of a single
+    read-out, or the tuple of the results of several.
 
-    `readouts` are of tensors `[S, B, ...]`, as the model's hidden states lie; results are `[B, S, ...]`. A teacher's
-    hidden states are cut as the model's own (under sequence parallelism `[S/R, B, ...]`), its weight `[V/R, ...]` as
-    the model's output weight; the factor by which the model multiplies its logits (muP) is not the teacher's. With
-    `counts` `[S, B]`, bool, and `at_most` other tokens are left out, as by `LmHead.read`.
-    Communicates and raises as `LmHead.read`.
+    The tensors in `readouts` are `[S, B, ...]`, the layout of the model's hidden states; results are `[B, S, ...]`. A
+    teacher's hidden states are sharded as the model's own (under sequence parallelism `[S/R, B, ...]`), its weight
+    `[V/R, ...]` as the model's output weight; the factor by which the model multiplies its logits (muP) is not applied
+    to the teacher's. Tokens where `counts` (`[S, B]`, bool) is False are left out, and at most `at_most` count, as in
+    `LmHead.read`. Communicates and raises what `LmHead.read` does.
     """
 
     readouts: Sequence[ReadOut]
@@ -147,7 +148,7 @@ class ReadOuts(_Processor):
 
 
 def forward_with_output_processor(original: Any, fused: Any, settings: HeadSettings) -> Any:
-    """`fused`, the patched `forward`, with the arguments `output_processor` and `output_processor_context`."""
+    """Return `fused`, the patched `forward`, with the arguments `output_processor` and `output_processor_context`."""
     signature = inspect.signature(original)
     native = OPTIONS[0] in signature.parameters
 
@@ -155,7 +156,7 @@ def forward_with_output_processor(original: Any, fused: Any, settings: HeadSetti
         if output_processor is None:
             return fused(self, *args, **kwargs)
         has_layer = fusion_decision.output_layer(self) is not None
-        if isinstance(output_processor, _Processor):  # Megatron's own call says nothing of the model's groups
+        if isinstance(output_processor, _Processor):  # Megatron's call passes no model, whose groups are needed
             counters_of(self).read_outs += has_layer
             output_processor = functools.partial(output_processor, model=self)
         if native:
@@ -172,7 +173,7 @@ def forward_with_output_processor(original: Any, fused: Any, settings: HeadSetti
 
 
 def _processed(model, original, settings, processor, context, args, kwargs) -> Any:
-    """The processor's result, for a forward that does not know of processors."""
+    """Call the processor for a model whose own `forward` takes none, and return its result."""
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments | kwargs
     if given.get("labels") is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The fused head named in a layer spec, with its options: for Megatron-LM's `--spec`, one module of a user's own.
+"""The fused head, with its options, in a layer spec. For Megatron-LM's `--spec` write a module of your own:
 
 from megatron_ext.megatron.layer_specs import gpt_layer_spec
 from megatron_ext.megatron.spec_head import with_fused_head
@@ -18,21 +18,21 @@ _Spec = TypeVar("_Spec")
 
 
 def with_fused_head(spec: _Spec, **settings: Unpack[HeadOptions]) -> _Spec:
-    """A copy of a layer spec; models that are built from it compute losses by the fused head with these options.
+    """Return a copy of a layer spec; models built from the copy compute losses by the fused head with these options.
 
-    The same head, losses, log of the z-loss and refusals as by `patch_gpt_model_forward_for_linear_ce_fusion`, for
-    these models alone. Where a model has a patch of its own as well, that one's options hold; where the classes are
-    patched, those of the spec. `unpatch_gpt_model_forward_for_linear_ce_fusion()` takes the heads of specs out too.
-    Communicates nothing.
+    Head, losses, log of the z-loss and refusals are those of `patch_gpt_model_forward_for_linear_ce_fusion`, for these
+    models alone. The options of a model's own patch override those of the spec, which override those of a patch of the
+    classes. `unpatch_gpt_model_forward_for_linear_ce_fusion()` also takes the heads out that specs name. Communicates
+    nothing.
 
     Args:
         spec: ours, Megatron's or your own, as a model takes it: `ModuleSpec` of a layer or of a hybrid stack, or
             `TransformerBlockSubmodules`.
-        settings: those of `HeadSettings`.
+        settings: the options of `HeadSettings`.
 
     Raises:
-        TypeError: there is no such option; the message lists them.
-        ValueError: an option breaks its rule, or `spec` is no spec.
+        TypeError: there is no such option; the message lists the options.
+        ValueError: an option breaks its rule, or `spec` is not a spec object.
     """
     head = HeadSettings.of(settings)
     if not is_dataclass(spec) or isinstance(spec, type):

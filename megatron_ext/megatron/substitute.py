@@ -1,8 +1,8 @@
 """Megatron-Core on our tensor-parallel package, for scripts that cannot choose a layer spec.
 
 `import megatron.core.tensor_parallel` leaves references to its functions and classes all over Megatron: in the globals
-of the modules that imported them, in layer specs, as base classes and default arguments. Substituting puts ours in
-all of those places, and into Megatron's package itself, where modules that are imported later find them.
+of the modules that imported them, in layer specs, as base classes and default arguments. The substitution puts ours
+into all of these places, and into Megatron's package itself, where modules that are imported later find them.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Substitution:
 
 
 class _Swap:
-    """Objects that stand for others, and the places where they were put."""
+    """Objects with their replacements, and the places in which replacements were put."""
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]]):
         self._new = {id(old): (old, new) for old, new in pairs}
@@ -75,8 +75,8 @@ class _Swap:
         return self._new.get(id(value), (value, value))[1]
 
     def subclasses(self) -> list[type]:
-        """Classes made of those that are to be replaced; our own mean the one or the other on purpose, and Python lets
-        no autograd function have another base."""
+        """Return the subclasses of classes to be replaced, except our own, which name Megatron's or ours on purpose,
+        and autograd functions, whose base Python cannot change."""
         found: list[type] = []
         for old in self.old:
             if isinstance(old, type) and not issubclass(old, torch.autograd.Function):
@@ -99,7 +99,7 @@ class _Swap:
         self.put(subclass, "__bases__", tuple(map(self.new, subclass.__bases__)))
 
     def in_module(self, module: ModuleType) -> None:
-        """Replace in a module's globals, dataclass objects among them (layer specs), and default arguments."""
+        """Replace objects in a module's globals, in dataclass objects among them (layer specs), and in defaults."""
         for name, value in list(vars(module).items()):
             if self.new(value) is not value:
                 self.put(module, name, self.new(value))
@@ -113,7 +113,7 @@ class _Swap:
 
 
 def _specs(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
-    """Megatron's dataclass objects among `values`, and those within them."""
+    """Yield Megatron's dataclass objects among `values`, and those inside of them."""
     for value in values:
         if id(value) in seen or isinstance(value, type):
             continue
@@ -126,7 +126,7 @@ def _specs(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
-    """The functions and methods that Megatron's modules define; nobody else's are looked at."""
+    """Yield the functions and methods that a module of Megatron's defines; none of any other module."""
     if module.__name__.startswith("megatron."):
         for value in list(vars(module).values()):
             if getattr(value, "__module__", None) == module.__name__:
@@ -135,7 +135,7 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
 
 
 def _loaded_modules() -> list[ModuleType]:
-    """Every module but our own, which mean the one package or the other on purpose."""
+    """Return all loaded modules except our own, which name Megatron's package or ours on purpose."""
     return [
         module
         for name, module in list(sys.modules.items())
@@ -157,20 +157,20 @@ def _pairs() -> tuple[dict[str, tuple[Any, Any]], list[str]]:
             home = theirs.__name__ if isinstance(value, NonCallableMock) else getattr(value, "__module__", None)
             if home != theirs.__name__ or not callable(value):
                 continue
-            if name in HONOURED and not is_megatrons_own(value):  # our layers look it up there
+            if name in HONOURED and not is_megatrons_own(value):  # a user's replacement, which our layers call
                 continue
             if name in ours:
                 found[f"{part}.{name}"] = value, ours[name]
             elif not name.startswith("_") and not isinstance(value, NonCallableMock):
                 lacking.append(f"{part}.{name}")
-    # Megatron keeps this one outside of the package: what its schedules call for the output layer's deferred gradients.
+    # Megatron's schedules call this function for the output layer's deferred gradients; it is not in the package.
     outside = importlib.import_module("megatron.core.utils")
     found["drain_embedding_wgrad_compute"] = outside.drain_embedding_wgrad_compute, drain_embedding_wgrad_compute
     return found, lacking
 
 
 def _users_own() -> list[str]:
-    """Functions, classes and methods that stand in the place of Megatron's and that ours would pass over."""
+    """List functions, classes and methods of users in the place of Megatron's, which our package would not call."""
     found = []
     homes = {f"{_THEIRS}.{part}": f"{_OURS}.{part}" for part in _MODULES if part != "inference_layers"}  # mocks, often
     homes["megatron.core.utils"] = f"{_OURS}.layers"
@@ -192,11 +192,11 @@ def _file_of(value: Any) -> str:
 
 
 def _in_use(kinds: tuple[type, ...]) -> list[Any]:
-    """Objects of these kinds that a running function or a module can still reach, and use.
+    """Return the objects of these kinds that a running function or a module can still reach and use.
 
-    Others may be left in memory: Megatron's data parallelism hangs its hooks on autograd nodes, where Python's garbage
-    collector does not see that nobody needs them. Only where there are some whose process group still stands, the
-    objects that can be reached are walked through, which takes seconds in a large process.
+    Unreachable ones may be left in memory: Megatron's data parallelism registers hooks on autograd nodes, which
+    Python's garbage collector does not see through. The walk over all reachable objects takes seconds in a large
+    process, and is made only if an object of these kinds has a process group that still exists.
     """
     if not any(map(_has_its_group, _instances(kinds))):
         return []
@@ -220,26 +220,26 @@ def _in_use(kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _instances(kinds: tuple[type, ...]) -> list[Any]:
-    """All objects of these kinds that are in memory: each refers to its class."""
+    """Return all objects of these kinds in memory, found as referrers of their class."""
     classes: list[type] = list(kinds)
-    for kind in classes:  # which grows meanwhile
+    for kind in classes:  # the list grows in the loop
         classes.extend(type.__subclasses__(kind))
     return [thing for thing in gc.get_referrers(*classes) if _is_theirs(thing, kinds)]
 
 
 def _is_theirs(thing: Any, kinds: tuple[type, ...]) -> bool:
-    """True for a layer of these kinds, but those of our layer specs, which are subclasses."""
+    """Return whether `thing` is a layer of these kinds, but none of our layer specs, whose layers derive from both."""
     return issubclass(type(thing), kinds) and not issubclass(type(thing), ShardedLayer)
 
 
 def _has_its_group(layer: Any) -> bool:
-    """False for what is left of a model whose process groups were destroyed: it cannot run any more."""
+    """Return whether the layer's process group still exists; without it the layer cannot run any more."""
     group = getattr(layer, "tp_group", None)
     return group is None or is_registered(group)
 
 
 def why_not_substituted() -> str | None:
-    """Return what of Megatron's tensor-parallel package ours do not know, or None: names, and arguments of names."""
+    """Return which names or arguments of Megatron's tensor-parallel package ours lacks; None if it lacks none."""
     if (missing := versions.why_missing("substitution")) is not None or _active is not None:
         return missing
     pairs, lacking = _pairs()
@@ -279,7 +279,7 @@ def _refuse_half_way(pairs: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _kind(tracker: Any) -> dict[str, bool]:
-    """The arguments of `initialize_rng_tracker`, of either package, that make a tracker like this one."""
+    """Return the arguments of `initialize_rng_tracker`, of either package, that make a tracker of this kind."""
     if is_te_tracker(tracker):
         return {"use_te_rng_tracker": True}
     return {
@@ -289,9 +289,9 @@ def _kind(tracker: Any) -> dict[str, bool]:
 
 
 def _carry_streams(source: Any, target: Any) -> None:
-    """Have the RNG tracker of the module `target` go on where the tracker `source` stands, with its own class.
+    """Give the RNG tracker of the module `target`, an object of that module's own class, the states of `source`.
 
-    A tracker of the same kind that is there stays, since others may hold it; it is what they look at after `restore`.
+    An existing tracker of the same kind is kept, since other code may hold it and read it after `restore`.
     """
     if source is None or not source.is_initialized():
         return
@@ -306,8 +306,8 @@ class _Active(NamedTuple):
 
     report: Substitution
     swap: _Swap
-    known: set[str]  # modules that were loaded before
-    tracker: tuple[Any, TrackerOptions]  # of our own package, before
+    known: set[str]  # names of the modules that were loaded before
+    tracker: tuple[Any, TrackerOptions]  # our own package's tracker and its options before
 
 
 _active: _Active | None = None
@@ -316,15 +316,16 @@ _active: _Active | None = None
 def substitute_tensor_parallel() -> Substitution:
     """Make Megatron-Core use `megatron_ext.tensor_parallel` everywhere, from now on and in modules imported later.
 
-    Call it before the first model is built. Random streams that were seeded already go on where they are. Called again
-    it changes nothing. With MEGATRON_EXT_FUSION=off Megatron's own stay, which is logged.
+    Call it before the first model is built. Random streams that were seeded already keep their states. A second call
+    changes nothing. With MEGATRON_EXT_FUSION=off nothing is replaced, which is logged. Communicates nothing.
 
     Returns:
-        What was replaced, and where; `print` it.
+        A record of what was replaced, and where, to be printed.
 
     Raises:
-        RuntimeError: models with Megatron's own layers exist, or its version has functions, or arguments of functions,
-            that ours lack. Then nothing is replaced.
+        RuntimeError: models with Megatron's own layers exist; this Megatron-Core has functions, or arguments of
+            functions, that ours lacks; or other code has replaced a function of Megatron's that ours would not call.
+            Then nothing is replaced.
     """
     global _active
     if _active is not None:
@@ -359,11 +360,11 @@ def substitute_tensor_parallel() -> Substitution:
 def restore_tensor_parallel() -> Substitution | None:
     """Take `substitute_tensor_parallel` back: each replaced reference is the original object again.
 
-    So are those in modules that were imported meanwhile; what other code has put in our place since then stays there.
-    Models that were built meanwhile keep our layers. Random streams go on where they are.
+    References in modules that were imported since then are restored too. Objects that other code has put in the place
+    of ours stay. Models that were built since then keep our layers. Random streams keep their states.
 
     Returns:
-        What had been replaced; None if nothing was.
+        The record of what had been replaced; None if nothing was.
     """
     global _active
     if _active is None:
@@ -384,7 +385,7 @@ def restore_tensor_parallel() -> Substitution | None:
 
 
 def megatrons_own_layer(ours: type) -> type:
-    """Megatron's class in whose place ours is put."""
+    """Return Megatron's own class of the same name as ours, also while ours is substituted for it."""
     found = getattr(importlib.import_module(f"{_THEIRS}.layers"), ours.__name__)
     if _active is None:
         return found

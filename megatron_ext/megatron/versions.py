@@ -1,8 +1,8 @@
-"""The version of Megatron-Core, and every place of it that a way in hangs on. The one file that knows versions.
+"""The version of Megatron-Core, and the places in it that our ways in depend on. No other file knows versions.
 
-A place is a `Seam`: its address, and the versions that have it. `SEAMS` is the table of them all, for each way in: the
-patch, the layer specs and the substitution. We look at what is there, so that a version that nobody has tried is met by
-its signatures; the versions in the table say what to expect, and what to advise where something is missing.
+A `Seam` is a place: its address, and the versions that have it. The table `SEAMS` lists them for each way in: the
+patch, the layer specs and the substitution. Checks look at the imported Megatron-Core itself, so that an untested
+version is judged by its names and signatures; the versions in the table only appear in messages.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from packaging.specifiers import SpecifierSet
 from megatron_ext.call_stack import caller_outside
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-# `make test-versions` runs the first three, from PyPI; `make test-source` the others, from their sources. The last one
-# is the main branch.
+# `make test-versions` runs the first two, from PyPI; `make test` the third; `make test-source` the others, from their
+# sources. The last one is the main branch.
 TESTED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0")
 
 
@@ -30,23 +30,23 @@ TESTED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0")
 
 
 def megatron_version() -> str:
-    """The version of the package that was imported, whatever pip's metadata says."""
+    """Return the version of the imported package, whatever pip's metadata says."""
     return megatron.core.__version__
 
 
 def megatron_path() -> str:
-    """The folder from which `megatron.core` was imported."""
+    """Return the folder from which `megatron.core` was imported."""
     return str(Path(inspect.getfile(megatron.core)).parent)
 
 
 def is_tested(version: str) -> bool:
-    """True if a version lies in the tested range: from the first to the last minor version of `TESTED`."""
+    """Return whether a version lies in the tested range, from the first to the last minor version of `TESTED`."""
     return _minor(TESTED[0]) <= _minor(version) <= _minor(TESTED[-1])
 
 
 @functools.cache
 def warn_if_untested() -> None:
-    """Say it once a process when this Megatron-Core is older or newer than what the tests run."""
+    """Warn, once per process, if this Megatron-Core is older or newer than the versions that the tests run."""
     version = megatron_version()
     if not is_tested(version):
         warnings.warn(
@@ -68,7 +68,7 @@ def _minor(version: str) -> tuple[int, int]:
 def why_not_with_transformer_engine(version: str | None) -> str | None:
     """Return why this Megatron-Core does not run on the installed Transformer Engine; None if it does, or may.
 
-    The versions that Megatron-Core declares are in pip's metadata, if these are of the imported version.
+    The versions that Megatron-Core requires are read from pip's metadata, if these are of the imported version.
     """
     engine = importlib.import_module("megatron.core.extensions.transformer_engine")
     if not getattr(engine, "HAVE_TE", True):
@@ -96,7 +96,7 @@ def require_transformer_engine(needed_for: str) -> None:
 
 
 def _declared(package: str) -> SpecifierSet | None:
-    """The versions of a package that pip's metadata of the imported Megatron-Core ask for; None where they ask none."""
+    """Return the versions of a package that the metadata of the imported Megatron-Core require; None without any."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if importlib.metadata.version("megatron-core") == megatron_version():
             wanted = map(Requirement, importlib.metadata.requires("megatron-core") or [])
@@ -104,11 +104,11 @@ def _declared(package: str) -> SpecifierSet | None:
     return None
 
 
-# ---- seams: the table, and how it is asked
+# ---- seams: the table and its functions
 
 
 class Seam(NamedTuple):
-    """A place of Megatron-Core that something of ours hangs on.
+    """A place in Megatron-Core that our code depends on.
 
     Attributes:
         address: "module:name.name", from `megatron.core` on; "...(argument)" where it is an argument of a function.
@@ -123,7 +123,7 @@ class Seam(NamedTuple):
         return f"{self.since} and newer" if self.since else "all"
 
     def is_there(self) -> bool:
-        """Look whether the imported Megatron-Core has the place. Imports its module."""
+        """Return whether the imported Megatron-Core has the place; imports the place's module."""
         path, _, argument = self.address.rstrip(")").partition("(")
         module, _, name = path.partition(":")
         try:
@@ -141,7 +141,7 @@ LAYERS = Seam("tensor_parallel.layers:ColumnParallelLinear")
 SPEC_BACKEND = Seam("models.backends:BackendSpecProvider")
 MLP_SPEC = Seam("models.gpt.gpt_layer_specs:get_mlp_module_spec_for_backend")
 
-# What has to be there for each way in; `fused_loss/model_methods.py` has what the head needs of a model's class.
+# The places that each way in needs; `fused_loss/model_methods.py` lists what the head needs of a model's class.
 SEAMS: dict[str, tuple[Seam, ...]] = {
     "patch": (
         Seam("models.common.language_module.language_module:LanguageModule.compute_language_model_loss(labels)"),
@@ -159,7 +159,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
 
 
 def missing_seams(way: str) -> list[str]:
-    """The seams that a way in needs and this Megatron-Core lacks, each with the versions that have it."""
+    """List the seams that a way in needs and this Megatron-Core lacks, each with the versions that have it."""
     return [f"{seam.address} ({seam.versions})" for seam in SEAMS[way] if not seam.is_there()]
 
 
@@ -178,7 +178,7 @@ PATCH_INSTEAD = (
 
 
 def unknown_arguments(theirs: Any, ours: Any) -> list[str]:
-    """Arguments of Megatron's function or class that ours do not take."""
+    """List the arguments of Megatron's function or class that ours does not take."""
     if theirs is ours:
         return []
     known = inspect.signature(ours).parameters
@@ -209,7 +209,7 @@ def why_no_spec(way: str = "spec") -> str | None:
 
 
 def require_spec(way: str) -> None:
-    """Refuse what `why_no_spec` finds.
+    """Raise an error if `why_no_spec` gives a reason.
 
     Raises:
         ImportError: our layers cannot be named in a spec of this kind; the message says why, and what works instead.

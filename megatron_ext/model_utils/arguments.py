@@ -1,4 +1,4 @@
-"""Arguments that the names of this package have in common, in the words of head/.
+"""Conversion of the arguments that this package's functions share to those of head/.
 
 Legend: B sequences, S positions on this rank, V vocabulary, R ranks of the tensor-parallel group.
 """
@@ -21,13 +21,13 @@ from megatron_ext.sequence.targets import IGNORE_INDEX, Targets
 
 @dataclass(frozen=True)
 class TrainingSamplingParams:
-    """Sampling of the tokens whose log-probabilities are asked for. Any object with these attributes will do.
+    """Parameters with which the tokens were sampled. Any object with these attributes will do.
 
     Logits are divided by the temperature, then the k largest are kept, then of these the fewest whose probabilities
-    add up to p. See `megatron_ext.head.sampled_log_probs` for ties and for labels outside.
+    add up to p. See `megatron_ext.head.sampled_log_probs` for ties and for labels that are not kept.
 
-    Who divides by the temperature: of functions that take logits the caller, before the call, as all of NeMo-RL does;
-    they do not look at it. Functions that take hidden states, which have no logits to divide before, do it.
+    Functions that take logits do not read the temperature: the caller divides the logits before the call, as all of
+    NeMo-RL does. Functions that take hidden states divide the logits themselves.
 
     Attributes:
         top_k: at least 1; more than the vocabulary keeps all of it; None, -1 or 0: off.
@@ -44,7 +44,7 @@ PADDING = -1  # a token id that stands for no token: its result is 0
 
 
 def padding_ignored(labels: Any) -> Any:
-    """Labels with `IGNORE_INDEX` for `PADDING`; what are no integers as they are, for the head to refuse."""
+    """Replace `PADDING` by `IGNORE_INDEX` in labels; leave labels that are no integers for the head to refuse."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype in (torch.bool, torch.complex64):
         return labels
     labels = labels.long()
@@ -52,13 +52,13 @@ def padding_ignored(labels: Any) -> Any:
 
 
 def without_padding(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids with 0 for `PADDING`, and where they had none, bool."""
+    """Return token ids with 0 for `PADDING`, and a bool mask of those that were no padding."""
     there = indices.long() != PADDING  # a byte of 255 would be equal
     return indices.where(there, 0), there
 
 
 def number(value: Any) -> Any:
-    """A number of numpy as Python's; anything else as it is."""
+    """Convert a number of numpy to Python's; return anything else as it is."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     return value
@@ -85,7 +85,7 @@ def log_probs(
     chunk_size: int | None,
     sampling_params: Any = None,
 ) -> Tensor:
-    """`[B, S]`: log-probabilities of labels, among those that the filters leave where sampling parameters are given.
+    """Return log-probabilities `[B, S]` of the labels, in the filtered distribution if `sampling_params` are given.
 
     `PADDING` as a label gives 0.
     """
@@ -103,7 +103,7 @@ def log_probs(
 
 
 def check_call(chunk_size: int | None, sampling_params: Any) -> None:
-    """Raises ValueError for what every rank of every group can see wrong of these two."""
+    """Raise ValueError for faults of these two arguments, which every rank of every group can see."""
     chunk_tokens(chunk_size, 1)
     sampling = sampling_of(sampling_params)
     filters(sampling.top_k, sampling.top_p)
@@ -128,7 +128,7 @@ def next_log_probs(
     sampling_params: Any,
     inference_only: bool = False,
 ) -> Tensor:
-    """`[B, S - 1]`: `log_probs` of what follows each token of whole sequences."""
+    """Return `[B, S - 1]`, the `log_probs` of the token that follows each token of whole sequences."""
     check_call(chunk_size, sampling_params)
 
     def compute(labels: Tensor) -> Tensor:
@@ -144,15 +144,15 @@ def local(x: Tensor) -> Tensor:
 
 
 def saving(wanted: bool) -> AbstractContextManager:
-    """Within it autograd keeps what backward needs, if `wanted` and not switched off outside."""
+    """Return a context in which autograd saves what backward needs, if `wanted` and not switched off outside."""
     return torch.set_grad_enabled(torch.is_grad_enabled() and wanted)
 
 
 def shard(start: int, stop: int, columns: int, tp_group: Group) -> VocabShard | None:
-    """None, the head's name for equal shards, if `[start, stop)` is where this rank's `columns` stand among such.
+    """Return None, which means equal shards to the head, if `[start, stop)` is this rank's range of equal shards.
 
-    If it is not, this rank claims a vocabulary of a size that the others do not know: the head then raises on every
-    rank, in the exchange that it makes anyway.
+    If it is not, return a shard of a vocabulary size that no other rank has: the head then raises on every rank, in the
+    exchange that it makes anyway.
     """
     rank, ranks = group_rank(check_group(tp_group)), group_size(tp_group)
     fits = (start, stop) == (rank * columns, (rank + 1) * columns)
@@ -165,12 +165,12 @@ def shard(start: int, stop: int, columns: int, tp_group: Group) -> VocabShard | 
 
 
 def whole_if_none(tp_group: Group) -> Group:
-    """NeMo-RL's None: the logits are whole, on whatever ranks Megatron was set up."""
+    """Return `UNSHARDED` for None, by which NeMo-RL means whole logits, whatever ranks Megatron was set up on."""
     return UNSHARDED if tp_group is None else tp_group
 
 
 def chunk_tokens(chunk_size: int | None, sequences: int) -> int | None:
-    """Tokens of a chunk of `chunk_size` positions of all sequences; None: the head chooses."""
+    """Count the tokens of a chunk of `chunk_size` positions of all sequences; None: the head chooses."""
     if chunk_size is None:
         return None
     chunk_size = number(chunk_size)
@@ -183,19 +183,19 @@ def chunk_tokens(chunk_size: int | None, sequences: int) -> int | None:
 
 
 def check_dims(what: str, x: Any, dims: int, rule: str) -> None:
-    """Raises ValueError, which begins with `what` and ends in the `rule`, unless `x` is a tensor of `dims` dims."""
+    """Raise ValueError, which begins with `what` and ends in the `rule`, unless `x` is a tensor of `dims` dims."""
     if not isinstance(x, Tensor) or x.dim() != dims:
         raise ValueError(f"{what} {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}: {rule}")
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raises ValueError unless they are `[B, S, V/R]`."""
+    """Raise ValueError unless the logits are `[B, S, V/R]`."""
     rule = "they must be [batch, sequence, vocabulary shard]; add the dims of size 1"
     check_dims("logits are", logits, 3, rule)
 
 
 def columns_of(logits: Tensor, rank: int | None, tp_group: Group) -> tuple[int, int]:
-    """First and one past the last of this rank's columns of the vocabulary; `rank` None: its place in the group."""
+    """Return the first of this rank's columns and the one past the last; `rank` None: its rank in the group."""
     if tp_group is None and rank:
         raise ValueError(
             f"vocab_parallel_rank is {rank} and vocab_parallel_group None: without a group the logits are whole, and "

@@ -1,14 +1,14 @@
 """NeMo-RL's autograd functions on vocabulary-parallel logits, as names for calls of head/.
 
-Those calls are differentiable and save next to nothing, so there is nothing left to record: `apply` runs `forward`,
-which has NeMo-RL's parameters, and autograd sees what head/ does. With `inference_only` nothing is recorded at all, and
-the result needs no gradient. Results are fp32 (fp64 for fp64), gradients have the logits' dtype.
+The functions of head/ are differentiable and save next to nothing, so `apply` only runs `forward`, which has NeMo-RL's
+parameters, and autograd records what head/ does. With `inference_only` nothing is recorded, and the result needs no
+gradient. Results are fp32 (fp64 for fp64), gradients have the logits' dtype.
 
     DistributedLogprob.apply(logits, target, start, end, group)
 
 All of them send 1 all-gather over the group forward and nothing backward, whatever `chunk_size`, with one exception:
-top-p without top-k sends 2, and where a `chunk_size` is given up to 2 a chunk, of at least two chunks. A group of None
-means logits that are whole. -100 and -1 as a target give 0 and no gradient. What the head refuses is a ValueError on
+top-p without top-k sends 2, and with a `chunk_size` up to 2 a chunk, of at least two chunks. A group of None means
+logits that are whole. -100 and -1 as a target give 0 and no gradient. A fault that the head finds is a ValueError on
 every rank.
 
 Legend: B sequences, S positions, V vocabulary, R ranks of the group.
@@ -92,9 +92,9 @@ class ChunkedDistributedLogprob(PlainFunction):
 
 
 class DistributedLogprobWithSampling(PlainFunction):
-    """`[B, S]`: log-probability of each target under what top-k, then top-p leave of logits `[B, S, V/R]`.
+    """`[B, S]`: log-probability of each target in the distribution of logits `[B, S, V/R]` after top-k, then top-p.
 
-    -inf for a target that they do not leave; nothing flows back to what they filter out.
+    -inf for a target that is filtered out; filtered logits get no gradient.
     See `megatron_ext.head.sampled_log_probs`.
     """
 
@@ -135,7 +135,7 @@ class ChunkedDistributedLogprobWithSampling(PlainFunction):
 class DistributedCrossEntropy(PlainFunction):
     """`[B, S]`: -sum p log q, p the softmax of the target logits and q of the student's, both `[B, S, V/R]`.
 
-    The gradient goes to the student alone, where this is forward KL's.
+    Only the student gets a gradient: that of the forward KL.
     """
 
     @staticmethod

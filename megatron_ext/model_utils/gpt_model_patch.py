@@ -1,4 +1,4 @@
-"""NeMo-RL's names of the patch that `megatron_ext.megatron.language_model_patch` makes."""
+"""NeMo-RL's names for the patch of `megatron_ext.megatron.language_model_patch`."""
 
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def patch_gpt_model_forward_for_linear_ce_fusion(
     *, chunk_size: int | None = None, model: Any = None, **settings: "Unpack[HeadOptions]"
 ) -> None:
-    """Language models with labels compute per-token losses by the fused head; without labels nothing changes.
+    """Patch language models: with labels they compute per-token losses by the fused head; without, nothing changes.
 
     `model(..., labels=labels)` gives `[B, S]` as Megatron does, fp32. Labels of -100 give 0 and no gradient.
 
@@ -26,12 +26,12 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     its own loss if they differ. `megatron_ext.fusion_report()` says which losses were fused, and why others were not.
 
     Args:
-        chunk_size: NeMo-RL's name: sequence positions per chunk, where `chunk_tokens` counts tokens, as everywhere
-            else; give one of them, or neither for the head to choose. It changes memory, not results.
+        chunk_size: NeMo-RL's option: sequence positions per chunk, while `chunk_tokens` counts tokens, as everywhere
+            else; give one of the two, or neither for the head to choose. It changes memory, not results.
         settings: those of `megatron_ext.megatron.fused_loss.head_settings.HeadSettings`: z_loss, cache, `verify=N`
             for the first N losses both ways, and others.
-        model: one model or a list of them, wrapped (data parallelism, 16-bit, LLaVA, MIMO) or not: the patch is theirs
-            alone, and comes before that of the classes. None: every language model of Megatron's (GPTModel,
+        model: one model or a list of them, wrapped (data parallelism, 16-bit, LLaVA, MIMO) or not: only these are
+            patched, with precedence over the patch of the classes. None: every language model of Megatron's (GPTModel,
             HybridModel, MambaModel, BertModel, T5Model, classes derived from them), those already built included.
 
     Patching again replaces the settings.
@@ -42,12 +42,12 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
 
     Raises:
         ImportError: Megatron-Core is not installed.
-        TypeError: there is no such setting; the message lists them.
+        TypeError: a setting is unknown; the message lists all settings.
         ValueError: a setting breaks its rule; a model is no language model and has none inside (the message says what
             it lacks). From the patched model: gathered logits together with labels, labels of another shape,
             log-probabilities without labels or tokens, a weight sharded by generalized tensor parallelism, a setting
-            that changes the loss of a model that is left to Megatron. Of log-probabilities every context-parallel rank
-            raises what the head refuses on one.
+            that changes the loss of a model that is left to Megatron. For log-probabilities, a fault that the head
+            finds on one context-parallel rank is raised on all of them.
     """
     from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
     from megatron_ext.megatron.language_model_patch import patch_language_models
@@ -56,10 +56,9 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
 
 
 def unpatch_gpt_model_forward_for_linear_ce_fusion(*, model: Any = None) -> None:
-    """Undo the patch of the classes (`model=None`) or of models: the originals are back. Harmless if unpatched.
+    """Undo the patch of the classes (`model=None`) or of models, and restore the originals. Harmless if unpatched.
 
-    With that of the classes go the heads that layer specs name.
-    """
+    Undoing the patch of the classes also removes the heads that layer specs name."""
     from megatron_ext.megatron.language_model_patch import unpatch_language_models
 
     unpatch_language_models(model)

@@ -31,7 +31,7 @@ from megatron_ext.sequence.targets import PackedTargets, PaddedTargets, Targets
 
 
 def _in_either_order(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes positional arguments in the order of earlier versions of NeMo-RL too.
+    """Let `function` take positional arguments in the order of earlier versions of NeMo-RL too.
 
     There `output_weight` stood before `runtime_gather_output`, today's third; `target` followed. A weight in the third
     place, or no tensor where today's `target` stands, shows the earlier order.
@@ -74,7 +74,7 @@ def from_parallel_hidden_states_to_logprobs(
     bits: Bits | None = None,
     logit_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probabilities of next tokens from hidden states and the lm head's weight; logits are never held as a whole.
+    """Compute log-probabilities of next tokens from hidden states and the lm head's weight, without whole logits.
 
     Args:
         tensor_parallel_hidden_states: `[S/W/R, B, D]`, this rank's slice under sequence parallelism; `[S/W, B, D]` with
@@ -84,29 +84,29 @@ def from_parallel_hidden_states_to_logprobs(
         target: `[B, S]`, the token ids themselves, whole; they are shifted inside. -100 and -1 give 0.
         vocab_start_index, vocab_end_index, tp_group, inference_only, cp_group, chunk_size: as for
             `from_parallel_logits_to_logprobs`.
-        output_weight: taken in place of `output_weight_layer` where it is given. By position it is the third argument,
-            as in earlier versions of NeMo-RL: both orders are told apart by their types.
+        output_weight: if given, replaces `output_weight_layer`. By position it is the third argument, as in earlier
+            versions of NeMo-RL: the types of the arguments tell the two orders apart.
         hidden_layout: "sequence" or "replicated": what the tensor-parallel ranks hold.
-        sampling_params: temperature, by which the logits are divided, top-k and top-p: an object as
+        sampling_params: temperature, by which the logits are divided, top-k and top-p: an object like
             `TrainingSamplingParams`.
-        return_entropy: also the entropy of each distribution, in the same pass; not with top-k or top-p.
-        cu_seqlens_padded, unpacked_seqlen, cu_seqlens: of a pack: B is 1, `target` `[1, T]`. As for
+        return_entropy: also return the entropy of each distribution, of the same pass; not with top-k or top-p.
+        cu_seqlens_padded, unpacked_seqlen, cu_seqlens: for a pack: B is 1, `target` `[1, T]`. As for
             `from_parallel_logits_to_logprobs_packed_sequences`.
         cache: how much of forward's work is kept for backward, as for `megatron_ext.linear_cross_entropy`.
         gradient_accumulation_fusion: the weight's gradient is added into its `main_grad`, by Megatron's protocol.
         skip_ignored, bits, logit_dtype: as for `megatron_ext.linear_cross_entropy`. With `skip_ignored` targets of -100
-            and -1 make no products; an int bounds how many others a rank's part of the sequences has.
+            and -1 are left out of products; an int bounds the number of other targets in a rank's part.
 
     Returns:
-        `[B, S - 1]`, of a pack `[N, unpacked_seqlen - 1]`, fp32 (fp64 for fp64), the whole on every rank; with
-        `return_entropy` a tuple of it and the entropies. Gradients go to hidden states and weight, and under context
-        parallelism those of all ranks' losses add up.
+        `[B, S - 1]`, for a pack `[N, unpacked_seqlen - 1]`, fp32 (fp64 for fp64), of whole sequences on every rank;
+        with `return_entropy` a tuple of these and the entropies. Gradients go to hidden states and weight, and under
+        context parallelism those of all ranks' losses add up.
 
     Communicates: over `tp_group` 1 collective, backward 1; with the sequence layout 2 and 2. Over `cp_group`, for each
     result, 1 all-gather and backward 1 reduce-scatter. Sampling: see `megatron_ext.head.linear_sampled_log_probs`.
 
     Raises:
-        ValueError: as `from_parallel_logits_to_logprobs`, or `..._packed_sequences`; no weight at all.
+        ValueError: as in `from_parallel_logits_to_logprobs`, or `..._packed_sequences`; or both weights are None.
     """
     weight = output_weight_layer if output_weight is None else output_weight
     if weight is None:
@@ -192,7 +192,7 @@ def _log_probs(
     return_entropy: bool = False,
     **call: Any,
 ) -> Any:
-    """`[B, S]`, and the entropies if asked for."""
+    """Return log-probabilities `[B, S]`, with `return_entropy` a tuple of these and the entropies."""
     sampling, labels_BS = sampling_of(sampling_params), padding_ignored(labels_BS)
     call |= {
         "tp_group": whole_if_none(tp_group),
@@ -208,13 +208,13 @@ def _log_probs(
 
 
 def _shard(start: int, stop: int, weight: Any, tp_group: Group) -> VocabShard | None:
-    """None of what is no weight, which is for the head to say."""
+    """Return the shard of a weight; None for anything else, which the head refuses."""
     is_weight = isinstance(weight, Tensor) and weight.dim() == 2
     return shard(start, stop, weight.shape[0], tp_group) if is_weight else None
 
 
 def _positions(hidden_SBD: Tensor, layout: HiddenLayout, tp_group: Group) -> torch.Size:
-    """`[B, S]` that hidden states stand for."""
+    """Return the shape `[B, S/W]` of the tokens that hidden states stand for, on all tensor-parallel ranks."""
     check_dims("hidden states are", hidden_SBD, 3, "they must be [sequence, batch, hidden size], as in Megatron")
     one_of("hidden_layout", layout, get_args(HiddenLayout))
     slices = group_size(check_group(tp_group)) if layout == "sequence" else 1

@@ -18,7 +18,7 @@ from megatron_ext.tensor_parallel.mappings import (
 
 
 def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, seq_dim: int = 1) -> Tensor:
-    """`1 / cp_size` of `input_ids` along `seq_dim`: chunks `cp_rank` and `2 * cp_size - 1 - cp_rank` of `2 * cp_size`.
+    """Return chunks `cp_rank` and `2 * cp_size - 1 - cp_rank` of the `2 * cp_size` of `input_ids` along `seq_dim`.
 
     Raises:
         ValueError: the length does not divide by `2 * cp_size`; there is no such rank or dim.
@@ -36,8 +36,8 @@ def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, s
 class AllGatherCPTensor(PlainFunction):
     """The whole sequence from every rank's zigzag part, along `seq_dim`.
 
-    The gradient is summed over the ranks: what each does with the whole counts. Where all ranks compute the same loss
-    of it, their mean of gradients (Megatron's and FSDP's, over context-parallel ranks too) is that of one process.
+    The gradient is summed over the ranks, each of which may use the whole sequence. If all ranks compute the same loss
+    of it, the mean of their gradients (Megatron's and FSDP's, over context-parallel ranks too) is that of one process.
 
     Communicates: 1 all-gather; backward 1 reduce-scatter.
 
@@ -58,7 +58,7 @@ def allgather_cp_sharded_tensor(tensor: Tensor, cp_group: Group, seq_dim: int = 
 def cp_load_balanced_to_contiguous(x: Tensor, *, cp_group: Group = None, seq_dim: int = 1) -> Tensor:
     """Turn this rank's zigzag part of a sequence into its contiguous part, of the same length, along `seq_dim`.
 
-    Without a group, or with a group of one rank, returns `x` as it is. Takes the local tensor of a DTensor.
+    Without a group, or with a group of one rank, return `x` as it is. Of a DTensor take the local tensor.
 
     Communicates: 1 all-gather; backward 1 reduce-scatter.
 
@@ -97,7 +97,7 @@ def cp_shift_next(x: Tensor, cp_group: Group = None, *, fill: float) -> Tensor:
 class _AllReduceSum(PlainFunction):
     """The sum over `group`; the gradient goes back as it is, because all ranks repeat the computation behind the sum.
 
-    Without a group, or with one of a single rank, `x` itself. Communicates: 1 all-reduce; backward nothing.
+    Without a group, or with one of a single rank, it is `x` itself. Communicates: 1 all-reduce; backward nothing.
     """
 
     @staticmethod
@@ -113,7 +113,7 @@ def group_all_reduce_sum_with_grad(x: Tensor, group: Group) -> Tensor:
 
 
 def group_all_reduce_sum(x: Tensor, group: Group) -> Tensor:
-    """The sum over `group` as a constant: nothing flows back through it. 1 all-reduce."""
+    """Return the sum over `group`, without a gradient. Communicates: 1 all-reduce."""
     return _AllReduceSum.apply(x.detach(), group)
 
 

@@ -27,19 +27,19 @@ def from_parallel_logits_to_logprobs(
     chunk_size: int | None = None,
     sampling_params: Any = None,
 ) -> Tensor:
-    """Log-probabilities of next tokens from logits sharded over the vocabulary, and maybe over the sequence.
+    """Compute log-probabilities of next tokens from logits sharded over the vocabulary, and maybe over the sequence.
 
     Args:
         vocab_parallel_logits: `[B, S/W, V/R]`, any floating dtype; with `cp_group` this rank's zigzag part. The
             sequence may be padded behind: S is then the padded length.
         target: `[B, S]`, integers: the token ids themselves, whole; they are shifted inside. -100 and -1 give 0.
-        vocab_start_index, vocab_end_index: this rank's columns; every rank has as many, in rank order.
+        vocab_start_index, vocab_end_index: this rank's columns; all ranks have the same number, in rank order.
         tp_group: the ranks that share the vocabulary; None: the logits are whole.
         inference_only: nothing is saved, and the result needs no gradient.
         cp_group: the ranks that share the sequence; None: it is whole.
         chunk_size: sequence positions at a time; None: chosen from the sizes. It changes memory, not the result.
-        sampling_params: top-k and top-p: an object as `TrainingSamplingParams`. A token that they do not leave gets
-            -inf. Its temperature is the caller's part: the logits are divided by it already.
+        sampling_params: top-k and top-p: an object like `TrainingSamplingParams`. A token that is filtered out gets
+            -inf. The temperature is not read: the caller has divided the logits by it.
 
     Returns:
         `[B, S - 1]` (S that of `target`), fp32 (fp64 for fp64), the whole sequence on every rank. Under context
@@ -84,7 +84,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         cu_seqlens_padded: integers `[N + 1]`, where each document begins among the T tokens of all ranks, padding
             counted. On any device: nothing waits for its values.
         unpacked_seqlen: length of a document's row, before its shift.
-        group: the tensor-parallel one.
+        group: the tensor-parallel group.
         cu_seqlens: integers `[N + 1]`, the documents without the padding behind each of them. With it padding gets
             zeros, and may reach beyond `unpacked_seqlen`. Without it padding cannot be told from tokens: places beyond
             `unpacked_seqlen` are cut off.
@@ -95,9 +95,9 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         `[N, unpacked_seqlen - 1]`, zeros behind each document's last prediction.
 
     Raises:
-        ValueError: as there; and where `cu_seqlens_padded` lies on the CPU: it does not go from 0 to T, a length does
-            not divide by 2W (at W > 1), or by `cu_seqlens` a document is longer than `unpacked_seqlen`. On a GPU
-            `torch._assert_async` stops the device instead.
+        ValueError: as in `from_parallel_logits_to_logprobs`; and if `cu_seqlens_padded` lies on the CPU: it does not go
+            from 0 to T, a length does not divide by 2W (at W > 1), or by `cu_seqlens` a document is longer than
+            `unpacked_seqlen`. On a GPU `torch._assert_async` stops the device instead.
     """
     check_logits(vocab_parallel_logits)
     targets = PackedTargets(
@@ -123,18 +123,18 @@ def get_next_token_logprobs_from_logits(
     sampling_params: Any = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Log-probabilities of next tokens from logits of any kind.
+    """Compute log-probabilities of next tokens from whole logits, shards of logits or a DTensor.
 
     Args:
         input_ids: `[B, S]`, the token ids themselves, on any device.
-        next_token_logits: `[B, S/W, V/R]` with `vocab_parallel_group`, as Megatron has them; a DTensor; or `[B, S, V]`,
-            whole.
+        next_token_logits: `[B, S/W, V/R]` with `vocab_parallel_group`, as Megatron has them; a DTensor; or whole
+            logits, `[B, S, V]`.
         seq_index: for a DTensor: see `get_logprobs_from_vocab_parallel_logits`.
-        vocab_parallel_rank: this rank's place in the group, whose own it must be; None: found there.
+        vocab_parallel_rank: this rank's own rank in the group, and no other; None: read from the group.
         vocab_parallel_group, context_parallel_group: the ranks that share vocabulary and sequence; None: not shared.
         sampling_params, chunk_size: as for `from_parallel_logits_to_logprobs`.
 
-    Returns, communicates, raises: as `from_parallel_logits_to_logprobs`.
+    Returns, communicates, raises: as in `from_parallel_logits_to_logprobs`.
     """
     if vocab_parallel_group is None and isinstance(next_token_logits, DTensor):
         return get_logprobs_from_vocab_parallel_logits(
@@ -163,17 +163,17 @@ def get_logprobs_from_vocab_parallel_logits(
     chunk_size: int | None = None,
     sampling_params: Any = None,
 ) -> Tensor:
-    """Log-probabilities of next tokens from DTensor logits.
+    """Compute log-probabilities of next tokens from DTensor logits.
 
     Args:
         vocab_parallel_logits: `[B, S, V]` on a mesh with a dim "tp", over which V is sharded; under context parallelism
             S is sharded over the dim "cp".
         input_ids: `[B, S]`, the token ids themselves; under context parallelism a DTensor with S sharded over "cp".
-        seq_index: integers `[S]`: under context parallelism the position of every place of the joined shards.
+        seq_index: integers `[S]`: under context parallelism the sequence position of each entry of the joined shards.
         chunk_size, sampling_params: as for `from_parallel_logits_to_logprobs`.
 
-    Returns, communicates, raises: as `dtensor_from_parallel_logits_to_logprobs`. Also a ValueError: logits that are not
-    sharded so, or `seq_index` without a mesh dim "cp".
+    Returns, communicates, raises: as in `dtensor_from_parallel_logits_to_logprobs`. Also a ValueError for logits that
+    are sharded otherwise, or for `seq_index` without a mesh dim "cp".
     """
     names = vocab_parallel_logits.device_mesh.mesh_dim_names or ()
     if seq_index is not None and "cp" not in names:
@@ -198,12 +198,12 @@ def dtensor_from_parallel_logits_to_logprobs(
     chunk_size: int | None = None,
     sampling_params: Any = None,
 ) -> Tensor:
-    """Log-probabilities of next tokens from the local part of DTensor logits.
+    """Compute log-probabilities of next tokens from the local part of DTensor logits.
 
     Args:
         vocab_parallel_logits: `[B, S/W, V/R]`, this rank's plain tensor.
         target: `[B, S]`, the token ids themselves, whole; or a DTensor that shards S over a mesh dim "cp".
-        seq_index: integers `[S]`: under context parallelism the position of every place of the joined shards.
+        seq_index: integers `[S]`: under context parallelism the sequence position of each entry of the joined shards.
 
     The other arguments are those of `from_parallel_logits_to_logprobs`.
 
@@ -211,11 +211,12 @@ def dtensor_from_parallel_logits_to_logprobs(
         `[B, S - 1]`, fp32 (fp64 for fp64), the whole sequence on every rank. Under context parallelism the gradient of
         a result goes to the rank that computed it, from its own loss: see `PermutedTargets`.
 
-    Communicates: as `from_parallel_logits_to_logprobs` over `tp_group`; over "cp" 1 all-gather of tokens and 1 of
+    Communicates: as in `from_parallel_logits_to_logprobs` over `tp_group`; over "cp" 1 all-gather of tokens and 1 of
     results, backward none.
 
     Raises:
-        ValueError: as there; a target sharded over "cp" otherwise than along S, or without `seq_index`.
+        ValueError: as in `from_parallel_logits_to_logprobs`; or a target is sharded over "cp" otherwise than along S,
+            or without `seq_index`.
     """
     check_logits(vocab_parallel_logits)
     targets = _targets(target, vocab_parallel_logits.shape[:2], seq_index)
@@ -226,7 +227,7 @@ def dtensor_from_parallel_logits_to_logprobs(
 
 
 def shard_of_dtensor(logits: DTensor) -> tuple[Tensor, Group, VocabShard]:
-    """This rank's tensor of logits sharded over the mesh dim "tp", its group and columns."""
+    """Return this rank's tensor of logits sharded over the mesh dim "tp", with its group and columns."""
     group = sharding_group(logits, "tp", logits.dim() - 1)
     if group is None:
         raise ValueError(
@@ -238,7 +239,7 @@ def shard_of_dtensor(logits: DTensor) -> tuple[Tensor, Group, VocabShard]:
 
 
 def sharding_group(x: DTensor, name: str, dim: int) -> Group:
-    """The ranks of the mesh dim `name`, if it shards `dim` of `x`; else None."""
+    """Return the group of the mesh dim `name`, if it shards `dim` of `x`; else None."""
     names = x.device_mesh.mesh_dim_names or ()
     placement = x.placements[names.index(name)] if name in names else None
     shards = isinstance(placement, Shard) and placement.dim % x.dim() == dim

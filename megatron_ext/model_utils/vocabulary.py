@@ -1,8 +1,8 @@
 """NeMo-RL's functions on a sharded vocabulary: top-k, distillation from a teacher's, and those of cross-tokenizer
 distillation (`vocab_parallel_*`).
 
-Logits of the latter are `[B, S, V/R]` of equal shards in rank order, or `[B, S, V]` without `tp_group`; of a DTensor
-the local tensor is taken. What they return is fp32 (fp64 for fp64).
+The latter take logits `[B, S, V/R]` in equal shards in rank order, or `[B, S, V]` without `tp_group`; of a DTensor they
+take the local tensor. They return fp32 (fp64 for fp64).
 
 Legend: B sequences, S positions, V vocabulary, R tensor-parallel and W context-parallel ranks, K tokens per position.
 """
@@ -43,18 +43,18 @@ def distributed_vocab_topk(
     vocab_end_index: int,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k largest logits of the whole vocabulary, and their token ids, at each position of `[B, S, V/R]`.
+    """Return the k largest logits of the whole vocabulary, and their token ids, at each position of `[B, S, V/R]`.
 
     A k above the vocabulary is cut to it, as NeMo-RL does.
 
     Returns:
-        `[B, S, k]` values in falling order, fp32 (fp64 for fp64), and `[B, S, k]` int64 global ids; among equals the
+        `[B, S, k]` values in descending order, fp32 (fp64 for fp64), and `[B, S, k]` int64 global ids; among equals the
         lowest id comes first. The values are differentiable.
 
-    Communicates: 1 all-gather of k candidates a rank. None as the group: the logits are whole.
+    Communicates: 1 all-gather of k candidates a rank; nothing with a `tp_group` of None, which means whole logits.
 
     Raises:
-        ValueError: k below 1; columns that are not this rank's; on every rank.
+        ValueError: on every rank, if k is below 1, or the columns are not this rank's.
     """
     check_logits(vocab_parallel_logits)
     columns, k = vocab_parallel_logits.shape[-1], number(k)
@@ -78,7 +78,7 @@ def gather_logits_at_global_indices(
     vocab_end_index: int,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """The logits `[B, S, K]` of the tokens `global_indices` `[B, S, K]` at each position of `[B, S/W, V/R]`.
+    """Return the logits `[B, S, K]` of the tokens `global_indices` `[B, S, K]` at each position of `[B, S/W, V/R]`.
 
     Args:
         vocab_parallel_logits: with `cp_group` this rank's zigzag part of the sequence, which may be padded behind.
@@ -121,19 +121,19 @@ def get_distillation_topk_logprobs_from_logits(
     vocab_parallel_group: Group = None,
     context_parallel_group: Group = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Student's and teacher's log-probabilities of the teacher's K likeliest tokens, aligned for distillation.
+    """Return student's and teacher's log-probabilities of the teacher's K likeliest tokens, aligned for distillation.
 
     Args:
         student_logits: `[B, S/W, V/R]` with `vocab_parallel_group`; a DTensor sharded over a mesh dim "tp"; or whole,
             `[B, S, V]`. With `context_parallel_group` this rank's zigzag part, which may be padded behind. A DTensor
-            whose sequence is sharded over a mesh dim "cp" brings that group along, where none is given.
-        teacher_topk_logits, teacher_topk_indices: `[B, S, K]`, whole on every rank; what the teacher predicts at each
+            whose sequence is sharded over a mesh dim "cp" brings that group along, if none is given.
+        teacher_topk_logits, teacher_topk_indices: `[B, S, K]`, whole on every rank: the teacher's prediction at each
             position. An index of -1 stands for no token: the student's logit, or log-probability with
             `zero_outside_topk`, is 0 there.
         zero_outside_topk: the student's probabilities are those of its whole vocabulary, and the teacher's are 0
             outside of the K; False: both are distributions over the K tokens.
         calculate_entropy: with `zero_outside_topk`, also the student's sum of p log p over its vocabulary.
-        vocab_parallel_rank: this rank's place in the group, whose own it must be; None: found there.
+        vocab_parallel_rank: this rank's own rank in the group, and no other; None: read from the group.
 
     Returns:
         `[B, S - 1, K]` of the student, differentiable, `[B, S - 1, K]` of the teacher, and `[B, S - 1]` sums of p log p
@@ -186,7 +186,7 @@ def vocab_parallel_log_softmax(logits: Tensor, temperature: float, *, tp_group: 
     Communicates: 1 collective, backward 1.
 
     Raises:
-        ValueError: the temperature is not above 0; what `megatron_ext.head.vocab_parallel_log_softmax` refuses.
+        ValueError: the temperature is not above 0; or `megatron_ext.head.vocab_parallel_log_softmax` raised it.
     """
     temperature = number(temperature)
     check_option("temperature", temperature)
@@ -211,7 +211,7 @@ def vocab_parallel_gather_columns(logits: Tensor, column_indices: Tensor, *, tp_
     -1 gives 0. Communicates: 1 collective, backward none.
 
     Raises:
-        ValueError: `column_indices` are not `[K]`; what `gather_logits_at_global_indices` refuses.
+        ValueError: `column_indices` are not `[K]`; or `gather_logits_at_global_indices` raised it.
     """
     own = local(logits)
     check_dims("column_indices is", column_indices, 1, "it must be [K] token ids, the same at every position")
@@ -237,5 +237,5 @@ def _check_indices(argument: str, indices: Tensor, batch: int) -> None:
 
 
 def _over_last_dim(logits: Tensor) -> Tensor:
-    """Log-probabilities over the last dim, which every rank has whole."""
+    """Return log-probabilities over the last dim, which every rank has whole."""
     return head.vocab_parallel_log_softmax(logits, tp_group=UNSHARDED)

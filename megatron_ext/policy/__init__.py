@@ -37,12 +37,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The workers are imported when they are asked for: they need transformers, Megatron-Core or Ray."""
+    """Import a worker class when it is first read: the workers need transformers, Megatron-Core or Ray."""
     if name in _HOMES:
         from importlib import import_module
 
         if name == "MegatronPolicyWorker":
-            import megatron_ext.megatron  # noqa: F401  # which says so where there is no Megatron-Core
+            import megatron_ext.megatron  # noqa: F401  # its error says what to install without Megatron-Core
 
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,10 +20,10 @@ class Batching:
     """Settings by which rows are put together for one pass through the model.
 
     Attributes:
-        kind: "fixed": so many rows, as wide as they came; "dynamic": rows of similar lengths, cut to the longest;
-            "packed": rows laid end to end without padding.
+        kind: "fixed": a fixed number of rows, padded as they came; "dynamic": rows of similar lengths, cut to the
+            longest; "packed": rows laid end to end without padding.
         train_rows, logprob_rows: rows of a fixed micro-batch.
-        train_tokens, logprob_tokens: tokens of a dynamic or packed one, at most.
+        train_tokens, logprob_tokens: the most tokens of a dynamic or packed micro-batch.
     """
 
     kind: Literal["fixed", "dynamic", "packed"]
@@ -38,7 +38,7 @@ class Pipeline:
     """Cut of the layers into pipeline stages.
 
     Attributes:
-        stages: ranks that layers are cut over; `virtual` pieces of each take turns (1: no virtual stages).
+        stages: the number of stages. virtual: pieces of the model on each stage (1: no virtual stages).
         first_layers, last_layers: layers of the first and the last stage; None: as many as the others have.
     """
 
@@ -83,7 +83,7 @@ class Settings:
 
 
 def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") -> Settings:
-    """The settings that `config` says. `config_keys` has the keys of NeMo-RL's that are not named here.
+    """Read and check a worker's configuration. `config_keys` has the keys of NeMo-RL's that are not named here.
 
     Keys: `model_name` (a local folder, a transformers config, or a function without arguments that makes a model),
     `hf_config_overrides` (values of the model's config, instead of those that the folder or config has),
@@ -96,17 +96,17 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     `pipeline_model_parallel_size`, `virtual_pipeline_model_parallel_size`, `num_layers_in_first_pipeline_stage`,
     `num_layers_in_last_pipeline_stage`, `expert_model_parallel_size`; under `dynamic_batching` or
     `sequence_packing` `enabled`, `train_mb_tokens`, `logprob_mb_tokens`; under `generation` `temperature`, by which
-    logits are divided, and `top_k` and `top_p`: with them log-probabilities are those of the distribution that they
-    leave, which the generator draws from (None, -1 and 0, and 1.0, leave it whole). `bits` are those of the head (see
-    `LmHead`), "batch" where `batch_invariant_mode` under `dtensor_cfg` or `megatron_cfg` is True; there the model's
-    layers keep their promise too (`megatron_ext.batch_invariant_mode`). `logit_dtype`, "float32" or the `precision`, is
-    what the head rounds logits to. With `skip_masked_tokens` tokens that `token_mask` or `sample_mask` leave out, and
-    padding, take no part in the head's products: losses see 0 there, and where they take logits, all. An int is a
-    bound: no more tokens of a micro-batch are left, else `train` refuses them; sizes then follow from it, without
-    waiting for the device, each rank's slice of a sequence having room for so many.
+    logits are divided, and `top_k` and `top_p`: log-probabilities are those of the filtered distribution, from which
+    the generator draws (`top_k` None, -1 or 0, and `top_p` 1.0, filter nothing); `bits` of the head (see `LmHead`; the
+    default is "batch" where `batch_invariant_mode` under `dtensor_cfg` or `megatron_cfg` is True, which makes the
+    model's layers batch-invariant too, see `megatron_ext.batch_invariant_mode`); `logit_dtype`, "float32" or the
+    `precision`, to which the head rounds logits; `skip_masked_tokens`: the head skips padding and tokens that
+    `token_mask` or `sample_mask` leave out, and losses see log-probabilities of 0 there; a loss that takes logits gets
+    all of them. An int bounds the tokens of a micro-batch that count (`train` refuses more): each rank has room for so
+    many, and does not wait for the device to count them.
 
     Raises:
-        ValueError: a key is missing or has a value that it cannot have.
+        ValueError: a key is missing or unknown, or has an invalid value.
     """
     faults_with_experts = check_keys(config, parallel_key)
     precision = _required(config, "precision", "config")
@@ -164,7 +164,7 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is True or False: a string would be true whatever it says."""
+    """Raise ValueError unless `value` is True or False: a string would be true whatever it says."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}: it must be True or False, in YAML true or false unquoted")
 
@@ -231,7 +231,7 @@ def check_positive(name: str, value: Any) -> int:
 
 
 def check_kwargs(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError for a number that the configuration has as text."""
+    """Raise ValueError for a number that the configuration has as a string."""
     for key, value in kwargs.items():
         if fix := as_number(value):
             raise ValueError(f"{name}.kwargs.{key} is {value!r}: it must be a number; {fix}")
@@ -241,7 +241,7 @@ def import_from_path(path: str) -> Any:
     """Import the object that `package.module.Name` names.
 
     Raises:
-        ValueError: there is no such thing.
+        ValueError: the object cannot be imported.
     """
     module, _, name = path.rpartition(".")
     try:

@@ -18,7 +18,7 @@ def _each(section: str, reason: str, names: str) -> dict[str, str]:
     return {section + name: reason for name in names.split()}
 
 
-# What the worker reads, by section; "" is the configuration itself.
+# Keys that the worker reads, by section; "" is the configuration itself.
 READ: dict[str, tuple[str, ...]] = {
     "": _names(
         "model_name hf_config_overrides precision train_global_batch_size train_micro_batch_size "
@@ -52,7 +52,7 @@ _SPEED = "it chooses among ways to compute the same"
 _GENERATOR = "the generator reads it"
 _PACKING = "losses do not depend on how rows are put together"
 
-# Reasons, by key: numbers are the same whatever the value.
+# By key, the reason why no number depends on its value.
 WITHOUT_INFLUENCE: dict[str, str] = {
     "tokenizer": "text becomes token ids outside of the worker",
     "max_total_sequence_length": "rows are made, and cut, outside of the worker",
@@ -121,12 +121,17 @@ WITHOUT_INFLUENCE: dict[str, str] = {
 
 _ALL_TRAIN = "all weights train; leave it out, or make a model_name function whose model has adapters or frozen weights"
 _NO_QUANTISATION = "the worker quantises nothing; leave it out"
-_OWN_OPTIMIZER = "the worker takes 'optimizer' and 'scheduler' beside it, as DTensorPolicyWorker; say it there"
-_DTENSORS = "it is DTensorPolicyWorker's; leave it out"
-_NO_SUCH_RANKS = (None, 1), "this policy has no such parallelism, the tensor parallel size makes room; set it to 1"
+_OWN_OPTIMIZER = (
+    "the worker reads 'optimizer' and 'scheduler' beside megatron_cfg, as DTensorPolicyWorker does; set it there"
+)
+_DTENSORS = "only DTensorPolicyWorker reads it; leave it out"
+_NO_SUCH_RANKS = (
+    (None, 1),
+    "this policy has no such parallelism; set it to 1, and raise the tensor parallel size to save memory",
+)
 _ENVIRONMENT = "the worker sets no variables of its process; pass env_vars to RayPolicy, or set them at the start"
 
-# Rules and fixes, by key: refused unless the value is off (None, False, 0, empty, or `enabled: False`).
+# By key, its rule and fix: refused unless the value is off (None, False, 0, empty, or `enabled: False`).
 ONLY_OFF: dict[str, str] = {
     "draft": "there is no draft model to train; set draft.enabled to False",
     "router_replay": "routes are not replayed; set router_replay.enabled to False",
@@ -161,7 +166,7 @@ ONLY_OFF: dict[str, str] = {
     "megatron_cfg.distributed_data_parallel_config.use_custom_fsdp": "weights are not sharded by it; set it to False",
 }
 
-# Refused unless one of these values.
+# By key, its values, and the rule and fix for any other one, which is refused.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "dtensor_cfg.pipeline_model_parallel_size": _NO_SUCH_RANKS,
     "dtensor_cfg.virtual_pipeline_model_parallel_size": _NO_SUCH_RANKS,
@@ -179,7 +184,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
 }
 
-# As `ONLY`, of a model with experts; without them they change nothing.
+# Like `ONLY`, for models with experts; for other models these keys have no effect.
 OF_EXPERTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "megatron_cfg.freeze_moe_router": ((None, False), "routers train; set it to False"),
     "megatron_cfg.moe_router_dtype": ((None, "fp32"), "routers compute in float32; set it to 'fp32'"),
@@ -193,12 +198,12 @@ _HARMLESS_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_C
 
 
 def check_keys(config: Mapping[str, Any], parallel_key: str) -> tuple[str, ...]:
-    """Raises ValueError unless every key of `config` is read, without influence, or off.
+    """Raise ValueError unless every key of `config` is read, without influence, or off.
 
     `parallel_key`: the section of this backend; of the other one only `enabled` is looked at.
 
     Returns:
-        What is wrong with the values that matter to models with experts alone, a sentence each.
+        A sentence for each value that is wrong for models with experts, and harmless for others.
     """
     for section in PARALLEL_KEYS:
         enabled, own = (config.get(section) or {}).get("enabled"), section == parallel_key
@@ -246,8 +251,8 @@ def _unknown(key: str, path: str) -> str:
     beside = (name.removeprefix(prefix) for name in tables if name.startswith(prefix))
     known = sorted(dict.fromkeys([*READ[path], *(name for name in beside if name and "." not in name)]))
     near = difflib.get_close_matches(key, known, 1)
-    advice = f"did you mean {near[0]!r}" if near else f"the keys there are {', '.join(known)}"
-    return f"{path or 'config'} has {key!r}, a key that no policy worker knows: {advice}? Correct or remove it"
+    advice = f"did you mean {near[0]!r}?" if near else f"the keys there are {', '.join(known)}."
+    return f"{path or 'config'} has {key!r}, a key that no policy worker knows: {advice} Correct or remove it"
 
 
 def _is_off(value: Any) -> bool:
@@ -257,7 +262,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """A number that YAML reads as a string, as 1e-3."""
+    """Convert a number that YAML reads as a string, such as 1e-3."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

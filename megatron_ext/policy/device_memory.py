@@ -14,7 +14,7 @@ from megatron_ext.dtensor import to_local_if_dtensor
 
 
 def join_world() -> torch.device:
-    """This rank's device, in the default process group: the one that is there, or torchrun's, or a world of one."""
+    """Join the default process group, if there is none (torchrun's, or a world of one); return this rank's device."""
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
@@ -29,7 +29,7 @@ def join_world() -> torch.device:
 
 
 def device_id(device: torch.device) -> str:
-    """Return the name of this device alone: "GPU-..." as NVML has it, or "CPU-" and the name of the host."""
+    """Return a name that no other device has: "GPU-..." as in NVML, or "CPU-" and the name of the host."""
     if device.type == "cuda":
         return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     return f"CPU-{platform.node()}"
@@ -49,7 +49,7 @@ def free_cached_memory(device: torch.device) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """FSDP2 with offloaded parameters moves no buffers."""
+    """Move the buffers alone, which FSDP2 with offloaded parameters does not move."""
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
 
@@ -63,7 +63,7 @@ def move_optimizer(optimizer: Optimizer | None, device: torch.device) -> None:
 
 @torch.no_grad()
 def copies_on_cpu(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Local parts, pinned where they come from a GPU."""
+    """Copy the tensors' local parts to host memory, pinned where they come from a GPU."""
     found = {}
     for name, x in tensors:
         part = to_local_if_dtensor(x)
@@ -73,7 +73,7 @@ def copies_on_cpu(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def exchange(tensors: Iterable[tuple[str, Tensor]], others: dict[str, Tensor]) -> None:
-    """Swaps the contents of local parts with those of `others`, one tensor at a time."""
+    """Swap the contents of the tensors' local parts with those of `others`, one tensor at a time."""
     for name, x in tensors:
         part = to_local_if_dtensor(x)
         held = part.to(others[name].device, copy=True)

@@ -7,8 +7,8 @@ from megatron_ext.policy.worker.policy_worker import PolicyWorker
 class DTensorPolicyWorker(PolicyWorker):
     """A `PolicyWorker` on a causal language model of transformers; with `reward_model_cfg` on a reward model.
 
-    What of tensor, sequence, context and expert parallelism a family can have is said in docs/hugging_face.md; what it
-    cannot is refused before weights are read. `model_name` is a folder with safetensors (nothing of it is executed), a
+    docs/hugging_face.md lists the tensor, sequence, context and expert parallelism that each model family supports; any
+    other is refused before weights are read. `model_name` is a folder with safetensors (no code in it is executed), a
     config of transformers, or a function that makes the model. Master weights are float32; the model computes in
     `precision`.
     """

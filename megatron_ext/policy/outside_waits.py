@@ -1,4 +1,4 @@
-"""Waits of a rank for what is no rank of the policy, so that the policy is not taken for hung."""
+"""Waits of a rank for something outside the policy, during which the policy is not taken for hung."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,9 @@ now: list[str] = []  # what this process waits for, innermost last
 
 @contextmanager
 def outside_wait(what: str) -> Iterator[None]:
-    """Let this rank stand still, and the others wait for it, without the policy being taken for hung.
+    """Mark a wait for something outside the policy, so that the policy is not taken for hung.
 
-    The context is for waits on what is no rank of the policy: a reward server that a loss asks, generators that join.
+    Examples are a reward server that a loss asks, and generators that join. `what` names it in reports on this rank.
     """
     now.append(what)
     try:

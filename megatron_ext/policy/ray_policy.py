@@ -1,6 +1,6 @@
 """A policy on many machines: one Ray actor a rank, each with a policy worker, driven as if they were one.
 
-`ray/actors.py` starts, calls and ends the actors; here are the methods, and which rows go to which rank.
+`ray/actors.py` starts, calls and ends the actors; this module has the methods, and shares rows out to ranks.
 
 Legend: B rows, S positions. Global ranks go through the mesh (pp, dp, cp, tp), tp fastest.
 """
@@ -27,7 +27,7 @@ P = ParamSpec("P")
 
 
 def _on_all(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate["RayPolicy", P], None]:
-    """The method of a policy that calls this one of every worker, with the same signature; a timer runs here."""
+    """Make the policy's method that calls `method` of every worker, with the same signature; a timer runs here."""
     signature = inspect.signature(method)
 
     @wraps(method)
@@ -47,18 +47,18 @@ class RayPolicy(RayRefit):
     be running (`ray.init`; on one machine see `local_ray`).
 
     Args:
-        config: of the workers.
+        config: the configuration of the workers.
         worker_cls: `DTensorPolicyWorker` (None), `MegatronPolicyWorker`, or a function that makes such a worker and has
             the attribute `parallel_key` of its class.
-        num_workers: ranks; a multiple of tensor- times context-parallel size, and the data-parallel size that times.
+        num_workers: the number of ranks, a multiple of tensor- times context-parallel size times pipeline stages.
         weights_path, optimizer_path: a checkpoint to begin with.
         init_optimizer, init_reference_model, tokenizer: as for the worker.
-        cpus_per_worker, gpus_per_worker: what Ray reserves for an actor; it sees no other GPUs.
+        cpus_per_worker, gpus_per_worker: CPUs and GPUs that Ray reserves for an actor, which sees no other GPUs.
         env_vars: environment variables of the actors.
-        start_timeout_s: how long actors may take to start and to build their model.
-        call_timeout_s: how long a call may take; None: no limit.
-        heartbeat_timeout_s: how long an actor may be stopped (SIGSTOP), its host not answer, or all actors stand still
-            with one waiting for the others in a collective; None: this is not checked. A step in which any rank
+        start_timeout_s: seconds that actors may take to start and to build their model.
+        call_timeout_s: seconds that a call may take; None: no limit.
+        heartbeat_timeout_s: seconds that an actor may be stopped (SIGSTOP), its host not answer, or all actors stand
+            still with one waiting for the others in a collective; None: this is not checked. A step in which any rank
             computes, reads or writes goes on; mark a wait for another service by `megatron_ext.policy.outside_wait`.
 
     Raises:
@@ -113,10 +113,11 @@ class RayPolicy(RayRefit):
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> dict[str, Any]:
-        """A worker's `train` for the rows of all data-parallel ranks; "all_mb_metrics" holds those of all ranks.
+        """Run the workers' `train` on the rows of all data-parallel ranks; "all_mb_metrics" holds all ranks' metrics.
 
         Raises:
-            ValueError: rows do not divide by the global batch, or that by the data-parallel ranks; what workers raise.
+            ValueError: the rows are no multiple of the global batch size, or that is none of the data-parallel size;
+                or a worker raised it.
             RuntimeError: a worker died.
         """
         gbs = self._make["config"]["train_global_batch_size"] if gbs is None else gbs
@@ -125,22 +126,22 @@ class RayPolicy(RayRefit):
             return _with_all_metrics(self._each("train", shards, loss_fn, eval_mode, gbs, mbs))
 
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
-        """A worker's `begin_train_step`: rows follow by `train_microbatch`, the update by `finish_train_step`."""
+        """Open a step: `train_microbatch` takes its rows, `finish_train_step` updates the weights; see the worker's."""
         self._all("begin_train_step", loss_fn, gbs, mbs)
         self._unit = rows_together(loss_fn)
 
     def train_microbatch(self, data: Mapping[str, Any], timer: Timer | None = None) -> None:
-        """Some rows of the open step, as equal a share of them as there is for each data-parallel rank.
+        """Train on some rows of the open step, cut as evenly as possible over the data-parallel ranks.
 
         Raises:
-            ValueError: fewer rows than data-parallel ranks, or pairs that would be parted; what workers raise.
+            ValueError: fewer rows than data-parallel ranks, or pairs that would be parted; or a worker raised it.
         """
         batch = BatchedDataDict(data)
         units, rest = divmod(batch.size, self._unit)
         if units < self.dp_size or rest:
             raise ValueError(
                 f"data has {batch.size} rows for {self.dp_size} data-parallel ranks, in units of {self._unit}: each "
-                f"must get one, and none is parted; wait for more"
+                f"rank must get one, and none is parted; collect more rows first"
             )
         cuts = [units * i // self.dp_size * self._unit for i in range(self.dp_size + 1)]
         with timed(timer, "train_microbatch"):
@@ -148,7 +149,7 @@ class RayPolicy(RayRefit):
             self._each("train_microbatch", parts)
 
     def finish_train_step(self, timer: Timer | None = None) -> dict[str, Any]:
-        """A worker's `finish_train_step`; "all_mb_metrics" holds those of all ranks."""
+        """Finish the open step, see the worker's; "all_mb_metrics" holds the metrics of all ranks."""
         with timed(timer, "finish_train_step"):
             found = self._all("finish_train_step")
             return _with_all_metrics([found[rank] for rank in self._coordinates.first_ranks()])
@@ -176,7 +177,7 @@ class RayPolicy(RayRefit):
         return self._score("score", None, data)
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False, seed: int | None = None) -> BatchedDataDict:
-        """A worker's `generate` for all rows, an equal share of them on every worker: each has the whole model.
+        """Run the workers' `generate` on all rows, an equal share on every worker: each has the whole model.
 
         The answers do not depend on how many workers there are. `prepare_for_generation` before and
         `finish_generation` after several calls save copying the weights for each.
@@ -203,24 +204,24 @@ class RayPolicy(RayRefit):
     stop_gpu_profiling = _on_all(PolicyWorker.stop_gpu_profiling)
 
     def return_model_config(self) -> Any:
-        """The model's configuration, of the first worker: transformers' or Megatron's object."""
+        """Return the first worker's model configuration: transformers' or Megatron's object."""
         return self._all("return_model_config")[0]
 
     def get_free_memory_bytes(self) -> int:
-        """Return the free bytes of the device that has least."""
+        """Return the free bytes of the device that has the fewest."""
         return min(self._all("get_free_memory_bytes"))
 
     def _score(self, method: str, timer: Timer | None, data: Mapping[str, Any], *args: Any) -> BatchedDataDict:
-        """`method` for all rows, an equal share of them on each data-parallel rank."""
+        """Run `method` on all rows, an equal share of them on each data-parallel rank."""
         batch = BatchedDataDict(data)
-        # Copies: of a view the whole would be sent.
+        # Copies: Ray would send the whole storage of a view.
         shards = [batch.select_indices(share) for share in _shares(batch.size, self.dp_size)]
         with timed(timer, method):
             found = BatchedDataDict.from_batches(self._each(method, shards, *args))
         return found.slice(0, batch.size)
 
     def _each(self, method: str, shards: list[BatchedDataDict], *args: Any) -> list[Any]:
-        """Calls `method` with each data-parallel rank's shard: the results of the first rank of each."""
+        """Call `method` with each data-parallel rank's shard; return the results of the first rank of each."""
         self._check_alive()
         kept = [self._ray.put(shard) for shard in shards]  # once, not once for each rank that shares it
         by_rank = [(kept[self._coordinates.replica(rank)], *args) for rank in range(self.world_size)]
@@ -229,13 +230,13 @@ class RayPolicy(RayRefit):
 
 
 def _shares(rows: int, ranks: int) -> list[range]:
-    """An equal run of rows for each rank; one with none left takes part with the last row."""
+    """Cut rows into equal runs, one a rank; a rank for which none is left gets the last row, so as to take part."""
     own = -(-rows // ranks)
     return [range(own * i, min(own * (i + 1), rows)) or range(max(rows - 1, 0), rows) for i in range(ranks)]
 
 
 def _with_all_metrics(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """One of the data-parallel ranks' results, with the metrics of all."""
+    """Return the first data-parallel rank's result with the metrics of all."""
     metrics: dict[str, list[float]] = {}
     for result in found:
         for name, values in result["all_mb_metrics"].items():
@@ -245,7 +246,7 @@ def _with_all_metrics(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def local_ray(cpus: int) -> Iterator[None]:
-    """Ray on this machine alone, small: no dashboard, no usage statistics, 128 MiB of shared objects.
+    """Run a small Ray on this machine alone: no dashboard, no usage statistics, 128 MiB of shared objects.
 
     Ray, its actors and the ranks' process groups listen on the loopback interface.
     """
@@ -254,7 +255,7 @@ def local_ray(cpus: int) -> Iterator[None]:
     ray = import_ray()
     small = {"address": "local", "include_dashboard": False, "object_store_memory": 128 << 20, "log_to_driver": False}
     constants = ray._private.ray_constants
-    clusters, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False  # else it takes an outer address
+    clusters, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False  # else Ray takes an outer address
     try:
         ray.init(num_cpus=cpus, **small)
     finally:
@@ -266,7 +267,7 @@ def local_ray(cpus: int) -> Iterator[None]:
 
 
 def _coordinates(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> RankCoordinates:
-    """Return the coordinates by which ranks get the same rows."""
+    """Return the coordinates that say which ranks get the same rows."""
     parallel_key = getattr(worker_cls, "parallel_key", None)
     if not isinstance(parallel_key, str):
         raise ValueError(

@@ -4,10 +4,10 @@
     refit_vllm(policy, llm)                        # on the actors' host, through shared memory or CUDA IPC
 
 vLLM mixes the class into its worker, so that `collective_rpc` reaches its methods on every rank of the engine. The
-weights come under the Hub's names, whole; joining q, k and v, or experts, and cutting them is vLLM's own affair. What
-goes through `collective_rpc` is bytes, numbers and strings: an engine in a process of its own takes no other objects
-without `VLLM_ALLOW_INSECURE_SERIALIZATION`.
-The idea of an extension class for refitting is vLLM's (its examples of RLHF), NeMo-RL and verl have one each.
+weights come unsharded, under the Hub's names; vLLM itself fuses q, k and v, or experts, and shards them. Only bytes,
+numbers and strings go through `collective_rpc`: an engine in a process of its own takes no other objects without
+`VLLM_ALLOW_INSECURE_SERIALIZATION`.
+The idea of an extension class for refitting is vLLM's (its examples of RLHF); NeMo-RL and verl have one each, too.
 """
 
 import pickle
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class PolicyWeights:
-    """Methods that vLLM's worker gets; none has a name of its own. They rely on its `model_runner`, `device`, `rank`.
+    """Methods added to vLLM's worker, under names that it does not have. They use its `model_runner`, `device`, `rank`.
 
     Weights are complete after `policy_weights_finish`.
     """
@@ -47,14 +47,14 @@ class PolicyWeights:
     _policy_loaded: set[str] | None = None
 
     def policy_device_id(self) -> str:
-        """The id of this worker's device, as `get_weights_ipc_handles` takes it."""
+        """Return the id of this worker's device, as `get_weights_ipc_handles` takes it."""
         return device_id(torch.device(self.device))
 
     def policy_weights_load(self, handles: bytes | Mapping[str, WeightsHandle]) -> None:
-        """Loads one bucket that the policy has shared, by its handles by device, which may be pickled.
+        """Load one bucket that the policy has shared. `handles`: the bucket's handles by device id, pickled or not.
 
         Raises:
-            ValueError: none of them is for this worker's device; vLLM's model is quantized, or knows no such weight.
+            ValueError: no handle is for this worker's device; vLLM's model is quantized, or knows no such weight.
         """
         found: Mapping[str, WeightsHandle] = pickle.loads(handles) if isinstance(handles, bytes) else handles
         own = self.policy_device_id()
@@ -66,16 +66,16 @@ class PolicyWeights:
         self._policy_load(read_weights(found[own]))
 
     def policy_weights_join(self, ip: str, port: int, first_rank: int, world_size: int) -> None:
-        """Joins the group of the policy's `init_collective(ip, port, world_size)` as `first_rank` plus this worker's
-        rank in its engine; the policy is 0."""
+        """Join the group of the policy's `init_collective(ip, port, world_size)` as rank `first_rank` plus this
+        worker's rank in its engine; the policy is rank 0."""
         self._policy_group = join_collective(ip, port, first_rank + self.rank, world_size, self.device)
 
     def policy_weights_receive(self, info: bytes | WeightInfo, buffer_bytes: int) -> None:
-        """Loads what the policy broadcasts; both arguments are its own: `prepare_refit_info()`, which may be pickled,
-        and its buckets' size.
+        """Load the weights that the policy broadcasts. `info`: the policy's `prepare_refit_info()`, pickled or not;
+        `buffer_bytes`: its `refit_buffer_bytes`.
 
         Raises:
-            ValueError: before `policy_weights_join`; or, after all has been received, as `policy_weights_load`.
+            ValueError: before `policy_weights_join`; or, after all has been received, as in `policy_weights_load`.
         """
         if self._policy_group is None:
             raise ValueError("policy_weights_receive() came before policy_weights_join(); call that first")
@@ -89,7 +89,7 @@ class PolicyWeights:
             ValueError: the model has weights that did not come.
         """
         loaded, self._policy_loaded = self._policy_loaded, None
-        if loaded is None:  # nothing was loaded, or this vLLM's model does not say what
+        if loaded is None:  # nothing was loaded, or the model does not report what it loaded
             return
         if missing := sorted(set(dict(self.model_runner.model.named_parameters())) - loaded):
             raise ValueError(
@@ -100,7 +100,7 @@ class PolicyWeights:
     def _policy_load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         config = getattr(self.model_runner, "vllm_config", None)
         if getattr(config, "quant_config", None) is not None:
-            raise ValueError("vLLM's model is quantized, and the policy sends plain weights: build it without")
+            raise ValueError("vLLM's model is quantized, and the policy sends plain weights: build it unquantized")
         if self._policy_rename is None:
             self._policy_rename = hub_rename(self._policy_structure)
         loaded = self.model_runner.model.load_weights(renamed(weights, self._policy_rename))
@@ -114,7 +114,7 @@ class PolicyWeights:
 
 
 def refit_vllm(policy: "RayPolicy", llm: Any) -> None:
-    """Copies the policy's weights into the engine, which must run on the actors' host and, on GPUs, on their GPUs.
+    """Copy the policy's weights into the engine, which must run on the actors' host and, on GPUs, on their GPUs.
 
     Args:
         llm: vLLM's `LLM`, or anything with its `collective_rpc(method, args=...)`, whose workers have `PolicyWeights`.

@@ -1,5 +1,5 @@
-"""Functions that users put in the place of Megatron's or ours: which one a linear layer has to call, and which ones are
-told of, since ours call none in their place.
+"""Functions by which users replace Megatron's or ours: the one that a linear layer has to call, and those that raise an
+error, since our layers do not call them.
 
 Quantizers replace `linear_with_grad_accumulation_and_async_allreduce` in `megatron.core.tensor_parallel.layers` while a
 layer runs, and count on the layer to look the function up there. A name says nothing about a function, since decorators
@@ -19,13 +19,13 @@ import torch.amp.autocast_mode
 from megatron_ext.tensor_parallel._layers import megatron_linear_functions
 
 _HOMES = ("megatron_ext.tensor_parallel.layers", "megatron.core.tensor_parallel.layers")
-# Functions of a trainable and of a frozen weight, each with the autograd class that Megatron's looks up.
+# Functions for a trainable and for a frozen weight, each with the autograd class that Megatron's function looks up.
 _LINEAR = "linear_with_grad_accumulation_and_async_allreduce", "LinearWithGradAccumulationAndAsyncCommunication"
 _FROZEN = "linear_with_frozen_weight", "LinearWithFrozenWeight"
 HONOURED = _LINEAR[0], _FROZEN[0]
 _LAYERS, _EMBEDDING, _OF_LOGITS = "linear layers", "embeddings", "losses of logits"
 _MAPPINGS, _CROSS_ENTROPY = "megatron.core.tensor_parallel.mappings", "megatron.core.tensor_parallel.cross_entropy"
-# Functions and classes that Megatron's look up (linear layers beside these), and ours do not call, by module.
+# By layer and module, functions and classes that Megatron's layers look up (linear ones beside those above), ours not.
 _NOT_CALLED: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     _LAYERS: {
         _HOMES[1]: (
@@ -59,7 +59,7 @@ _originals: dict[bool | str, list[Any]] = {}
 
 
 def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
-    """The function to call, by Megatron's arguments, in the place of our matmul; None where nobody replaced any.
+    """Return the function to call, by Megatron's arguments, in place of our matmul; None if no function was replaced.
 
     Raises:
         RuntimeError: an autograd class was replaced whose function is ours, which does not call that class; or another
@@ -92,7 +92,7 @@ def users_linear_function(frozen: bool) -> Callable[..., Any] | None:
 
 
 def refuse_replaced(by: str) -> None:
-    """Raise RuntimeError where a function, a class or a method that Megatron's `by` looks up was replaced."""
+    """Raise RuntimeError if a function, a class or a method that Megatron's `by` look up was replaced."""
     found: list[Any] = []
     for home, (functions, classes) in _NOT_CALLED[by].items():
         if home in sys.modules:
@@ -123,7 +123,7 @@ def parts_of(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(name, value), *((f"{name}.{key}", part) for key, part in inside if not isinstance(part, type))]
 
 
-# What `torch.compiler.assume_constant_result` does, which imports torch._dynamo, and that Triton.
+# As `torch.compiler.assume_constant_result` does, without its import of torch._dynamo, which imports Triton.
 users_linear_function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 refuse_replaced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -137,7 +137,7 @@ def _is_ours(value: Any) -> bool:
 def is_megatrons_own(value: Any) -> bool:
     """True if all code of a function or class is Megatron-Core's, or torch's where Megatron has torch make it.
 
-    What can be called and has no Python code is asked for its class: an object may answer in another one's name.
+    A callable without Python code is judged by its class: its attributes may be those of another object.
     """
     if isinstance(value, type):
         return all(is_megatrons_own(one) for one in vars(value).values() if not isinstance(one, type)) and (
@@ -151,5 +151,5 @@ def is_megatrons_own(value: Any) -> bool:
     file, home = value.__code__.co_filename, str(value.__globals__.get("__name__"))
     megatron = sys.modules.get("megatron.core")  # ours can be replaced where there is none
     folder = _TORCH if megatron is None else str(Path(str(megatron.__file__)).parent)
-    # Methods of dataclasses have no file, and what a user types has none either.
+    # Methods of dataclasses have no file, and neither has code that a user types.
     return file.startswith((folder, _TORCH)) or (file.startswith("<") and home.startswith("megatron.core"))

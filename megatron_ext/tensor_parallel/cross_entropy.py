@@ -15,7 +15,7 @@ from megatron_ext.tensor_parallel.utils import VocabUtility as VocabUtility
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Group = None
 ) -> Tensor:
-    """Per-token cross entropy, equal on every rank.
+    """Compute the per-token cross entropy, equal on every rank.
 
     Args:
         vocab_parallel_logits: `[..., V]`, this rank's columns, any floating dtype; never written to. -inf columns of a

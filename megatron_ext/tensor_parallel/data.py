@@ -1,8 +1,8 @@
 """One rank reads the batch, its tensor-parallel peers receive it. Drop-in for Megatron's module.
 
 Two broadcasts, whatever the number of tensors: a header with each tensor's dtype and shape, of a length that all ranks
-know, then all the tensors in one buffer of bytes. What is wrong with the data only the first rank can see, so its
-faults travel in the header: every rank raises the same error, and nobody waits for a buffer that never comes.
+know, then all the tensors in one buffer of bytes. Only the first rank can see faults of the data, so these travel in
+the header: every rank raises the same error, and no rank waits for a buffer that never comes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,12 +73,12 @@ def _raise_faults(described: Mapping[str, _Description], datatype: torch.dtype |
 
 
 def _check_data_types(keys: Iterable[str], data: Any, target_dtype: torch.dtype) -> None:
-    """ValueError if a tensor of this rank's `data` is missing or not of `target_dtype`."""
+    """Raise ValueError if a tensor of this rank's `data` is missing or not of `target_dtype`."""
     _raise_faults({key: _describe(data, key, target_dtype) for key in keys}, target_dtype)
 
 
 def _device_of(group: Group) -> torch.device | None:
-    """The device of the group's messages, where the ranks want their batch: NCCL's are on the GPU."""
+    """Return the device of the group's messages, where the batch is put too: NCCL's are on the GPU."""
     if group is None:
         return None
     on_gpu = "cuda:nccl" in str(dist.get_backend_config(group))
@@ -88,7 +88,7 @@ def _device_of(group: Group) -> torch.device | None:
 def _exchange_descriptions(
     keys: Sequence[str], data: Any, datatype: torch.dtype | None, group: Group
 ) -> dict[str, _Description]:
-    """Descriptions of what the first rank has under each key, known and found right on every rank. One broadcast."""
+    """Send every rank the descriptions of the first rank's tensors, and raise their faults. One broadcast."""
     header = torch.zeros(len(keys), 3 + _MAX_DATA_DIM, dtype=torch.int64)
     if group_rank(group) == 0:
         header = torch.tensor([_describe(data, key, datatype).to_row() for key in keys])
@@ -101,7 +101,7 @@ def _exchange_descriptions(
 def _build_key_size_numel_dictionaries(
     keys: Iterable[str], data: Any, tp_group: Group = None
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, int], int]:
-    """The first rank's shapes, numbers of elements, and their sum. One broadcast."""
+    """Return the first rank's shapes, numbers of elements, and their sum. One broadcast."""
     described = _exchange_descriptions(list(keys), data, None, require_tensor_parallel_group(tp_group))
     numel = {key: prod(found.shape) for key, found in described.items()}
     return {key: found.shape for key, found in described.items()}, numel, sum(numel.values())
@@ -110,20 +110,19 @@ def _build_key_size_numel_dictionaries(
 def broadcast_data(
     keys: Iterable[str], data: Any, datatype: torch.dtype | None, tp_group: Group = None
 ) -> dict[str, Tensor]:
-    """The tensors `data[key]` of the group's first rank, on every rank of it.
+    """Broadcast the tensors `data[key]` of the group's first rank to all its ranks.
 
     Args:
         keys: names of the tensors to send, the same on every rank.
-        data: on the first rank a dict of tensors of any shapes, on any device; on the others it is not looked at.
-        datatype: what every tensor's dtype must be; None: each keeps its own, and they may differ.
+        data: on the first rank a dict of tensors of any shapes, on any device; on the others it is not read.
+        datatype: the dtype that every tensor must have; None: each keeps its own, and they may differ.
         tp_group: None for Megatron's tensor-parallel group.
 
     Returns:
         New tensors, views of one buffer, detached: on the GPU if the group communicates there (NCCL), else on the CPU
         (without a group: where the first of them lies).
 
-    Communicates: 2 broadcasts, 1 if there is nothing in the tensors, none in a group of one rank. The header is read
-    by the host, which waits for it.
+    Communicates: 2 broadcasts, 1 if all tensors are empty, none in a group of one rank. The host waits for the header.
 
     Raises:
         ValueError: on every rank, if a key is missing or is no dense tensor, or a dtype is not `datatype`.

@@ -1,7 +1,7 @@
 """Generalized tensor parallelism, by the name of Megatron's module, and Megatron's own.
 
-It shares each weight out once more and gathers it before use. Megatron has the code, from 0.19 on with Transformer
-Engine: the names of this module, `gtp_api`, `gtp_cuda_graphs` and `gtp_symmetric_memory` are those of the
+This parallelism cuts each weight once more and gathers it before use. Megatron has the code, from 0.19 on with
+Transformer Engine: the names of this module, `gtp_api`, `gtp_cuda_graphs` and `gtp_symmetric_memory` are those of the
 Megatron-Core that is installed. Our layers ask its parameters for whole shards (`_layers/distributed_weights.py`).
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def megatrons_own(part: str) -> Callable[[str], Any]:
-    """A module's `__getattr__` that looks names up in Megatron's module `part`.
+    """Make a module's `__getattr__` that looks names up in Megatron's module `part`.
 
     Without that module `HAVE_GTP` and `HAVE_TE` are False, and every other name is an AttributeError.
     """

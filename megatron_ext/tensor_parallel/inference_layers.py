@@ -34,12 +34,12 @@ from megatron_ext.tensor_parallel.mappings import (
 def inference_all_gather_from_tensor_model_parallel_region(
     x: Tensor, tp_group: Group, config: Any, barrier_before: bool = False
 ) -> Tensor:
-    """`gather_from_tensor_model_parallel_region`; the last two arguments are about symmetric memory."""
+    """Call `gather_from_tensor_model_parallel_region`; the last two arguments, for symmetric memory, are not read."""
     return gather_from_tensor_model_parallel_region(x, tp_group)
 
 
 def inference_reduce_scatter_to_sequence_parallel_region(x: Tensor, tp_group: Group, config: Any) -> Tensor:
-    """`reduce_scatter_to_sequence_parallel_region`; the last argument is about symmetric memory."""
+    """Call `reduce_scatter_to_sequence_parallel_region`; the last argument, for symmetric memory, is not read."""
     return reduce_scatter_to_sequence_parallel_region(x, tp_group)
 
 
@@ -49,14 +49,14 @@ def _te_rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _recording(layer: ParallelLayer) -> torch.set_grad_enabled:
-    """Around a call of a layer for decoding: in evaluation mode no gradients are kept."""
+    """Return the context of a call of a layer for decoding: in evaluation mode autograd records nothing."""
     return torch.set_grad_enabled(layer.training and torch.is_grad_enabled())
 
 
 class InferenceColumnParallelLinear(ColumnParallelLinear):
-    """A `ColumnParallelLinear` for decoding, with the same arguments. In evaluation mode no gradients are kept.
+    """A `ColumnParallelLinear` for decoding, with the same arguments. In evaluation mode autograd records nothing.
 
-    Communicates, evaluating: one all-gather with sequence parallelism at R > 1.
+    Communicates in evaluation mode: one all-gather with sequence parallelism at R > 1.
 
     Attributes:
         barrier_before_all_gather, skip_norm_and_all_gather: set by Megatron, for layers with symmetric memory.
@@ -66,7 +66,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
     skip_norm_and_all_gather = False
 
     def set_barrier_before_all_gather(self, value: bool = True) -> None:
-        """Say that another all-gather may come right before this layer's: it is waited for in any case."""
+        """Record that another all-gather may come right before this layer's, which waits for it in any case."""
         self.barrier_before_all_gather = value
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
@@ -101,9 +101,9 @@ class InferenceLayerNormColumnParallelLinear(InferenceColumnParallelLinear):
 
 class InferenceRowParallelLinear(RowParallelLinear):
     """`x @ weight.T`, summed over the ranks, plus a residual where one is given: a `RowParallelLinear` for decoding,
-    with the same arguments. In evaluation mode no gradients are kept.
+    with the same arguments. In evaluation mode autograd records nothing.
 
-    Communicates, evaluating: one all-reduce at R > 1, or one reduce-scatter with sequence parallelism.
+    Communicates in evaluation mode: one all-reduce at R > 1, or one reduce-scatter with sequence parallelism.
     """
 
     def __init__(self, *sizes: int, **options: Any):
@@ -112,7 +112,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
         self.residual: Tensor | None = None
 
     def _set_next_layer_norm_weights(self, weights: Tensor) -> None:
-        """Have the layer, in evaluation, add the residual of `_set_residual`; the next layer norms by itself.
+        """Let the layer, in evaluation, add the residual of `_set_residual`; the next layer norms by itself.
 
         The output is the residual stream: the caller of the layer must not add the residual again.
 
@@ -126,7 +126,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
         self.next_layer_norm_weights = weights
 
     def _set_residual(self, residual: Tensor) -> None:
-        """The residual `[S/R, ..., N]` of the next call."""
+        """Set the residual `[S/R, ..., N]` of the next call."""
         self.residual = residual
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -158,11 +158,11 @@ class InferenceLinear(ParallelLayer):
         tp_comm_buffer_name, symmetric_ar_type: accepted and not used: nothing is communicated.
         tp_group: the ranks that hold copies; None: Megatron's tensor-parallel group.
 
-    The other arguments are as of `ColumnParallelLinear`; the bias is `[output_size]`.
+    The other arguments are those of `ColumnParallelLinear`; the bias is `[output_size]`.
 
     Raises:
         ValueError: the weight is to be cut by tensor parallelism, absent, or an expert's; or generalized tensor
-            parallelism has more than one rank and Megatron-Core has none.
+            parallelism has several ranks and the installed Megatron-Core lacks it.
     """
 
     sequence_parallel = False
@@ -226,7 +226,7 @@ class InferenceLinear(ParallelLayer):
         return output, self.bias if self.skip_bias_add else None
 
 
-# Their arguments are shown and checked by those of the plain layers.
+# `inspect.signature` gives these layers the arguments of the plain ones.
 functools.update_wrapper(InferenceLayerNormColumnParallelLinear.__init__, ColumnParallelLinear.__init__)
 functools.update_wrapper(InferenceRowParallelLinear.__init__, RowParallelLinear.__init__)
 

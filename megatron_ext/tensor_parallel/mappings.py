@@ -8,9 +8,9 @@ Mappings come in dual pairs: the gradient of each half is the other half, applie
     all-gather  all-gather                      reduce-scatter    reduce-scatter          (last or first dim)
     all-to-all  all-to-all, sizes (out, in)     all-to-all        all-to-all, sizes (in, out)
 
-So backward sends one collective where the table's other half does, gradients of gradients are right as well, and
-nothing is sent in a group of one rank. Which pair a gather belongs to depends on what follows it: computation that all
-ranks repeat (their gradients are equal: keep the own piece) or computation of which each does a part (sum them).
+So backward sends the collective of the table's other half, gradients of gradients are right as well, and nothing is
+sent in a group of one rank. The pair that a gather belongs to depends on the computation that follows: all ranks repeat
+it (their gradients are equal: keep the own piece), or each rank does a part of it (sum the gradients).
 
 For every function here: `input_` may be non-contiguous, and is never written; the result lies on its device, has its
 dtype and is contiguous (of `copy`: is the input). `group` is the process group, None for Megatron's tensor-parallel one
@@ -51,10 +51,10 @@ from megatron_ext.tensor_parallel.utils import split_tensor_along_last_dim as sp
 
 
 class _Mapping(Function):
-    """An autograd function of what its class names `run(input_, group)` and, as gradient, `dual(gradient, group)`.
+    """An autograd function that computes its class's `run(input_, group)` and, as gradient, `dual(gradient, group)`.
 
-    `symbolic`, of all mappings, is what an exporter calls in the place of `forward`. It and the names in `ctx` are
-    Megatron's, for those who call the parts by themselves.
+    An exporter calls `symbolic` of a mapping in place of `forward`. This name and those in `ctx` are Megatron's, for
+    code that calls the parts by themselves.
     """
 
     run: Callable[..., Tensor]
@@ -175,7 +175,7 @@ class _AllToAll(Function):
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """`input_` itself, on its way into computation of which every rank does a part. Backward: one all-reduce."""
+    """Return `input_` itself, for computation of which every rank does a part. Backward: one all-reduce."""
     return _CopyToModelParallelRegion.apply(input_, group)
 
 
@@ -210,9 +210,9 @@ def gather_from_sequence_parallel_region(
     """Every rank's `[S/R, ...]` joined to `[S, ...]`. One all-gather.
 
     Args:
-        tensor_parallel_output_grad: each rank goes on to do a part of the computation, so that backward sums the
+        tensor_parallel_output_grad: True: each rank does a part of the computation that follows, and backward sums the
             gradients, in one reduce-scatter; False: all ranks repeat it, and backward sends nothing.
-        output_split_sizes: every rank's number of rows, in rank order, where they differ: R integers or a tensor.
+        output_split_sizes: every rank's number of rows, in rank order, if they differ: R integers or a tensor.
         use_global_buffer: accepted, changes nothing: no two results ever share memory.
     """
     return _GatherFromSequenceParallelRegion.apply(
@@ -227,7 +227,7 @@ def reduce_scatter_to_sequence_parallel_region(
     one all-gather.
 
     Args:
-        input_split_sizes: every rank's number of rows, in rank order, where they differ: R integers or a tensor.
+        input_split_sizes: every rank's number of rows, in rank order, if they differ: R integers or a tensor.
         use_global_buffer: accepted, changes nothing: no two results ever share memory.
     """
     return _ReduceScatterToSequenceParallelRegion.apply(input_, group, input_split_sizes, use_global_buffer)
@@ -252,10 +252,10 @@ def all_to_all(
     input_split_sizes: Sizes = None,
     use_nccl_stream: bool = False,
 ) -> Tensor:
-    """The i-th piece of the rows `[N, ...]` goes to rank i; the result joins what the ranks sent here, in rank order.
+    """Send the i-th piece of the rows `[N, ...]` to rank i; join the pieces that the ranks sent here, in rank order.
 
     One all-to-all, and one backward. Split sizes are R integers or a tensor of them: rows received from each rank and
-    rows sent to each; None: equal pieces. The group has no default: which ranks exchange is the caller's to say.
+    rows sent to each; None: equal pieces. The group has no default: the caller must name the ranks that exchange.
     `use_nccl_stream` is accepted and changes nothing: torch chooses the stream, and the result is waited for.
     """
     if group is None:

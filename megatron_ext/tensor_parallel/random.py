@@ -1,7 +1,7 @@
 """Random streams and recomputation of tensor-parallel models. Drop-in for megatron.core.tensor_parallel.random.
 
-Behind it, in `_random/`: one generator's state, trackers of named streams, this process's tracker, which rank draws
-what; in `_recompute/`: activations that are computed again in backward.
+The code is in `_random/`: one generator's state, trackers of named streams, this process's tracker, and the seeds of
+each rank; and in `_recompute/`: activations that are computed again in backward.
 """
 
 import sys
@@ -83,7 +83,7 @@ __all__ = [
 
 
 def _living_in(owner: Any, name: str, kind: Callable[[Any], Any]) -> property:
-    """The variable `owner.name`, as `kind` converts it. `mock.patch` deletes a variable before it sets it back."""
+    """Make a property for `owner.name`, converted by `kind`. `mock.patch` deletes a variable before it sets it back."""
     return property(
         lambda _: kind(getattr(owner, name)),
         lambda _, value: setattr(owner, name, value),
@@ -92,7 +92,7 @@ def _living_in(owner: Any, name: str, kind: Callable[[Any], Any]) -> property:
 
 
 class _Random(ModuleType):
-    """The module's variables that change: reading and writing them reaches the places where they live."""
+    """Class of this module: its changing variables are read from, and written to, the objects that hold them."""
 
     IS_CHECKPOINTING = _living_in(Depth, "now", bool)
     _CUDA_RNG_STATE_TRACKER = _living_in(Process, "tracker", lambda tracker: tracker)

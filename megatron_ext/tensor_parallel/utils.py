@@ -10,10 +10,10 @@ from megatron_ext.distributed.groups import Group, group_rank, group_size, requi
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """`numerator / denominator`.
+    """Return `numerator / denominator`.
 
     Raises:
-        ValueError: it has a remainder.
+        ValueError: the division has a remainder.
     """
     if numerator % denominator:
         raise ValueError(
@@ -24,14 +24,14 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def padded_length(length: int, ranks: int) -> int:
-    """The next multiple of `ranks` from `length` on."""
+    """Return the smallest multiple of `ranks` that is at least `length`."""
     return -(-length // ranks) * ranks
 
 
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> list[Tensor]:
-    """`[..., H]` in `num_partitions` equal pieces `[..., H/num_partitions]`: views, or copies where asked.
+    """Split `[..., H]` into `num_partitions` equal pieces `[..., H/num_partitions]`: views, or contiguous copies.
 
     Raises:
         ValueError: the last dim does not divide.
@@ -46,9 +46,9 @@ def split_tensor_along_last_dim(
 
 
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, tp_group: Group = None) -> Tensor:
-    """This rank's part `[ceil(numel / R)]` of the flattened tensor, which all ranks have. Sends nothing.
+    """Return this rank's part `[ceil(numel / R)]` of the flattened tensor, which all ranks have. Sends nothing.
 
-    A view where it can be, a copy with `new_buffer` or where the tensor is not contiguous. If the elements do not
+    The part is a view, or a copy with `new_buffer` or if the tensor is not contiguous. If the elements do not
     divide by the R ranks, the last parts end in zeros, and `gather_split_1d_tensor` leaves those out again: the true
     count travels with the part as its attribute `unpadded_numel`.
     """
@@ -66,7 +66,7 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, 
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: Group = None) -> Tensor:
-    """Every rank's part joined, flat: the inverse of `split_tensor_into_1d_equal_chunks`. One all-gather, no gradient.
+    """Join every rank's part, flat: the inverse of `split_tensor_into_1d_equal_chunks`. One all-gather, no gradient.
 
     A part that lost its attribute `unpadded_numel` on the way (in a copy, say) is gathered with its zeros at the end.
     """
@@ -91,7 +91,7 @@ class VocabUtility:
         """The range of `rank` when `global_vocab_size` ids are split over `world_size` ranks.
 
         Raises:
-            ValueError: they do not divide.
+            ValueError: `global_vocab_size` does not divide by `world_size`.
         """
         if global_vocab_size % world_size:
             raise ValueError(

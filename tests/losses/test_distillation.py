@@ -60,6 +60,30 @@ def test_ids_that_the_teacher_rules_out(divergence, zero):
     torch.testing.assert_close(found, want)
 
 
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "mixed", "jsd"])
+def test_ids_that_the_student_rules_out(divergence, zero, both):
+    """Nothing in the reverse divergence; infinite in the forward one, unless the teacher rules them out too."""
+    loss = TopKDistillationLoss(divergence=divergence, zero_outside_topk=zero)
+    logits = drawn(T, K)
+    if both:
+        logits[:, 1] = -torch.inf
+    teacher, found, want = logits.log_softmax(-1), [], []
+    for ruled_out, kept in ((-torch.inf, found), (-100.0, want)):
+        z = drawn(T, V, seed=1)
+        z[::2, 1] = ruled_out
+        z.requires_grad_()
+        log_probs = z.log_softmax(-1)
+        student = log_probs[:, :K] if zero else log_probs[:, :K].log_softmax(-1)
+        value, _ = loss.from_log_probs(student, teacher, torch.special.entr(log_probs.detach().exp()).sum(-1))
+        kept += [value, torch.autograd.grad(value, z)[0]]
+    if divergence in ("forward", "mixed") and not both:
+        assert found[0] == torch.inf
+    else:
+        torch.testing.assert_close(found, want)
+
+
 def test_16_bit_log_probabilities_are_added_up_in_fp32():
     student, teacher = (drawn(T, K, seed=seed).log_softmax(-1).bfloat16() for seed in (0, 1))
     found, _ = TopKDistillationLoss().from_log_probs(student, teacher)

@@ -31,12 +31,12 @@ def test_other_policies_get_no_gradient():
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
 def test_parts_add_up_with_a_count(loss_type):
-    """Micro-batches, with what the whole is divided by."""
+    """Micro-batches, with what the whole is divided by; a tensor `[1]` of it gives a scalar loss too."""
     mask_BS, (old_BS, log_probs_BS, _) = rows().mask, rows().others.values()
     loss = GRPOLoss(loss_type=loss_type, max_completion_length=9)
     advantages = drawn(B, seed=8)
     whole, _ = loss.from_log_probs(log_probs_BS, advantages, mask_BS, old_BS)
-    count = mask_BS.sum() if loss_type == "dapo" else B
+    count = mask_BS.sum().reshape(1) if loss_type == "dapo" else B
     parts = [
         loss.from_log_probs(log_probs_BS[at], advantages[at], mask_BS[at], old_BS[at], count=count)[0]
         for at in (slice(0, 1), slice(1, 4))

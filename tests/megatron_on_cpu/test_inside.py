@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_on_cpu import megatron_on_cpu
 from tests.ranks import TIMEOUT_S
@@ -230,15 +231,74 @@ def test_a_graph_that_writes_to_memory_which_is_freed_is_refused():
         assert not torch.cuda.is_current_stream_capturing()
 
 
-def test_autocast():
+@pytest.mark.parametrize(
+    "autocast",
+    [
+        lambda: torch.autocast("cuda", dtype=torch.bfloat16),
+        lambda: torch.autocast(device_type="cuda", dtype=torch.bfloat16),
+        lambda: torch.cuda.amp.autocast(dtype=torch.bfloat16),
+    ],
+    ids=["position", "keyword", "cuda.amp"],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*get_autocast_gpu_dtype:DeprecationWarning")
+def test_autocast(autocast):
     a = torch.ones(2, 2)
     with megatron_on_cpu():
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with autocast():
             assert torch.is_autocast_enabled("cuda")
-            assert torch.get_autocast_dtype("cuda") == torch.bfloat16
+            assert torch.is_autocast_enabled(device_type="cuda")
+            assert torch.is_autocast_enabled()  # of CUDA too
+            assert torch.get_autocast_dtype("cuda") == torch.get_autocast_dtype(device_type="cuda") == torch.bfloat16
+            assert torch.get_autocast_gpu_dtype() == torch.bfloat16
             assert (a @ a).dtype == torch.bfloat16
         assert not torch.is_autocast_enabled("cuda")
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("cast_inputs", [None, torch.float32])
+def test_functions_that_are_told_of_autocast(cast_inputs):
+    """Backward, outside of autocast, multiplies as forward did; inputs are cast where the function asks for it."""
+    taken = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=cast_inputs)
+        def forward(ctx, x, y):
+            taken.append(x.dtype)
+            ctx.save_for_backward(x, y)
+            return x @ y
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx, grad):
+            x, y = ctx.saved_tensors
+            return grad @ y.t(), x.t() @ grad
+
+    x, y = torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2, requires_grad=True)
+    with megatron_on_cpu():
+        with torch.autocast("cuda", torch.bfloat16):
+            z = Product.apply(x, y)
+        z.float().sum().backward()
+    assert taken == [cast_inputs or torch.bfloat16]
+    assert z.dtype == (cast_inputs or torch.bfloat16)
+    assert torch.equal(y.grad, torch.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_by_torch_draws_the_same_numbers(use_reentrant):
+    drawn = []
+
+    def dropped(x):
+        drawn.append(torch.nn.functional.dropout(x, 0.5))
+        return drawn[-1].sum()
+
+    x = torch.ones(64, requires_grad=True)
+    with megatron_on_cpu():
+        checkpoint(dropped, x, use_reentrant=use_reentrant).backward()
+        after = torch.nn.functional.dropout(x, 0.5)
+    assert torch.equal(x.grad, drawn[0])
+    assert not torch.equal(after, drawn[0])
 
 
 def test_pinned_memory_is_a_copy():

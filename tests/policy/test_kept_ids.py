@@ -63,8 +63,8 @@ def config(kind="fixed", generation=None, **layout):
     "backend, layout, kind",
     [
         (DTensorPolicyWorker, "cp", "packed"),
-        (DTensorPolicyWorker, "dp", "dynamic"),
         *slow(
+            (DTensorPolicyWorker, "dp", "dynamic"),
             (DTensorPolicyWorker, "tp_sp", "fixed"),
             (MegatronPolicyWorker, "tp_sp", "packed"),
             (MegatronPolicyWorker, "cp", "packed"),
@@ -106,8 +106,10 @@ def test_largest_id_of_a_narrow_integer_type():
     kept = data["input_ids"].unsqueeze(-1) + torch.tensor([0, 1])
     kept[..., 1] = 127
     worker = DTensorPolicyWorker(tiny_config(tiny_model(vocab_size=128)), init_reference_model=False)
-    given = [dict(data, kept_token_ids=kept.to(dtype)) for dtype in (torch.int64, torch.int8)]
-    wide, narrow = (worker.get_logprobs(batch)["logprobs"] for batch in given)
+    wide, narrow = (
+        worker.get_logprobs(dict(data, kept_token_ids=kept.to(dtype)))["logprobs"]
+        for dtype in (torch.int64, torch.int8)
+    )
     assert wide[0, 1] != 0
     assert torch.equal(wide, narrow)
 

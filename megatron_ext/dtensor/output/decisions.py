@@ -1,9 +1,9 @@
-"""The decision whether a call reads hidden states, what it rests on, and how ranks that share a vocabulary take it.
+"""The decision whether a call reads hidden states, its basis, and how ranks that share a vocabulary take it together.
 
-They agree by one exchange at the first call. Later ones send nothing for it: a rank that sees another model than it saw
-then tells the others by a word among the head's options, which the head compares in the exchange that it makes anyway.
-Where all see another one they prove anew, on some alone every rank raises. All other ranks (data- and context-parallel
-ones) decide alone: a proof sends nothing, and the head with or without logits sends the same.
+These ranks agree by one exchange at the first call. Later calls send nothing for it: a rank that sees a changed model
+puts a word among the head's options, which the head compares over the ranks in the exchange that it makes anyway. If
+all ranks see a change, they prove anew; if only some do, every rank raises. Data- and context-parallel ranks decide by
+themselves: a proof sends nothing, and the head sends the same with and without logits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,19 +40,20 @@ from megatron_ext.proof.values import HOOKS
 
 _CHANGED = (
     "the lm head, the loss, a value that their code reads, or an argument of this {} has changed since its "
-    "tensor-parallel ranks decided to fuse it, and they cannot decide anew: {}. Change it on every rank alike, as "
-    "also a counter that the loss function keeps, and give every rank the same arguments"
+    "tensor-parallel ranks decided to fuse it, and they cannot decide anew: {}. Change it on every rank alike (also "
+    "counters that the loss function keeps), and give every rank the same arguments"
 )
 _OWN_HOOKS = ("torch.distributed.", "transformers.integrations.", "megatron_ext.")
-_OWN_OF_ALL = ("torch.", *_OWN_HOOKS)  # as those of torch's counter of operations
+_OWN_OF_ALL = ("torch.", *_OWN_HOOKS)  # for global hooks, such as those of torch's counter of operations
 
 
 class ToldFault(ValueError):
-    """The fault with which a call of the head that tells of a change has ended, on every rank."""
+    """Fault that ends, on every rank, a call of the head by which ranks tell each other of a change."""
 
 
 Decision = tuple[Proof, Callable[[], Proof] | None]
-"""The proof that holds for a call; and what makes another one, once all ranks have told that they see a change."""
+"""The proof that holds for a call; and, if this rank sees a change, a function that makes a new proof, to be called
+when all ranks have told that they see one."""
 
 
 def decide(
@@ -64,7 +65,7 @@ def decide(
     group: Group,
     others: Iterable[Any] = (),
 ) -> Decision:
-    """Decide about a call of the kind of `owner` by the `proofs` of a way in; `others` own those of other kinds.
+    """Decide about a call by `proofs`. `owner` owns the proof of this kind of calls; `others` own those of other kinds.
 
     Communicates: over several ranks of `group`, which share the head's vocabulary, an all-gather of a small object at
     the first call.
@@ -81,18 +82,18 @@ def decide(
 
 
 def tell_of_change(model: Any, head: Any, read: Read, hidden: Tensor, given: Sequence[Tensor]) -> None:
-    """Have the head tell the other ranks that this one sees another model; raises `ToldFault` unless all do.
+    """Have the head tell the other ranks that this rank sees a changed model; raises `ToldFault` unless all ranks do.
 
-    `given`: the labels, and what else `read` takes of each position.
+    `given`: the labels, and the other inputs of `read` for each position.
     """
     with telling_of_change():
         _tell(model, head, read, hidden.detach(), given)
 
 
 def tell_of_unread_head(model: Any, head: Any, read: Read, given: Sequence[Tensor]) -> None:
-    """Tell the ranks that have called the head, and wait for this one, that this rank's forward has not called it.
+    """Tell ranks that have called the head, and wait for this rank in it, that this rank's forward did not call it.
 
-    Raises `ToldFault`, unless no rank has called it.
+    Raises `ToldFault`, unless no rank has called the head.
     """
     hook, weight = sequence_hook(model), unwrapped(head)[0].weight
     rows, positions = given[0].shape[:2]
@@ -110,21 +111,21 @@ def _tell(model: Any, head: Any, read: Read, hidden: Tensor, given: Sequence[Ten
 
 
 def telling_of_change() -> AbstractContextManager[None]:
-    """A call of the head within tells the other ranks that this one sees another model."""
+    """Return a context in which a call of the head tells the other ranks that this rank sees a changed model."""
     return statistics.agreeing_on(words_of_change(dist.get_rank()))
 
 
 def told(model: Any, fault: ValueError) -> ValueError:
-    """The error for a fault of the call that tells of a change, which says so where some ranks alone have changed."""
+    """Return the error for a fault of a call that tells of a change; it explains a change that only some ranks see."""
     if not isinstance(fault, OptionsDiffer):
         return fault
     return ValueError(_CHANGED.format(type(model).__name__.removeprefix("FSDP"), fault))
 
 
 def not_fusable(model: Any, path: str, head: Any, gathered_later: bool = False) -> str | None:
-    """Return why the head at `path` cannot be computed from hidden states, if that is known without a comparison.
+    """Return why the head at `path` cannot be computed from hidden states; None if a comparison must tell.
 
-    `gathered_later`: the model's forward does not run now, and FSDP2 may gather a sharded head when it runs.
+    `gathered_later`: the model's forward does not run now, and FSDP2 may gather a sharded head when it does.
     """
     try:
         layer, _ = unwrapped(head)
@@ -149,9 +150,9 @@ def not_fusable(model: Any, path: str, head: Any, gathered_later: bool = False) 
 
 
 def is_hooked(model: nn.Module, path: str, head: bool = True) -> bool:
-    """Return whether hooks wait for a call of the model or of any module, for gradients of its head, or with `head` for
-    a call of that or a layer inside of an adapter there; those of torch's and transformers' parallelism, and ours, do
-    not count. `path`: of the head."""
+    """Return whether hooks would run at a call of the model, of the module around its head, or of any module, or for
+    gradients of the head; with `head` also at a call of the head or of layers inside of its adapter. Hooks of torch's
+    and transformers' parallelism, and ours, do not count. `path`: the name of the head."""
     around, layers = [model, model.get_submodule(path.rpartition(".")[0])], list(model.get_submodule(path).modules())
     hooks: list[Any] = []
     of_all: list[Any] = []
@@ -167,16 +168,16 @@ def is_hooked(model: nn.Module, path: str, head: bool = True) -> bool:
 
 
 def _module_of(hook: Any) -> str:
-    """Return the module that a hook's function is from, of a method or a partial too."""
+    """Return the name of the module that defines a hook's function, also inside of methods and partials."""
     while (inner := getattr(hook, "func", None) or getattr(hook, "__func__", None)) is not None:
         hook = inner
     return str(getattr(hook, "__module__", ""))
 
 
 def basis(model: nn.Module, own: Any, head: nn.Module, *others: Any) -> ProofBasis:
-    """Return the basis of a proof of what `own`, the forward of `model`, or what leads to it, computes; and of what
-    `others` say."""
-    replica = getattr(model, "_is_replica", False)  # of nn.DataParallel, whose modules are new at each call
+    """Return the objects and values on which a proof rests: `own` (the forward of `model`, or the model's parts), loss,
+    head, config, and `others`."""
+    replica = getattr(model, "_is_replica", False)  # a replica of nn.DataParallel, with new modules at each call
     modules: list[Any] = []
     for module in head.modules():
         modules.append(module_parts(module))

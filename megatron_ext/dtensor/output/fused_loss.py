@@ -1,7 +1,7 @@
-"""Losses without logits where transformers computes them: in the forward of a model that is given labels.
+"""Losses without logits in the forward of transformers' models that are given labels.
 
-So they reach whatever calls that forward: a loop, `transformers.Trainer`, accelerate, DDP, FSDP2, PEFT's adapters. The
-model's own forward runs to its end; its lm head alone gives promised logits.
+So every caller of that forward gets them: a loop, `transformers.Trainer`, accelerate, DDP, FSDP2, PEFT's adapters. The
+model's own forward runs to its end, with promised logits from its lm head.
 """
 
 import functools
@@ -50,17 +50,17 @@ from megatron_ext.proof import Proof, ProofMode, Proofs, cannot_prove_now, proof
 from megatron_ext.sequence.next_token import next_tokens
 
 _PROOFS = Proofs()
-_WRAPPERS = ("torch", "accelerate", "peft")  # which call the model's forward for the line that calls a model
+_WRAPPERS = ("torch", "accelerate", "peft")  # packages between the line that calls the model and its forward
 
 
 class FusedLoss:
-    """The settings of a model's fused loss, and the owner of its proofs: a copy is proved anew.
+    """The settings of a model's fused loss, and the owner of its proofs: a copy of it is proved anew.
 
     Attributes:
-        calls_without_labels: how many calls in training made logits, as they had no labels.
+        calls_without_labels: how many calls in training made logits because they had no labels.
         compiled: whether a call with labels ran in a graph of torch.compile.
-        arguments: those of the last cross entropy that the model read; they say what ranks send.
-        owners: the owners of proofs, of kinds of calls in the order of the first one of each.
+        arguments: the arguments of the last cross entropy that was read, on which the exchange between ranks depends.
+        owners: the owners of proofs by kinds of calls, in the order of first calls.
     """
 
     arguments = CrossEntropyArguments()
@@ -72,7 +72,7 @@ class FusedLoss:
         self.owners: dict[Any, _Owner] = {}
 
     def owner(self, given: dict[str, Any], training: bool) -> "_Owner":
-        """The owner of proofs of calls with such arguments: others may take another loss."""
+        """Return the owner of the proofs for calls with these kinds of arguments: other calls may have another loss."""
         plain = [(name, x if isinstance(x, (bool, str)) else type(x)) for name, x in given.items() if x is not None]
         return self.owners.setdefault((training, torch.is_grad_enabled(), *plain), _Owner())
 
@@ -81,7 +81,7 @@ class FusedLoss:
 
 
 class _Owner:
-    """One kind of call of one model."""
+    """Key of the proofs for one kind of calls of one model."""
 
 
 def use_fused_loss(
@@ -97,23 +97,22 @@ def use_fused_loss(
     bits: Bits | None = None,
     logit_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Let `model(input_ids, labels=labels)` compute its loss without logits; in place, and returned.
+    """Let `model(input_ids, labels=labels)` compute its loss without logits; change `model` in place and return it.
 
-    `loss` is what the model's own forward computes, whatever it does between its lm head and its cross entropy (a
-    scale, a cap, other labels) and whatever it adds (a mixture's auxiliary loss). The first call compares both on at
-    most 64 tokens, with gradients: a loss that is not equal stays the model's own. There are no `logits` in the output.
-    Without labels, and in eval mode, the model answers as before.
+    `loss` is the loss of the model's own forward, with everything that the forward does between lm head and cross
+    entropy (a scale, a cap, other labels) and adds to it (a mixture's auxiliary loss). The first call compares both
+    losses on at most 64 tokens, with gradients; if they differ, the model keeps its own loss. The output has no
+    `logits`. Without labels, and in eval mode, the model's output is as before.
 
     Args:
-        model: a causal language model of transformers; one with PEFT's adapters, before or after it got them; one that
-            DDP or FSDP2 will wrap; or what `parallelize` made, without context parallelism (there call
-            `causal_lm_loss`).
-        in_eval: leave logits out in eval mode as well, where metrics may want them.
-        proof: "first": the first call compares, and again one after a function, hook, or value of the config that the
-            loss rests on has changed; "always": each call; "off": the fused loss is trusted. None: what
-            MEGATRON_EXT_PROOF says, or "first". With MEGATRON_EXT_FUSION=off nothing is fused.
+        model: a causal language model of transformers; PEFT's adapters may be added before or after; DDP or FSDP2 may
+            wrap it later. Or a model from `parallelize` without context parallelism (there call `causal_lm_loss`).
+        in_eval: leave logits out in eval mode as well, where metrics may need them.
+        proof: "first": the first call compares, and so does a call after a change of a function, hook or config value
+            on which the loss rests; "always": each call compares; "off": none does, and the fused loss is trusted.
+            None: MEGATRON_EXT_PROOF says, or "first". With MEGATRON_EXT_FUSION=off nothing is fused.
         label_smoothing, z_loss, skip_ignored, cache, chunk_tokens, bits, logit_dtype: as for
-            `megatron_ext.linear_cross_entropy`. `skip_ignored` saves the work for prompts that are masked.
+            `megatron_ext.linear_cross_entropy`. `skip_ignored` saves the work for masked prompts.
 
     Communicates: what the model does; with tensor parallelism what `linear_cross_entropy` does, and at the first call
     a small exchange; with `skip_ignored=True` under sequence parallelism one more small all-gather a call.
@@ -121,16 +120,16 @@ def use_fused_loss(
     Raises:
         ImportError: transformers is not installed.
         ValueError: `model` has no lm head, or is compiled; an option that `linear_cross_entropy` refuses. From forward:
-            `label_smoothing`, `z_loss`, `bits` or `logit_dtype` are given, and the loss stays the model's own.
+            `label_smoothing`, `z_loss`, `bits` or `logit_dtype` are given, but the model keeps its own loss.
 
     Warns:
-        UserWarning: once a class of models, from forward: its loss stays the model's own, and why; or once a line that
-            calls the model in training without labels.
+        UserWarning: from forward, once a class of models: the model keeps its own loss, and why; once for each line
+            that calls the model in training without labels.
     """
     import_transformers()
     if hasattr(model, "_orig_mod"):
         raise ValueError(
-            "model is what torch.compile made, which would make the logits inside of its graph: call "
+            "model is compiled by torch.compile, whose graph would make the logits: call "
             "use_fused_loss(model) on the model itself, and compile its decoder: model.model.compile()"
         )
     inside = model_inside(model)
@@ -156,28 +155,28 @@ def use_fused_loss(
 
 
 def model_inside(model: Any) -> Any:
-    """The model that PEFT's wrapper calls, or torch.compile's; `model` itself where there is none."""
+    """Return the model inside of a wrapper by PEFT or torch.compile; `model` itself if it is not wrapped."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def proofs_of(model: nn.Module) -> tuple[Proof, ...]:
-    """The proofs of `model`'s loss, of each kind of call that was proved, in order."""
+    """Return the proofs of `model`'s loss, one for each kind of call that was proved, in order."""
     fused: FusedLoss | None = vars(model_inside(model)).get(FUSED)
-    owners = [] if fused is None else [*fused.owners.values()]  # to which a thread may add
+    owners = [] if fused is None else [*fused.owners.values()]  # a copy, as another thread may add owners
     found = [_PROOFS.made(owner) for owner in owners]
     return tuple(proof for proof in found if proof is not None)
 
 
 def _check_options(losses: Callable[..., Tensor], bits: Bits | None, logit_dtype: torch.dtype | None) -> None:
-    """Raise what the head says of its options, before anything is trained."""
+    """Raise the head's errors about its options before training, by a call on a tiny input."""
     dtype = logit_dtype if rounds(logit_dtype) else torch.float32
     x = torch.zeros(1, 8, device="cpu", dtype=dtype)
     losses(x, x.expand(8, 8), torch.zeros(1, dtype=torch.int64, device="cpu"), bits=bits, logit_dtype=logit_dtype)
 
 
 def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """`own`, the forward of a model, with our loss where that is proved."""
+    """Run `own`, the forward of a model, with our loss if that is proved."""
     fused: FusedLoss | None = self.__dict__.get(FUSED)  # None after `restore_own_loss`
     given, off = _named(type(self).forward, args, kwargs), why_fusion_is_off()
     if fused is None:
@@ -208,7 +207,7 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
     known = str(getattr(own, "__module__", "")).startswith("transformers.")
     if known:
         _check_labels(self, given)
-    if given.get("labels") is None:  # which a forward asks for before it looks for a loss
+    if given.get("labels") is None:  # forwards compute a loss only if `labels` are given
         given["labels"] = given["shift_labels"] = given["shift_labels"].contiguous()
     proof, anew = _decision(self, own, fused, given)
     if not proof.fused:
@@ -221,7 +220,7 @@ def _forward(self: Any, own: Callable[..., Any], args: tuple, kwargs: dict[str, 
 
 
 def _refuse_own_loss(model: Any, proof: Proof) -> None:
-    """Raise where the logits are sharded by vocabulary, on all ranks alike: a model's own loss knows no such logits."""
+    """Raise, on all ranks, if logits are sharded by vocabulary: a model's own loss cannot take sharded logits."""
     hook = sequence_hook(model)
     if hook is not None and hook.logits_in_shards:
         raise ValueError(
@@ -232,7 +231,7 @@ def _refuse_own_loss(model: Any, proof: Proof) -> None:
 
 
 def _named(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """All arguments by name; None where some have none."""
+    """Return all arguments by name; None if `forward` does not name all positional ones."""
     places = _places(forward)
     return None if len(args) > len(places) else kwargs | dict(zip(places, args, strict=False))
 
@@ -245,7 +244,7 @@ def _places(forward: Any) -> list[str]:
 
 @functools.cache
 def _say_that_labels_are_missing(name: str, file: str, line: int, stacklevel: int) -> None:
-    """Warn, once for each line that calls a model so: a trainer's, or the user's."""
+    """Warn, once for each line of a trainer or user that calls a model without labels."""
     warnings.warn(
         f"{name} was called in training without labels, so its logits were made: use_fused_loss computes the loss "
         "only of calls with labels; with label_smoothing_factor or compute_loss_func a trainer removes the labels, "
@@ -254,7 +253,7 @@ def _say_that_labels_are_missing(name: str, file: str, line: int, stacklevel: in
     )
 
 
-@torch.compiler.assume_constant_result  # called when the graph is made, also of `fullgraph`
+@torch.compiler.assume_constant_result  # so it is called while torch.compile traces, also with `fullgraph`
 def _say_that_it_is_compiled(name: str, decoder: str, read: Read) -> None:
     say_that_logits_are_made(
         f"{name} keeps its own loss in a graph of torch.compile, where nothing can be proved: compile the decoder "
@@ -284,7 +283,7 @@ def _decision(model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict
 
 
 def _check_labels(model: Any, given: dict[str, Any]) -> None:
-    """Raise where a text model is given labels of other tokens: torch would speak of batch sizes."""
+    """Raise if a text model is given another number of labels than tokens: torch's error would name batch sizes."""
     labels, tokens, chosen = given.get("labels"), given.get("input_ids"), given.get("logits_to_keep")
     all_tokens = not isinstance(chosen, Tensor) and not chosen and not is_registered(model)
     if not (all_tokens and _is_text_alone(model) and isinstance(labels, Tensor) and isinstance(tokens, Tensor)):
@@ -297,8 +296,8 @@ def _check_labels(model: Any, given: dict[str, Any]) -> None:
 
 
 def _explaining(own: Callable[..., Any], given: dict[str, Any]) -> Callable[..., Any]:
-    """`own`, a forward, with another error where it chooses logits, and labels are given of all tokens: torch speaks
-    of batch sizes."""
+    """Return `own`, a forward, with a clearer error if `logits_to_keep` chooses positions and labels are given for all:
+    torch's error names batch sizes."""
     labels, tokens, chosen = given.get("labels"), given.get("input_ids"), given.get("logits_to_keep")
     positions = chosen.numel() if isinstance(chosen, Tensor) else chosen
     if not (positions and isinstance(labels, Tensor) and isinstance(tokens, Tensor) and labels.shape == tokens.shape):
@@ -319,7 +318,7 @@ def _explaining(own: Callable[..., Any], given: dict[str, Any]) -> Callable[...,
 
 
 def _is_text_alone(model: Any) -> bool:
-    """Return whether the model has one sequence, of token ids that have a row each: others may stand for images."""
+    """Return whether the model takes a single sequence of text tokens; other models' ids may stand for images."""
     return model.config.get_text_config() is model.config and not getattr(model.config, "is_encoder_decoder", False)
 
 
@@ -333,7 +332,7 @@ def _check_token_ids(model: Any, given: dict[str, Any]) -> None:
 def _answer(
     model: Any, own: Callable[..., Any], fused: FusedLoss, given: dict[str, Any], anew: Callable[[], Proof] | None
 ) -> Any:
-    """Return what `own` gives, with our loss and without logits. `anew`: see `Decision`."""
+    """Return the output of `own` with our loss and without logits. `anew`: see `Decision`."""
     path, read = output_head_path(model), fused.read
     as_before = with_arguments(read, fused.arguments)
     head = model.get_submodule(path)
@@ -361,23 +360,23 @@ def _answer(
 def _decide_anew(
     model: Any, head: Any, read: Read, hidden: Tensor, given: dict[str, Any], anew: Callable[[], Proof]
 ) -> None:
-    """Prove a changed model anew, if all ranks have told of a change, and raise on all of them if it is not fused."""
+    """Prove a changed model anew if all ranks see a change; raise on all ranks if its loss cannot be fused any more."""
     tell_of_change(model, head, read, hidden, [_targets(given)])
     if cannot_prove_now() is not None:
-        return  # a replay of the graph that is captured ends on every rank
+        return  # replaying the graph that is being captured ends with an error on every rank
     proof = anew()
     if not proof.fused:
         _refuse_own_loss(model, proof)
 
 
 def _targets(given: dict[str, Any]) -> Tensor:
-    """The target of each position, where labels were given in either way."""
+    """Return the target of each position, from `shift_labels` or `labels`."""
     shifted = given.get("shift_labels")
     return next_tokens(given["labels"]) if shifted is None else shifted
 
 
 def _without_promises(output: Any) -> Any:
-    """The output without logits that nobody made."""
+    """Return the output with real logits for promises that were made real, and without the other promises."""
 
     def real(x: Any) -> Any:
         return x.made if isinstance(x, DeferredLogits) else x

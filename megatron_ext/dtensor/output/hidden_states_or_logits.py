@@ -1,8 +1,8 @@
-"""Read-outs of this rank's tokens at a model's lm head: from hidden states, or through the logits it makes.
+"""Read-outs of this rank's tokens at a model's lm head: from hidden states, or through the logits that it makes.
 
-The model's own forward runs, with a head that gives promised logits: from what it returns is read where hidden states
-enter the head, and what is done to the logits. The first call compares that with the logits of a sample. Where it
-differs they are made, and read in shards.
+The model's own forward runs with a head that gives promised logits. The promise that it returns says which hidden
+states entered the head, and what was done to the logits. The first call compares the result of that with the result of
+real logits, on a sample. If they differ, the model makes its logits, and they are read in shards.
 
 Legend: B sequences, P tokens of this rank, D hidden size, V vocabulary.
 """
@@ -50,20 +50,20 @@ _Found = tuple[tuple[Tensor, ...], ValueError | None]
 
 
 def register(model: nn.Module, group: Group) -> None:
-    """Let FSDP2 gather the root's parameters for `_through_head`, too. `group`: ranks that share the vocabulary."""
+    """Let FSDP2 gather the root's parameters for `_through_head` too. `group`: the ranks that share the vocabulary."""
     model.__dict__[VOCABULARY] = group
     model.__dict__[REGISTERED] = functools.partial(_through_head, model)
     register_fsdp_forward_method(model, REGISTERED)
 
 
 def read_out(model: nn.Module, read: Read, tokens_BP: Tensor, given_BP: Sequence[Tensor], **inputs: Any) -> _Found:
-    """Return what `read` makes of these tokens, each result `[B, P]`, and what it refuses: see `or_refuse`.
+    """Return the results of `read` for these tokens, `[B, P]` each, and its fault or None: see `or_refuse`.
 
-    `given_BP`: the labels, and what else `read` takes of each position; `inputs`: what the model takes.
+    `given_BP`: the labels, and the other inputs of `read` for each position; `inputs`: other arguments of the model.
     """
     inputs = {"input_ids": tokens_BP, **inputs}
     if read.hidden is not None:
-        inside: Any = model if is_registered(model) else getattr(model, "_orig_mod", model)  # not the compiled one
+        inside: Any = model if is_registered(model) else getattr(model, "_orig_mod", model)  # not torch.compile's
         path = output_head_path(inside)
         proof, anew = _decision(inside, path, inputs)
         try:
@@ -85,14 +85,14 @@ def _say_why(model: nn.Module, proof: Proof, read: Read) -> None:
 
 
 def _copied(found: _Found) -> _Found:
-    """Results that are no views, of which FSDP2 warns."""
+    """Copy the results, as FSDP2 warns of views."""
     return tuple(x.clone() for x in found[0]), found[1]
 
 
 def _logits_of_changed(
     model: nn.Module, read: Read, logits: Tensor, given_BP: Sequence[Tensor], anew: Callable[[], Proof]
 ) -> _Found:
-    """Read logits, which also tells of a change; what all ranks tell is proved for the calls that follow."""
+    """Read logits, and tell other ranks of a change by it; if all ranks see one, prove anew for the next calls."""
     with telling_of_change():
         found, fault = _of_logits(model, read, logits, given_BP)
     if fault is None:
@@ -103,15 +103,15 @@ def _logits_of_changed(
 def _of_logits(
     model: nn.Module, read: Read, logits: Tensor, given_BP: Sequence[Tensor], changed: bool = False
 ) -> _Found:
-    """Read the logits that a forward has made. Where they are whole, or its lm head may have `changed` without having
-    been called, ranks that read the head wait for this one, and are told."""
+    """Read the logits that a forward has made. If they are whole, or the model may have `changed` so that its head was
+    not called, other ranks may wait in a call of the head: they are told."""
     if group_size(vars(model).get(VOCABULARY)) > 1 and (changed or local_shard(logits, -1)[1] is UNSHARDED):
         tell_of_unread_head(model, model.get_submodule(output_head_path(model)), read, given_BP)
     return read_logits(read, logits, given_BP)
 
 
 def _decision(model: nn.Module, path: str, inputs: dict[str, Any]) -> Decision:
-    """Decide whether what is read from hidden states equals what is read from the logits of `model(**inputs)`."""
+    """Decide whether read-outs from hidden states equal those from the logits of `model(**inputs)`."""
     head, mode, group = model.get_submodule(path), proof_mode(), vars(model).get(VOCABULARY)
     reason = why_logits_are_made(model) or not_fusable(model, path, head)
     if reason is not None and group is None:
@@ -128,7 +128,7 @@ def _decision(model: nn.Module, path: str, inputs: dict[str, Any]) -> Decision:
     rests_on = basis(model, module_parts(model), head, mode, reason)
     proof, anew = decide(_PROOFS[model.training], model, rests_on, proved, mode, group)
     if anew is not None and (unproved := cannot_prove_now()) is not None:
-        return Proof.not_comparable(unproved), None  # its logits send what the head sends
+        return Proof.not_comparable(unproved), None  # reading logits sends the same as reading hidden states
     return proof, anew
 
 
@@ -140,9 +140,9 @@ def _through_head(
     inputs: dict[str, Any],
     anew: Callable[[], Proof] | None,
 ) -> _Found:
-    """Return what `read` makes of these tokens' hidden states, `[B, P]` each, and what it refuses: see `or_refuse`.
+    """Return the results of `read` from these tokens' hidden states, `[B, P]` each, and its fault: see `or_refuse`.
 
-    `path`: of the lm head. `anew`: see `Decision`.
+    `path`: the name of the lm head. `anew`: see `Decision`.
     """
     head = model.get_submodule(path)
     calls: list[HeadCall] = []

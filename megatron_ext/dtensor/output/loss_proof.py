@@ -1,8 +1,8 @@
-"""The proof that a model's loss, or what is read of its logits, may be fused: its own forward on a few tokens, with its
-head or with ours.
+"""The proof that a model's loss, or a read-out of its logits, may be fused: its own forward on a few tokens, with its
+head and with ours.
 
-Both run the model's whole forward. What goes into the head is the same on both sides, and the head is a copy in fp32,
-so that no rounding hides a difference.
+Both sides run the model's whole forward. Both heads get the same hidden states, and the model's head is a copy in fp32,
+so that rounding hides no difference.
 """
 
 from collections.abc import Callable
@@ -24,21 +24,21 @@ from megatron_ext.proof.values import HOOKS
 
 _OF_TOKENS = ("input_ids", "labels", "shift_labels")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_LEAST = 8  # tokens of a sample
+_LEAST = 8  # the least number of tokens of a sample
 
 
 class _NoLoss(Exception):
-    """A forward with labels that gives no loss."""
+    """Fault of a forward with labels that returns no loss."""
 
 
 def own_loss(run: Callable[..., Any], sample: dict[str, Any]) -> Tensor | None:
-    """The loss of a forward that is given labels."""
+    """Return the loss of a forward with labels; None if it returns none."""
     output = run(**sample)
     return output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
 
 
 def losses_of_logits(run: Callable[..., Any], sample: dict[str, Any]) -> Tensor:
-    """The cross entropy of each token of the logits of a forward: if two are equal, log-probabilities are."""
+    """Compute each token's cross entropy from the logits of a forward: if it agrees, so do log-probabilities."""
     labels = sample["labels"].flatten()
     logits = run(**{name: x for name, x in sample.items() if name != "labels"}).logits
     return F.cross_entropy(logits.flatten(0, -2), labels, reduction="none")
@@ -53,11 +53,11 @@ def prove(
     loss_of: Callable[[Callable[..., Any], dict[str, Any]], Tensor | None],
     cp_ranks: int = 1,
 ) -> Proof:
-    """Compare the loss that `own`, the forward of `model`, makes of a sample of what was `given`, with the fused one.
+    """Compare the loss of `own`, the forward of `model`, with the fused one, on a sample of the arguments `given`.
 
-    `path`: of the head. `loss_of(run, sample)`: the loss of a run of the forward. Where ranks share the layers, or by
-    `cp_ranks` the tokens, the decoder is not run on a sample, and hidden states are drawn: ranks may prove alone, and
-    nothing is sent.
+    `path`: the name of the head. `loss_of(run, sample)`: returns the loss of a run of the forward. If ranks share the
+    layers, or (`cp_ranks` > 1) the tokens, hidden states are drawn, and the decoder does not run: so nothing is sent,
+    and a rank may prove alone.
     """
     head = whole_copy(model.get_submodule(path))
     weight = next(head.parameters(), None)
@@ -99,11 +99,11 @@ def prove(
             return loss(promising(head, lambda _: HeadCall(head, PLAIN, hidden, {}, is_copy=True), calls.append))
 
         hidden = first.seen.to(weight.dtype)
-        # Those with a row for each column of the logits first.
+        # Weights, which have a row for each column of the logits, come first.
         parameters = dict(sorted(head.named_parameters(), key=lambda item: (not item[0].endswith("weight"), item[0])))
         try:
             proof = compare(lambda hidden: loss(SampleHead(head, hidden)), fused, hidden, parameters)
-        except Exception as error:  # its code cannot take promises, as what torch.compile or checkpoint made of it
+        except Exception as error:  # the forward cannot take promises, as inside of torch.compile or a checkpoint
             return Proof.refused(f"without its logits it raised {error_words(error)}")
     if proof.verdict == "not comparable":
         return proof
@@ -115,7 +115,7 @@ def prove(
 
 
 def _communicates(model: nn.Module) -> bool:
-    """Return whether layers of `model` send something when they run."""
+    """Return whether layers of `model` communicate when they run."""
     if is_registered(model) or any(isinstance(x, DTensor) for x in model.parameters()):
         return True
     return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
@@ -126,7 +126,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str, Any]:
-    """The arguments of a call on one row of at most 64 tokens: the first of a batch, with targets that count."""
+    """Return arguments for one row of at most 64 tokens, the first of the batch, with targets that count."""
     ids = given.get("input_ids")
     labels = next(given[name] for name in ("labels", "shift_labels") if given.get(name) is not None)
     like = next((x for x in (ids, given.get("inputs_embeds")) if isinstance(x, Tensor)), labels)
@@ -138,7 +138,7 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
     sample: dict[str, Any] = {}
     for name, x in given.items():
         if isinstance(x, SequenceLayout):
-            continue  # that of the whole batch: the decoder lays out the sample by itself
+            continue  # the layout of the whole batch; the decoder's hook makes one for the sample
         if not isinstance(x, Tensor) or x.dim() == 0:
             sample[name] = x
         elif x.shape[:2] == (rows, length) and x.dim() <= 3 and not short:
@@ -161,9 +161,9 @@ def sample_of(model: nn.Module, given: dict[str, Any], columns: int) -> dict[str
 
 
 class SampleHead(HeadLike):
-    """Stand-in for an lm head that makes logits of given hidden states, whatever hidden states it is called with.
+    """Stand-in for an lm head that returns the logits of `hidden`, whatever hidden states it is called with.
 
-    Without given hidden states it makes the logits of those that it is called with, and keeps these hidden states.
+    If `hidden` is None, it returns the logits of the hidden states of the call, and keeps these as `seen`.
     """
 
     def __init__(self, head: nn.Module, hidden: Tensor | None = None):
@@ -182,20 +182,20 @@ class SampleHead(HeadLike):
 
 
 class SampleDecoder(nn.Module):
-    """Stand-in for a decoder whose ranks share its layers: gives hidden states `[B, S, D]` and nothing else.
+    """Stand-in for a decoder whose layers are shared by ranks: it returns given hidden states `[B, S, D]` alone.
 
-    The stand-in has the decoder's attributes; so does each module inside of the stand-in.
+    The stand-in has the decoder's attributes; modules read from it are stand-ins too.
     """
 
     def __init__(self, decoder: nn.Module, hidden: Tensor):
         super().__init__()
-        self.__dict__["decoder_itself"], self.hidden = decoder, hidden  # no module of this one: nothing goes there
+        self.__dict__["decoder_itself"], self.hidden = decoder, hidden  # not registered as a child module
 
     def forward(self, *args: Any, **kwargs: Any) -> "_DecoderOutput":
         return _DecoderOutput(self.hidden, self._router_logits())
 
     def _router_logits(self) -> tuple[Tensor, ...] | None:
-        """Router logits of one layer, where the decoder is a mixture: of them a forward may make an auxiliary loss."""
+        """Return router logits of one layer if the decoder is a mixture: a forward may compute a loss from them."""
         config = getattr(self, "config", None)
         counts = (getattr(config and config.get_text_config(), name, None) for name in _EXPERTS)
         experts = next((count for count in counts if isinstance(count, int)), None)
@@ -207,7 +207,7 @@ class SampleDecoder(nn.Module):
 
 
 class _DecoderOutput:
-    """Hidden states under the name and the place where forwards look for them; everything else is None."""
+    """Output with hidden states under the name and index by which forwards read them; all other fields are None."""
 
     def __init__(self, hidden: Tensor, router_logits: tuple[Tensor, ...] | None):
         self.last_hidden_state, self.router_logits = hidden, router_logits
@@ -220,10 +220,8 @@ class _DecoderOutput:
 
 
 def with_decoder(model: nn.Module, head_path: str, hidden: Tensor) -> Any:
-    """`model` with a decoder that gives `hidden`: the one beside the lm head at `head_path`, or beside what is around.
-
-    Raises ValueError if there is none.
-    """
+    """Return `model` with a decoder that returns `hidden`, in place of the decoder beside the lm head at `head_path`,
+    or beside a module around the head. Raises ValueError if there is no decoder."""
     around = head_path
     while around:
         around = around.rpartition(".")[0]
@@ -236,15 +234,16 @@ def with_decoder(model: nn.Module, head_path: str, hidden: Tensor) -> Any:
 
 
 def whole_copy(head: Any) -> Any:
-    """`head` with parameters of its own, whole and in fp32 at least, on which nothing hooks that shards them.
+    """Return `head` with whole parameters of its own, in fp32 at least, and without the hooks that shard them.
 
-    What ranks share is not gathered, but drawn, on all of them alike: what a head computes is proved on any weights.
+    Parameters that ranks share are not gathered but drawn, the same on all ranks: any weights serve the proof.
     """
     copy = stub_of(head)
     if is_sharded(head):
         copy.__dict__.pop("forward", None)
         copy.__dict__.update({name: type(vars(head)[name])() for name in HOOKS})
-    own = head._parameters | {name: x for name, x in vars(head).items() if isinstance(x, Tensor)}  # of replicas
+    # Replicas of nn.DataParallel hold their parameters as plain attributes.
+    own = head._parameters | {name: x for name, x in vars(head).items() if isinstance(x, Tensor)}
     for name in own:
         copy.__dict__.pop(name, None)
     copy.__dict__["_parameters"] = {name: _wide(x) for name, x in own.items()}
@@ -258,13 +257,13 @@ def _wide(parameter: Tensor | None) -> nn.Parameter | None:
     whole = _drawn(parameter) if isinstance(parameter, DTensor) else parameter
     if whole.is_floating_point():
         whole = whole.detach().to(torch.promote_types(whole.dtype, torch.float32))
-        # What is wide already is shared: nothing writes to it, and its gradient goes to no `.grad`.
+        # A parameter that is wide already is shared: nothing writes to it, and no gradient goes to its `.grad`.
         return nn.Parameter(whole, requires_grad=parameter.requires_grad)
     return nn.Parameter(whole, requires_grad=False)
 
 
 def _drawn(parameter: DTensor) -> Tensor:
-    """A tensor of the whole shape of `parameter`, with logits of about 1."""
+    """Draw a tensor of the whole shape of `parameter`, so that logits are of about 1."""
     device = parameter.device_mesh.device_type  # FSDP2 may keep it on the host
     if not parameter.is_floating_point():
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)

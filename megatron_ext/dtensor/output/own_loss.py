@@ -1,4 +1,4 @@
-"""Back from losses without logits to a model's own, and a report of which of them a model takes."""
+"""The way back from losses without logits to a model's own loss, and a report of which loss a model uses."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +20,15 @@ from megatron_ext.proof import Proof, why_fusion_is_off
 
 
 def restore_own_loss(model: nn.Module) -> nn.Module:
-    """Undo `use_fused_loss`: `model(input_ids, labels=labels)` gives its own loss, and logits; in place, and returned.
+    """Undo `use_fused_loss` in place, and return `model`: `model(input_ids, labels=labels)` gives its own loss, and
+    logits.
 
-    Of a model that `parallelize` made, `causal_lm_loss` and log-probabilities come through the logits as well; of any
-    other model these two functions read hidden states, as before `use_fused_loss`. Parameters, hooks and wrappers stay
-    as they are; `use_fused_loss(model)` undoes this call. Harmless where nothing is fused. Communicates nothing.
+    For a model from `parallelize`, `causal_lm_loss` and `causal_lm_log_probs` then read logits too; for any other model
+    they read hidden states, as before `use_fused_loss`. Parameters, hooks and wrappers stay as they are, and
+    `use_fused_loss(model)` undoes this call. Without a fused loss the model's own loss stays. Communicates nothing.
 
     Raises:
-        ValueError: `model` is no causal language model, as one that DDP or FSDP1 has wrapped: pass its `.module`.
+        ValueError: `model` is no causal language model; if DDP or FSDP1 wraps one, pass its `.module`.
     """
     inside, _ = _inside_and_head(model)
     inside.__dict__.pop(FUSED, None)
@@ -39,14 +40,14 @@ def restore_own_loss(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class FusedLossReport:
-    """Report of how a model of transformers takes its losses. As a string, a sentence.
+    """Report of how a model of transformers computes its losses; as a string, a sentence.
 
     Attributes:
         model: its class name.
         uses_fused_loss: whether `use_fused_loss` was called, and not undone.
-        proofs: the outcome of comparing its own loss with the fused one, of each kind of call in order.
-        makes_logits: why its logits are made, where that is known without a call.
-        made_logits: in which calls of training they were made, as the calls were seen.
+        proofs: the outcomes of comparing its own loss with the fused one, one for each kind of call, in order.
+        makes_logits: why its logits are made, if that is known without a call; else None.
+        made_logits: which calls in training made logits so far, in words.
     """
 
     model: str
@@ -88,8 +89,8 @@ def fused_loss_report(model: nn.Module) -> FusedLossReport:
 
 
 def _inside_and_head(model: nn.Module) -> tuple[Any, str]:
-    """Return the model inside of PEFT's or torch.compile's, and the path of its head. Raises ValueError for any other
-    wrapper, which may pass for the model, as FSDP1's hands on what it is asked for."""
+    """Return the model inside of a wrapper by PEFT or torch.compile, and the path of its head. Raises ValueError for
+    any other wrapper, also for FSDP1's, which has the attributes of the model inside."""
     inside = model_inside(model)
     path = output_head_path(inside)
     for name, module in inside.named_modules():

@@ -1,9 +1,9 @@
-"""Logits that an lm head has not made: what a model's own forward does to them is followed, up to its cross entropy.
+"""Logits that an lm head has not made: operations of a model's own forward on them are followed, up to cross entropy.
 
-A promise passes for the logits `[..., V]` in the forward of a model. Multiplied or divided by a positive number, capped
-by tanh, cast, viewed, or with some of its tokens or its first columns taken, it is a promise again. Its cross entropy
-is read from hidden states. Whoever asks anything else of it is given real logits, on which the same functions were
-called in the same order: they are those of the model bit by bit, and views of them share memory.
+A promise passes for the logits `[..., V]` in the forward of a model. It stays a promise if it is multiplied or divided
+by a positive number, capped by tanh, cast or viewed, or if some of its tokens or its first columns are taken. Its cross
+entropy is read from hidden states. Any other operation gets real logits, on which the same functions were called in the
+same order: they equal the model's own bit by bit, and views of them share memory.
 
 Legend: D hidden size, V vocabulary, [...] the leading dims of the tokens.
 """
@@ -29,10 +29,11 @@ _FACTS = [
 
 
 class _State(NamedTuple):
-    """Some of a head's tokens and columns, after what was done to their logits.
+    """The operands of a promise: tokens and columns of a head, and the operations on their logits.
 
-    `last`: the function of other logits that did it; `places`: where the tokens are among all, if that is asked for;
-    `chosen`: whether an index chose them. `hidden` are those of the tokens, or a slice of those of all.
+    `last`: the last operation, a function of the logits before it; `places`: the indices of the tokens among all, or
+    None if `HeadCall.whole` is False; `chosen`: whether an index chose tokens. `hidden` are the hidden states of the
+    tokens, or this rank's slice of those of all tokens (`HeadCall.in_slices`).
     """
 
     hidden: Tensor
@@ -46,7 +47,7 @@ class _State(NamedTuple):
 
 
 def promise_of(call: HeadCall) -> "DeferredLogits":
-    """The promise that the head gives in the place of its logits."""
+    """Return the promise that the head gives in the place of its logits."""
     tokens, places = call.tokens, None
     if call.whole:
         places = torch.arange(math.prod(tokens), device=call.hidden.device).view(tokens)
@@ -54,11 +55,12 @@ def promise_of(call: HeadCall) -> "DeferredLogits":
 
 
 class DeferredLogits(Tensor):
-    """See the top of this file. Made by `promise_of`.
+    """Promised logits, made by `promise_of`; see the top of this file.
 
     Attributes:
-        source: the promise of which `state.last` made this one; None: the head did.
-        with_grad: whether autograd recorded all that was done.
+        source: the promise from which `state.last` made this one; None for the head's own promise.
+        with_grad: whether autograd recorded all operations so far.
+        made: the real logits, once code has asked for them.
     """
 
     call: HeadCall
@@ -69,20 +71,21 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def of(cls, call: HeadCall, state: _State, source: "DeferredLogits | None" = None) -> "DeferredLogits":
-        # One element of memory, whatever the shape; a function that reads memory past torch finds NaN.
+        # One element of memory, whatever the shape; code that reads memory without torch's functions finds NaN.
         element = torch.full((), float("nan"), dtype=state.dtype, device=call.hidden.device)
         promise = element.expand(*state.tokens, state.columns).as_subclass(cls)
         promise.call, promise.state, promise.source, promise.made = call, state, source, None
         promise.with_grad = torch.is_grad_enabled() and (source is None or source.with_grad)
         call.promises.append(weakref.ref(promise))
-        if promise.with_grad and call.trains:  # an autograd.Function's gradient is for it, which torch does not ask
+        # An autograd.Function's backward sends its gradient here: torch does not tell this class of the Function.
+        if promise.with_grad and call.trains:
             with torch._C.DisableTorchFunctionSubclass():
                 promise.requires_grad_().register_hook(_refuse_function)
         return promise
 
     def logits(self, asked_by: str) -> Tensor:
-        """The real logits. Then all of the call are real, as somebody may change some in place, and who reads the same
-        memory must see it."""
+        """Return the real logits, and make all other promises of the call real too: they may share memory, so that a
+        change in place must show in all of them."""
         if self.made is None:
             self.call.read_by = self.call.read_by or asked_by
             real = None if self.source is None else self.source.logits(asked_by)
@@ -112,7 +115,7 @@ class DeferredLogits(Tensor):
         promise = next((x for x in args if isinstance(x, DeferredLogits)), None)
         if promise is not None:
             with torch._C.DisableTorchFunctionSubclass():
-                if promise.grad_fn is not None:  # a Function has made it
+                if promise.grad_fn is not None:  # an autograd.Function has made this promise
                     _refuse_function()
         if promise is not None and promise.made is None and func in _FOLLOWED:
             followed = _FOLLOWED[func](promise, func, args, kwargs)
@@ -133,7 +136,7 @@ def _refuse_function(gradient: Tensor | None = None) -> None:
 
 
 def _then(promise: DeferredLogits, func: Any, rest: tuple, kwargs: dict, **changes: Any) -> _State:
-    """The state after `func(promise, *rest, **kwargs)`."""
+    """Return the state after `func(promise, *rest, **kwargs)`."""
 
     def again(x: Tensor) -> Tensor:
         return func(x, *rest, **kwargs)
@@ -142,7 +145,7 @@ def _then(promise: DeferredLogits, func: Any, rest: tuple, kwargs: dict, **chang
 
 
 def _scaled(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
-    """A product with a positive number, or a quotient by one."""
+    """Follow a product with a positive number, or a quotient by one."""
     if kwargs or len(args) != 2:
         return None
     first, number = promise is args[0], args[1] if promise is args[0] else args[0]
@@ -166,13 +169,13 @@ def _capped(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _S
 
 
 def _cast(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> Any:
-    """A cast to another floating dtype; to the device where the logits are."""
+    """Follow a cast to another floating dtype on the same device."""
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty((), dtype=promise.state.dtype, device=promise.call.hidden.device)
         after = func(probe, *args[1:], **kwargs)
     if not isinstance(after, Tensor) or not after.is_floating_point() or after.device != probe.device:
         return None
-    if after is probe:  # torch gives the tensor itself, with its gradient also under `no_grad`
+    if after is probe:  # nothing to cast: torch returns the tensor itself, which keeps its gradient under `no_grad`
         return promise
     return _then(promise, func, args[1:], kwargs, dtype=after.dtype)
 
@@ -182,14 +185,14 @@ def _same(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _Sta
 
 
 def _viewed(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
-    """Other leading dims of the same tokens, with the columns last; which ones, a view of the promise shows."""
+    """Follow a view that changes only the leading dims; the promise's own memory, viewed, gives the new shape."""
     state = promise.state
     if kwargs:
         return None
     try:
         with torch._C.DisableTorchFunctionSubclass():
             after = func(*args)
-    except Exception:  # which real logits raise in the place where it belongs
+    except Exception:  # the same call on real logits raises the proper error
         return None
     if after.dtype != state.dtype or after.shape[-1:] != (state.columns,):
         return None
@@ -200,7 +203,7 @@ def _viewed(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _S
 
 
 def _chosen(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _State | None:
-    """Some of the tokens, by any index of the leading dims; and the first columns, by a slice of the last one."""
+    """Follow an index of the leading dims that chooses tokens, and a slice of the last dim that takes first columns."""
     state, index = promise.state, args[1] if isinstance(args[1], tuple) else (args[1],)
     if not all(_counts_its_dims(x) for x in index):
         return None
@@ -232,14 +235,14 @@ def _chosen(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> _S
 
 
 def _counts_its_dims(index: Any) -> bool:
-    """Return whether an index is of as many dims as it says: masks of NumPy, lists, bytes or one bool are not."""
+    """Return whether an index shows how many dims it takes; masks as NumPy arrays, lists, uint8 or one bool do not."""
     if isinstance(index, Tensor):
         return not isinstance(index, DeferredLogits) and index.dtype != torch.uint8
     return type(index) in (int, slice) or index is Ellipsis
 
 
 def _cross_entropy(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
-    """The model's own call of cross entropy, read from hidden states where that is one of tokens and whole numbers."""
+    """Compute the model's own call of cross entropy from hidden states, if its targets are token ids, one per token."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, args, strict=False)) | kwargs
     target = given.get("target")
@@ -260,7 +263,7 @@ def _cross_entropy(promise: DeferredLogits, func: Any, args: tuple, kwargs: dict
 
 
 def _as_of_all(call: HeadCall, state: _State, target: Tensor, asked: CrossEntropyArguments) -> Tensor:
-    """The cross entropy of some tokens, read as one of all, which leaves the others out."""
+    """Compute the cross entropy of some tokens in a pass over all tokens that ignores the others."""
     assert state.places is not None
     places, target = state.places.reshape(-1), target.reshape(-1)
     every = target.new_full((math.prod(call.tokens),), asked.ignore_index)
@@ -269,7 +272,7 @@ def _as_of_all(call: HeadCall, state: _State, target: Tensor, asked: CrossEntrop
     if last == 0 and asked.reduction != "none":
         return call.redeem(call.hidden, every.index_copy(0, places, target), state.transform, state.columns, asked)
     losses = torch.zeros((), device=target.device)
-    for turn in range(last + 1):  # a token that is there twice may have two targets
+    for turn in range(last + 1):  # a token chosen twice may have two targets
         now = turns == turn
         targets, each = every.index_copy(0, places[now], target[now]), asked._replace(reduction="none")
         found = call.redeem(call.hidden, targets, state.transform, state.columns, each)
@@ -280,7 +283,7 @@ def _as_of_all(call: HeadCall, state: _State, target: Tensor, asked: CrossEntrop
 
 
 def _turns(places: Tensor) -> Tensor:
-    """The number of earlier tokens that have the same place, of each token."""
+    """Count, for each token, the earlier tokens that have the same place."""
     order = places.argsort(stable=True)
     _, counts = places.unique(return_counts=True)
     before = torch.arange(len(places), device=places.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)

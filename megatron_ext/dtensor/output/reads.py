@@ -1,4 +1,4 @@
-"""Read-outs of an lm head: functions of hidden states, the same ones of logits, and a model's own cross entropy.
+"""Read-outs of an lm head: functions of hidden states, the same functions of logits, and a model's own cross entropy.
 
 Legend: B sequences, P tokens of this rank, D hidden size, V vocabulary, R tensor-parallel ranks.
 """
@@ -25,13 +25,13 @@ from megatron_ext.head.layer_facts import head_facts, local_shard, unwrapped
 
 
 class LogitArithmetic(NamedTuple):
-    """Logits are `scale * z`, or with a cap `scale * tanh(inside * z)`, of the head's product z, bias included."""
+    """Logits are `scale * z`, or with a cap `scale * tanh(inside * z)`; z is the head's product, bias included."""
 
     scale: float = 1.0
     inside: float | None = None
 
     def facts(self, temperature: float) -> dict[str, float | None]:
-        """The softcap and the temperature that the head's functions take, for logits divided by `temperature`."""
+        """Return the softcap and the temperature for the head's functions, with logits divided by `temperature`."""
         if self.inside is None:
             return {"softcap": None, "temperature": temperature / self.scale}
         return {"softcap": 1 / self.inside, "temperature": temperature / (self.inside * self.scale)}
@@ -46,13 +46,13 @@ class CrossEntropyArguments(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A function of the fused head, and the same of logits; both take a temperature.
+    """A function of the fused head (`hidden`), and the same function of logits (`logits`); both take a temperature.
 
-    After hidden states and weight, or logits, come the labels, and what else is given of each position. They give
-    a tensor or several, each a number of a position, or `columns` numbers. None of hidden states: logits are made.
-    `bits`, `logit_dtype`: as in `LmHead`; of logits that a model makes none but "fast" can be had, and they are as it
-    rounds them. `agrees`: ranks compare labels before they send slices of the tokens that these leave in: a model's own
-    loss may choose others.
+    The arguments are hidden states and weight, or logits, then the labels and other inputs for each position. The
+    functions return one tensor or several, with one number, or `columns` numbers, for each position. `hidden` is None:
+    logits are always made. `bits`, `logit_dtype`: as in `LmHead`; a model's own logits have only "fast" bits and its
+    own rounding. `agrees`: ranks compare labels before slices of the counted tokens are sent, whose sizes depend on
+    them. `options`: the options given that a model's own loss lacks, in words.
     """
 
     temperature: float
@@ -65,7 +65,7 @@ class Read(NamedTuple):
     options: str = ""
 
     def shape(self, labels_BP: Tensor) -> tuple[int, ...]:
-        """Return the shape of the first result alone, which tells all ranks of a refusal."""
+        """Return the shape of the first result, alone in a tuple: a refusal sends only that to other ranks."""
         return (1, *labels_BP.shape, *self.columns)
 
 
@@ -73,8 +73,8 @@ PLAIN = Read(1.0, linear_cross_entropy, vocab_parallel_cross_entropy)
 
 
 def say_that_logits_are_made(reason: str, read: Read) -> None:
-    """Warns, once; or raises ValueError if a model's own logits or loss do not have what `read` asks for: options of
-    the loss, bits, by Megatron's mode too, or a dtype that they are rounded to."""
+    """Warn once, or raise ValueError if a model's own logits or loss lack what `read` asks for: options of the loss,
+    bits (also by Megatron's mode), or a dtype to which logits are rounded."""
     if read.options:
         raise ValueError(
             f"use_fused_loss was given {read.options}, and {reason}: the model's own loss has no such option; leave it "
@@ -104,7 +104,7 @@ def say_once(reason: str) -> None:
 
 
 def read_logits(read: Read, logits: Tensor, given_BP: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ValueError | None]:
-    """Return what `read` makes of the logits that a model made."""
+    """Return the results of `read` from a model's own logits, and its fault or None: see `or_refuse`."""
     local, group, vocab = local_shard(logits, -1)
     return or_refuse(
         lambda: _tuple(read.logits(local, *given_BP, tp_group=group, vocab=vocab, temperature=read.temperature)),
@@ -121,10 +121,10 @@ def read_hidden(
     given_BP: Sequence[Tensor],
     columns: int | None = None,
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
-    """Return what `read` makes of the hidden states `[B, P, D]` at `head`, or this rank's slice; and
-    what it refuses: see `or_refuse`.
+    """Return the results of `read` from the hidden states `[B, P, D]` at `head`, or this rank's slice of them, and its
+    fault or None: see `or_refuse`.
 
-    `logits`: the cap and the temperature of its logits; `columns`: the first ones alone, of a head that is whole.
+    `logits`: softcap and temperature of the logits; `columns`: use only that many first columns of the head.
     """
     facts = head_facts(head, {})
     weight, group, vocab = local_shard(unwrapped(head)[0].weight, 0)
@@ -135,7 +135,7 @@ def read_hidden(
         raise ValueError("the residual stream is sharded and the lm head is not; shard both in custom_parallel_plan")
     if columns is not None and columns < vocab.size:
         vocab = dataclasses.replace(vocab, size=columns)
-    # The head's "sequence" layout has slices of dim 0.
+    # In the head's "sequence" layout dim 0 is sliced.
     if in_slices:
         hidden, given_BP = hidden.transpose(0, 1), [x.transpose(0, 1) for x in given_BP]
     assert read.hidden is not None
@@ -159,12 +159,12 @@ def read_hidden(
         read.shape(given_BP[0]),
         weight,
     )
-    # FSDP2 hangs its backward hook on these, and warns that a view can lose it.
+    # Copies: FSDP2 registers its backward hook on the results, and warns that a view can lose the hook.
     return tuple((x.transpose(0, 1) if in_slices else x).clone() for x in found), fault
 
 
 def _agreed(group: Any, fused: Callable[..., Any], hidden: Tensor, weight: Tensor, labels: Tensor, **given: Any) -> Any:
-    """Return what `fused` gives, once all ranks have the same labels, and tell of no change or of the same one."""
+    """Return the result of `fused`, after a check that all ranks have the same labels, and all or none see a change."""
     numbers = statistics.gathered_numbers([], "", [labels.flatten()], group, labels.device)
     statistics.check_agreement(numbers.cpu(), "")
     return fused(hidden, weight, labels, **given)
@@ -175,7 +175,7 @@ def _tuple(found: Any) -> tuple[Tensor, ...]:
 
 
 def with_arguments(read: Read, own: CrossEntropyArguments) -> Read:
-    """`read`, as a model's own call of cross entropy asks for it. Raises ValueError where both smooth labels."""
+    """Return `read` with the arguments of a model's own cross entropy; raises ValueError if both smooth labels."""
     assert read.hidden is not None
     if own.label_smoothing and "label_smoothing" in read.options:
         raise ValueError(
@@ -192,17 +192,17 @@ class HeadCall:
     Attributes:
         hidden: `[..., D]` at the head's input; of a sharded sequence this rank's slice.
         tokens: the leading dims of the logits.
-        columns, dtype: the other facts of the logits.
-        in_slices: hidden states are a slice, so that tokens cannot be chosen among them; then it is `whole`.
-        whole: the cross entropy of some tokens is read as one of all: ranks send alike, whatever a loss leaves out.
-        trains: whether hidden states or the head take a gradient.
-        made: the head's logits, once somebody asked for them; `read_by` names the function that did.
+        columns, dtype: the last dim and the dtype of the logits.
+        in_slices: whether hidden states are a slice, so that tokens cannot be chosen among them; then `whole` is True.
+        whole: whether the cross entropy of some tokens is read in a pass over all, so that ranks send the same sizes.
+        trains: whether hidden states or the head need a gradient.
+        made: the head's logits, once code asked for them; `read_by` names the function that did.
         redeemed: the arguments of the last cross entropy that was read from hidden states.
-        promises: all that were given, as far as they live.
+        promises: weak references to all promises of the call.
     """
 
     def __init__(self, head: Any, read: Read, hidden: Tensor, given: dict[str, Any], is_copy: bool = False):
-        """`given`: the arguments of the forward; `is_copy`: of a copy of the head that is sharded no longer."""
+        """`given`: the arguments of the forward; `is_copy`: whether `head` is a copy with whole parameters."""
         weight = unwrapped(head)[0].weight
         self.head, self.read, self.hidden, self.is_copy = head, read, hidden, is_copy
         self.tokens, self.columns = tuple(hidden.shape[:-1]), weight.shape[0]
@@ -231,7 +231,7 @@ class HeadCall:
         return [*map(attrgetter("_version"), self.head.parameters())]
 
     def logits(self) -> Tensor:
-        """The head's logits, as the head makes them, once."""
+        """Return the head's own logits, which the first call makes."""
         if self.made is None:
             if self.versions is not None and self.versions != self._versions():
                 raise ValueError(
@@ -244,7 +244,7 @@ class HeadCall:
     def redeem(
         self, hidden: Tensor, targets: Tensor, logits: LogitArithmetic, columns: int, own: CrossEntropyArguments
     ) -> Tensor:
-        """A model's own call of cross entropy, with arguments `own`, from hidden states `[..., D]`."""
+        """Compute a model's own call of cross entropy, with arguments `own`, from hidden states `[..., D]`."""
         read = with_arguments(self.read, own)
         targets = targets.view(self.tokens) if targets.dim() == 1 and hidden.dim() == 3 else targets
         count = (targets != own.ignore_index).sum() if own.reduction == "mean" else self.divisor
@@ -257,7 +257,7 @@ class HeadCall:
             total = found.sum()
             return (total if count is None else total / count), fault
 
-        # FSDP2 may round what leaves the head, and its gradient: a mean's is 1.
+        # The mean is taken inside of the call: FSDP2 may round the call's result and gradient, which is 1 for a mean.
         with torch.autocast(hidden.device.type, enabled=False) if self.is_copy else nullcontext():
             loss, fault = _called(self.head, losses)(hidden)
         if fault is not None:
@@ -268,7 +268,7 @@ class HeadCall:
 
 
 def _called(head: Any, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """`read`, as a call of the lm head where FSDP2 wraps that: its hooks gather the weight, and again in backward."""
+    """Return `read` as a call of the lm head if FSDP2 wraps the head: its hooks gather the weight, also in backward."""
     if not isinstance(head, FSDPModule):
         return read
     layer: Any = head

@@ -1,11 +1,11 @@
-"""A model with another lm head, as an object of its own, or with a forward of ours, as one of a class of its own.
+"""Stand-ins for a model: a copy of the object with another lm head, and a class with a forward of ours.
 
-The model's own forward runs on the object, whose head gives promises, and nothing of the model is changed, so that
-threads do not meet.
+The model's own forward runs on the copy, whose head gives promises. The model itself is not changed, so that threads do
+not disturb each other.
 
-A class whose forward computes a loss without logits derives from the model's own and has its name. A class and not a
-forward on the instance, so that replicas of `nn.DataParallel`, copies and what was saved by `torch.save` compute with
-their own weights.
+The class whose forward computes a loss without logits derives from the model's own class and has its name. The forward
+is on a class and not on the instance, so that replicas of `nn.DataParallel`, copies, and models saved by `torch.save`
+compute with their own weights.
 """
 
 import functools
@@ -24,22 +24,23 @@ from megatron_ext.dtensor.output.promised_logits import promise_of
 from megatron_ext.dtensor.output.reads import HeadCall
 from megatron_ext.proof import why_fusion_is_off
 
-REGISTERED = "_megatron_ext_head"  # where a model that `parallelize` made has its reading from hidden states
-VOCABULARY = "_megatron_ext_vocabulary_group"  # and the ranks that share its head's vocabulary, if any do
-KEEPS_LOGITS = "_megatron_ext_keeps_logits"  # where a model says why its logits are made, if a user wants them
-FUSED = "_megatron_ext_fused_loss"  # where a model keeps the settings of its fused loss
+# Attributes of models:
+REGISTERED = "_megatron_ext_head"  # of a model from `parallelize`: the function that reads hidden states
+VOCABULARY = "_megatron_ext_vocabulary_group"  # of the same model: the group that shares its head's vocabulary, or None
+KEEPS_LOGITS = "_megatron_ext_keeps_logits"  # the reason for making logits, after a user asked for them
+FUSED = "_megatron_ext_fused_loss"  # the settings of the fused loss
 _INSTANCE = "_megatron_ext_own_forward"
 
 Dispatch = Callable[[Any, Callable[..., Any], tuple, dict[str, Any]], Any]
 
 
 class FusedForward:
-    """A class of models whose forward `use_fused_loss` has replaced: see `fused_class`."""
+    """Base of classes of models whose forward `use_fused_loss` has replaced: see `fused_class`."""
 
 
 def class_of(module: nn.Module) -> type:
-    """The class of `module` without those that FSDP2 and `use_fused_loss` put on top of it."""
-    # A class that FSDP2 made cannot be copied, nor does a stand-in want its methods.
+    """Return the class of `module` without the classes that FSDP2 and `use_fused_loss` put on top of it."""
+    # Objects of a class that FSDP2 made cannot be copied, and a stand-in must not have FSDP2's methods.
     for kind in type(module).__mro__:
         if not issubclass(kind, (FSDPModule, FusedForward)):
             return kind
@@ -47,14 +48,14 @@ def class_of(module: nn.Module) -> type:
 
 
 def stub_of(module: nn.Module) -> Any:
-    """`module` as an object of its own, with a dict of its modules of its own; all else is shared."""
+    """Return a copy of `module` with its own dicts of attributes and of child modules, whose values are shared."""
     stub: Any = object.__new__(class_of(module))
     stub.__dict__.update(module.__dict__, _modules=dict(module._modules))
     return stub
 
 
 def with_head(model: nn.Module, path: str, head: nn.Module) -> Any:
-    """`model` with another head at `path`; all else is shared, and `model` stays as it is."""
+    """Return a copy of `model` with another head at `path`; all else is shared, and `model` stays as it is."""
     stub = stub_of(model)
     first, _, rest = path.partition(".")
     stub._modules[first] = with_head(model.get_submodule(first), rest, head) if rest else head
@@ -63,10 +64,11 @@ def with_head(model: nn.Module, path: str, head: nn.Module) -> Any:
 
 @contextmanager
 def standing_in(model: nn.Module, path: str, head: nn.Module) -> Iterator[Any]:
-    """`model` with another head for one run of its forward, which leaves the attributes that it sets on the model."""
+    """Give a copy of `model` with another head for one run of its forward; attributes that the forward sets on the copy
+    are then set on the model."""
     stub = with_head(model, path, head)
     around, before = path, []
-    while around:  # the modules that the one at `path` is inside of
+    while around:  # each module that the module at `path` is inside of
         around = around.rpartition(".")[0]
         copy = stub.get_submodule(around)
         before.append((model.get_submodule(around), copy, dict(vars(copy))))
@@ -90,8 +92,8 @@ def is_registered(model: nn.Module) -> bool:
 
 
 def why_logits_are_made(model: nn.Module) -> str | None:
-    """The reason why `causal_lm_loss` reads logits, if that is known without a look at the head: a user's choice, the
-    environment, or the user's own FSDP2."""
+    """Return why `causal_lm_loss` reads logits, if that is known without a look at the head, by a user's choice, the
+    environment, or the user's own FSDP2; else None."""
     reason = why_fusion_is_off() or model.__dict__.get(KEEPS_LOGITS)
     if reason is None and isinstance(model, FSDPModule) and not is_registered(model):
         return (
@@ -102,21 +104,20 @@ def why_logits_are_made(model: nn.Module) -> str | None:
 
 
 def is_sharded(head: nn.Module) -> bool:
-    """Return whether FSDP2 gathers the head by itself, or ranks share its vocabulary: its hooks are those of
-    parallelism."""
+    """Return whether FSDP2 wraps the head itself, or ranks share its vocabulary; then its hooks are parallelism's."""
     return isinstance(head, FSDPModule) or any(isinstance(x, DTensor) for x in head.parameters())
 
 
 def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[HeadCall], None]) -> nn.Module:
-    """`head`, with its hooks, which gives promises instead of logits; `keep` is told of each call.
+    """Return a stand-in for `head`, with its hooks, that returns promises instead of logits.
 
-    A call with more than hidden states, or after the model's forward has set an attribute of the head, of which nothing
-    is known here, gives logits.
+    `call_of` makes a call's record from its hidden states, and `keep` gets each record. A call with further arguments,
+    or after the model's forward has set an attribute of the head, returns logits, as their effect is unknown here.
     """
 
     stub: Any = HeadLike(head) if is_sharded(head) else stub_of(head)
-    before, own = dict(vars(stub)), weakref.ref(stub)  # which a cycle would keep alive, with a graph
-    changed: set[str] = set()  # also once the stub is gone, where a checkpoint runs its forward again
+    before, own = dict(vars(stub)), weakref.ref(stub)  # a strong reference would be a cycle, and keep a graph alive
+    changed: set[str] = set()  # outlives the stub: a checkpoint may run its forward again
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         told = {}
@@ -136,7 +137,7 @@ def promising(head: Any, call_of: Callable[[Tensor], HeadCall], keep: Callable[[
 
 
 class HeadLike(nn.Module):
-    """A module in the place of `head`, which has its attributes."""
+    """Module in the place of `head`, with the attributes of `head`."""
 
     def __init__(self, head: nn.Module):
         super().__init__()
@@ -150,22 +151,22 @@ class HeadLike(nn.Module):
 
 
 def use_fused_class(model: nn.Module, dispatch: Dispatch) -> None:
-    """Put `model` into the class of its own whose forward is `dispatch(model, own forward, args, kwargs)`."""
+    """Change the class of `model` to one whose forward is `dispatch(model, own forward, args, kwargs)`."""
     if isinstance(model, FusedForward):
         return
     kind: Any = type(model)
     model.__class__ = fused_class(kind, dispatch)
     own = vars(model).pop("forward", None)
-    if own is not None:  # accelerate has put one there, or somebody else, which was called instead of the class's
+    if own is not None:  # accelerate or other code has put a forward on the instance, which hides the class's
         model.__dict__[_INSTANCE] = _OfInstance(model, own)
-        model.__dict__.pop("_original_forward", None)  # from which accelerate would make another
+        model.__dict__.pop("_original_forward", None)  # else accelerate would restore it
 
 
 def leave_fused_class(model: nn.Module) -> None:
-    """Put `model` into its own class again, but one that FSDP2 has wrapped, or that has a forward of its own, which may
-    wrap that of the class, as accelerate's autocast does.
+    """Give `model` its own class again, unless FSDP2 has wrapped it, or the instance has a forward, which may wrap
+    the class's, as accelerate's autocast does.
 
-    Both classes compute the same for a model without settings of a fused loss.
+    Without settings of a fused loss both classes compute the same.
     """
     own = vars(type(model)).get("_megatron_ext_base")
     if own is not None and not {_INSTANCE, "forward"} & vars(model).keys():
@@ -173,10 +174,10 @@ def leave_fused_class(model: nn.Module) -> None:
 
 
 class _OfInstance:
-    """A forward that was put on an instance, called with the model or a stand-in of it."""
+    """Forward that was put on an instance, to be called with the model or a stand-in for it."""
 
     def __init__(self, model: Any, forward: Callable[..., Any]):
-        # A method of another object computes with what that one has, and a proxy of a method adds something to it.
+        # Only a plain method of this model runs on stand-ins; others are bound to another object, or wrap a method.
         own = type(forward) is MethodType and forward.__self__ is model
         self.takes_model = own
         self.forward = forward.__func__ if own else forward  # type: ignore[attr-defined]
@@ -186,14 +187,14 @@ class _OfInstance:
 
 
 def forward_of(model: Any) -> Callable[..., Any]:
-    """The forward that a call of a model of any class comes to, without ours: a function of the model."""
+    """Return the forward that a call of a model reaches, without ours, as a function of the model."""
     if isinstance(model, FusedForward):
         return own_forward(model)
     return _OfInstance(model, vars(model)["forward"]) if "forward" in vars(model) else class_of(model).forward  # type: ignore
 
 
 def own_forward(model: Any) -> Callable[..., Any]:
-    """The forward of a model in a fused class that would be called if there were none: a function of the model."""
+    """Return the forward of a model in a fused class that ours stands for, as a function of the model."""
     if _INSTANCE in vars(model):
         return vars(model)[_INSTANCE]
     kinds = type(model).__mro__
@@ -204,7 +205,7 @@ def own_forward(model: Any) -> Callable[..., Any]:
 
 @functools.cache
 def fused_class(base: type, dispatch: Dispatch) -> type:
-    """The class that derives from `base` with the other forward."""
+    """Return the class that derives from `base`, with a forward that calls `dispatch`."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return dispatch(self, own_forward(self), args, kwargs)

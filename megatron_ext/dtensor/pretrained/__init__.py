@@ -1,1 +1,1 @@
-"""Sharded models from and to folders as transformers has them."""
+"""Sharded models loaded from, and saved to, folders in transformers' format."""

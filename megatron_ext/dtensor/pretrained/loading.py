@@ -1,4 +1,4 @@
-"""A model of transformers from a folder or the Hub, sharded at once: no rank but the first ever holds all weights."""
+"""Loading of a model of transformers from a folder or the Hub, sharded: only the first rank ever holds all weights."""
 
 import inspect
 import os
@@ -33,25 +33,25 @@ def from_pretrained(
     dtype: torch.dtype = torch.bfloat16,
     **options: Unpack[ParallelizeOptions],
 ) -> nn.Module:
-    """A causal language model of transformers, sharded over `mesh`.
+    """Load a causal language model of transformers, sharded over `mesh`, in eval mode.
 
-    The first rank of the world, which must be in the mesh, reads the files into its host memory, in float32; the others
-    get each weight in its turn, and keep their piece. Parameters are float32, what an optimizer wants.
+    The first rank of the world, which must be in the mesh, reads the files into its host memory, in float32; the other
+    ranks get one weight after the other, and keep their pieces. Parameters are float32, for the optimizer.
 
     Args:
-        name_or_path: a folder, or a name on the Hub, that each rank can read the config of. Its own code is never run:
-            load a model that has some yourself, and pass it to `parallelize`.
+        name_or_path: a folder, or a name on the Hub, whose config each rank can read. Code in the folder is never run:
+            load such a model yourself, and pass it to `parallelize`.
         mesh, dtype: as for `parallelize`.
-        options: the others of `parallelize`, by name.
+        options: the other options of `parallelize`, by name.
 
-    Communicates: a broadcast of each weight, and two small all-gathers that compare.
+    Communicates: a broadcast of each weight, and the small all-gathers by which ranks compare config and model.
 
     Raises:
         ImportError: transformers or accelerate is not installed.
         TypeError: there is no such option.
-        ValueError: what `parallelize` refuses; or another rank could not read: that one raises its OSError.
+        ValueError: an argument that `parallelize` refuses; or another rank could not read, which itself raises OSError.
     """
-    inspect.signature(parallelize).bind(None, mesh, dtype, **options)  # a misspelt option is told before files are read
+    inspect.signature(parallelize).bind(None, mesh, dtype, **options)  # raises TypeError before files are read
     transformers, mesh = import_transformers(), with_all_dims(mesh)
     from accelerate import init_empty_weights
 
@@ -68,22 +68,23 @@ def from_pretrained(
         if dist.get_rank() == 0:
             model = auto.from_pretrained(name_or_path, trust_remote_code=False).float()
             whole, empty.generation_config = model.state_dict(), model.generation_config
-    except Exception as error:  # raised below, where the other ranks hear of it
+    except Exception as error:  # raised below, on the other ranks too
         fault = error
     ranks = Ranks.of([mesh])
     require_same("from_pretrained", {"the config": config and config.to_json_string()}, *ranks, fault)
     parallelize(empty, mesh, dtype, **options)
     load_whole(empty, whole, "cpu" if options.get("cpu_offload") else None)
-    for module in empty.modules():  # what no file has, such as the frequencies of rotary embeddings
+    for module in empty.modules():  # buffers that no file has, such as the frequencies of rotary embeddings
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(ranks.device)
     return empty.train(False)
 
 
 def load_whole(model: nn.Module, whole: dict[str, Tensor], device: str | None = None) -> None:
-    """Weights for a sharded model, which may be on the meta device: `whole` of rank 0, the others have {}.
+    """Give a sharded model, which may be on the meta device, the weights `whole` of rank 0; other ranks pass {}.
 
-    `device`: where the model shall lie; None: where its ranks communicate. A broadcast of each weight over the world.
+    `device`: the model's device afterwards; None: the device on which its ranks communicate. Communicates a broadcast
+    of each weight over the world.
     """
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, dict[str, Any](whole), options=options)

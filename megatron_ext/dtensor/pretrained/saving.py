@@ -1,4 +1,4 @@
-"""A sharded model as a folder of transformers: whole weights in safetensors, gathered one after the other."""
+"""Saving of a sharded model in transformers' format: whole weights in safetensors, gathered one after the other."""
 
 import inspect
 import json
@@ -20,22 +20,22 @@ from megatron_ext.distributed.same_on_ranks import require_same
 _RANKS = "_megatron_ext_ranks"
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# Arguments of transformers' method that ask for other files than ours, if they are anything else.
+# Arguments of transformers' method that would ask for other files than ours if they had other values than these.
 _USUAL = {"push_to_hub": False, "variant": None, "safe_serialization": True, "save_original_format": True}
 
-# A weight by transformers' name, as one or more by the Hub's names: views where they can be.
+# From a weight with transformers' name to one or more weights with the Hub's names: views if possible.
 Rename = Callable[[str, Tensor], list[tuple[str, Tensor]]]
 
 
 class Ranks(NamedTuple):
-    """The groups of the ranks that hold a model together, dims of a grid, and where they communicate."""
+    """The groups of the ranks that hold a model together, one for each dim of their grid, and their device type."""
 
     groups: Sequence[Group]
     device: str
 
     @classmethod
     def of(cls, meshes: Sequence[DeviceMesh]) -> "Ranks":
-        """Groups of these meshes together."""
+        """Return the groups of all dims of these meshes."""
         return cls([group for mesh in meshes for group in mesh.get_all_groups()], meshes[0].device_type)
 
     @property
@@ -45,7 +45,7 @@ class Ranks(NamedTuple):
 
 
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by transformers' names, tied ones once; they share the model's memory."""
+    """Return parameters and persistent buffers by transformers' names, tied ones once, in the model's own memory."""
     names = [_plain(name) for name, _ in model.named_parameters()]
     every = [_plain(name) for name, _ in model.named_parameters(remove_duplicate=False)]
     tied = set(every).difference(names)
@@ -58,23 +58,24 @@ def _plain(name: str) -> str:
 
 
 def save_pretrained(model: nn.Module, save_directory: str | os.PathLike, *, max_shard_size: int | str = "5GB") -> None:
-    """Write `model` as transformers' `from_pretrained` reads it: config, generation config, whole weights.
+    """Write `model` in the format of transformers' `from_pretrained`: config, generation config, whole weights.
 
-    All ranks that hold the model call it, and each weight is gathered in its turn; the first rank writes, and holds one
-    file's weights at a time. A folder that held another model before has the one or the other: the new files get their
-    names when all are written. Weights have the names and the layout of the Hugging Face Hub (each expert by itself),
-    and the dtype of the model's parameters. A model that is not sharded is saved by its own `save_pretrained`.
+    All ranks that hold the model call it. Weights are gathered one after the other; the first rank writes them, and
+    holds one file's weights at a time. New files get their names when all are written, so that a folder with an older
+    model holds the old one or the new one. Weights have the names and the layout of the Hugging Face Hub (each expert
+    by itself), and the dtype of the model's parameters. A model that is not sharded is saved by its own
+    `save_pretrained`.
 
     Args:
-        model: what `parallelize` made.
+        model: a model from `parallelize`.
         save_directory: a folder that the first rank can write; it is made if there is none.
-        max_shard_size: bytes of a file at most, or "5GB" and the like; a larger weight has a file of its own.
+        max_shard_size: the largest size of a file, in bytes or as "5GB"; a larger weight gets a file of its own.
 
-    Communicates: the all-gathers that make each weight whole, one after the other, and two small ones that compare.
+    Communicates: the all-gathers that make each weight whole, one after the other, and small ones that compare.
 
     Raises:
-        ValueError: the ranks hold different weights, or the first rank could not write: then it raises its OSError, and
-            the others say that it did.
+        OSError: on the first rank, which could not write.
+        ValueError: the ranks hold different weights; or, on the other ranks, the first rank could not write.
     """
     if _RANKS not in model.__dict__:
         Path(save_directory).mkdir(parents=True, exist_ok=True)  # transformers only logs it if there is a file
@@ -98,7 +99,7 @@ def _save(model: Any, folder: str | os.PathLike, max_shard_size: int | str, faul
         if ranks.first and fault is None:
             try:
                 return step(*given)
-            except Exception as error:  # the other ranks hear of it at the end, and wait for this one's part until then
+            except Exception as error:  # raised at the end on all ranks; the gathers until then need this rank
                 fault = error
         return None
 
@@ -112,7 +113,7 @@ def _save(model: Any, folder: str | os.PathLike, max_shard_size: int | str, faul
 
 
 class _Files:
-    """A folder under way: weights come in the order of `weights`, and a file is written when it has all of its own."""
+    """Files of a folder under way: weights come in the order of `weights`; a file is written when it is complete."""
 
     def __init__(self, model: Any, folder: Path, weights: dict[str, Tensor], max_shard_size: int | str):
         from huggingface_hub import split_torch_state_dict_into_shards
@@ -132,13 +133,13 @@ class _Files:
 
         for new, x in self.rename(name, whole.detach().cpu()):
             file = self.split.tensor_to_filename[new]
-            self.held.setdefault(file, {})[new] = x.contiguous().clone()  # views of one weight are each a tensor
+            self.held.setdefault(file, {})[new] = x.contiguous().clone()  # safetensors refuses views of one memory
             del self.waiting[file][new]
             if not self.waiting[file]:
                 save_file(self.held.pop(file), self._unfinished(file), metadata={"format": "pt"})
 
     def finish(self) -> None:
-        """Give the files their names, and take away those of a model that was here before."""
+        """Give the files their names, write index and configs, and remove the files of an older model."""
         for file in self.waiting:
             os.replace(self._unfinished(file), self.folder / file)
         index = self.folder / _INDEX
@@ -152,13 +153,13 @@ class _Files:
                 old.unlink()
         config = self.model.config
         config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
-        name = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # the second one up to transformers 4.55
+        name = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # "torch_dtype" up to transformers 4.55
         setattr(config, name, next(self.model.parameters()).dtype)
         config.save_pretrained(self.folder)
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(self.folder)
         mode = (self.folder / "config.json").stat().st_mode & 0o777
-        for file in self.waiting:  # safetensors leaves them to their owner alone
+        for file in self.waiting:  # safetensors makes files that only their owner can read
             (self.folder / file).chmod(mode)
 
     def _unfinished(self, file: str) -> Path:
@@ -166,7 +167,10 @@ class _Files:
 
 
 def save_as_transformers(model: nn.Module, ranks: Ranks) -> None:
-    """Let `model.save_pretrained` be ours, but where it is given whole weights (`state_dict`). `ranks` hold `model`."""
+    """Make `model.save_pretrained` ours; calls with whole weights (`state_dict`) keep transformers' method.
+
+    `ranks`: the ranks that hold `model` together.
+    """
 
     def method(self: Any, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         theirs = type(self).save_pretrained
@@ -187,11 +191,11 @@ def save_as_transformers(model: nn.Module, ranks: Ranks) -> None:
 
 
 def hub_rename(make_empty: Callable[[], nn.Module]) -> Rename:
-    """The renaming to names on the Hugging Face Hub, of models as `make_empty` makes them: by structure alone.
+    """Return the renaming of weights to names on the Hugging Face Hub, for models of the structure of `make_empty()`.
 
     transformers 5 keeps the experts of a layer in two tensors, and some weights under names of its own; files on the
-    Hub, which generators such as vLLM read, have each expert by itself. transformers 4 has the names of files. The
-    mapping is transformers' own, which `save_pretrained` takes.
+    Hub, which generators such as vLLM read, have each expert by itself. transformers 4 uses the Hub's names. The
+    mapping is transformers' own, which its `save_pretrained` applies.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion

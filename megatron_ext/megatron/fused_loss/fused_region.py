@@ -41,17 +41,20 @@ from megatron_ext.megatron.substitute import megatrons_own_layer
 from megatron_ext.proof import Proof, cannot_prove_now
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-# Ours and Megatron's own, also where ours stand in their place.
+# Our layers and Megatron's own, which are looked up even while ours are substituted for them.
 _OURS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 _LAYERS = {"megatron_ext": _OURS, "megatron": tuple(map(megatrons_own_layer, _OURS))}
 
 _SAVING = torch._C._autograd._top_saved_tensors_default_hooks  # None, or how tensors are saved for backward
-_MORE = f"its {LOSS} is called with more than labels and logits, of which the head knows nothing"
+_MORE = f"its {LOSS} is called with more arguments than labels and logits, which the head does not know"
 
 
 def region_of(model: Any, settings: HeadSettings) -> "Region | None":
-    """A call of the model that promises logits; None where it has no output layer, promises already, in a call further
-    up the stack or always, or keeps its own loss, which a warning says once and `settings` that ask for more refuse."""
+    """Return the region for a call of the model; None if logits must not be promised in it.
+
+    So it is if the model has no output layer here, if its logits are promised already (by a call further up the stack,
+    or always), or if it keeps its own loss. The last case warns once, or raises what `leave` does.
+    """
     layer = output_layer(model)
     if layer is None or getattr(layer, "promises", False) or stands_in_this_call(layer):
         return None
@@ -66,7 +69,8 @@ def region_of(model: Any, settings: HeadSettings) -> "Region | None":
 
 
 def leave(model: Any, settings: HeadSettings, reason: str) -> None:
-    """Say once that a model is left to its own loss, and count its logits; refused where `settings` ask for more."""
+    """Warn once that a model keeps its own loss, and count its logits; raises ValueError if `settings` ask for options
+    that Megatron's own loss lacks."""
     counters = counters_of(model)
     counters.left_to_megatron = reason
     if (asked := settings.beyond_megatron()) is not None:
@@ -81,7 +85,8 @@ def leave(model: Any, settings: HeadSettings, reason: str) -> None:
 class Region:
     """One call of a model whose output layer promises logits.
 
-    What the head refuses is raised at the end: labels are sent from rank to rank between the losses of several tokens.
+    A refusal of the head is raised when the call ends: between the losses of multi-token prediction context-parallel
+    ranks exchange labels, and a rank that raised earlier would be missing.
     """
 
     def __init__(self, model: Any, settings: HeadSettings, layer: Any, decision: Decision | None = None):
@@ -97,13 +102,13 @@ class Region:
         self.to_verify = 0
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """The result of `call`, a forward of the model."""
+        """Return the result of `call`, a forward of the model."""
         if self.counters.megatron_kernel is not None:
             tell_once(
                 f"the config asks for Megatron's fused loss ({self.counters.megatron_kernel}) of logits; "
                 f"{type(self.model).__name__} has the fused linear head, which makes no logits, and runs instead of it"
             )
-        # A module runs its forward with its hooks, compiled or not.
+        # The method by which a module runs its forward with its hooks; a compiled module has another one.
         name = CALL if getattr(self.layer, "_compiled_call_impl", None) is None else "_compiled_call_impl"
         promise = partial(call_with_hooks, self.layer, self.promise, self.other_hooks)
         with in_this_call((self.layer, name, promise), (self.model, LOSS, self.loss)):
@@ -115,7 +120,7 @@ class Region:
     def promise(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **others: Any
     ):
-        """The output layer's forward, which runs where it is given what the head does not know."""
+        """Stand in for the output layer's forward, which itself runs only if the head cannot take over this call."""
         layer = self.layer
         given, reason = others and [name for name, value in others.items() if value is not None], None
         if given:
@@ -143,7 +148,7 @@ class Region:
         return logits, layer.bias if layer.skip_bias_add else None
 
     def loss(self, labels: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The model's `compute_language_model_loss`: `[B, S]`, fp32."""
+        """Stand in for the model's `compute_language_model_loss`; returns `[B, S]`, fp32."""
         try:
             made = _made(logits)
             if made is not None:
@@ -172,20 +177,20 @@ class Region:
         return found.loss
 
     def refused(self, fault: ValueError, labels: Tensor) -> Tensor:
-        """Losses in the place of those that cannot be; the fault is raised when the region ends."""
+        """Return zeros in the place of losses that cannot be computed; `run` raises the fault at its end."""
         self.faults.append(fault)
         return torch.zeros(labels.shape, device=labels.device)
 
     def redeemed(self, labels: Tensor, logits: Any, own_loss: Any, reason: str | None) -> TrainingLoss:
-        """The losses `[B, S]` of labels `[B, S]`, and what is beside them `[S, B]`; `own_loss` of logits if need be,
-        and where there is a `reason`."""
+        """Compute losses `[B, S]` of labels `[B, S]` by the head, with hits, z-loss and entropy `[S, B]`; by `own_loss`
+        from logits if there is a `reason` not to, or if `why_not` finds one."""
         _check_labels(labels, logits)
 
         def compute(hidden: Tensor, weight: Tensor) -> Any:
             nonlocal reason
             self.settings.check_layer(self.layer)
             reason = reason or self.why_not(logits.terms, hidden, weight, labels)
-            if reason is not None:  # by one call of the layer too: sharded data parallelism counts them
+            if reason is not None:  # in one call of the layer too: sharded data parallelism counts its calls
                 self.quiet = True
                 own = own_loss(logits.made_of(hidden))
                 return TrainingLoss(tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, own))
@@ -193,7 +198,7 @@ class Region:
                 self.verify(logits.terms, weight, labels)
             if not self.counters.sizes:
                 self.describe(hidden, weight, labels, self.settings.lm_head(logits.terms, weight, self.model.config))
-            # Within the layer's call: FSDP2 wants no views of what it hooks.
+            # Inside the layer's call, since FSDP2's hooks must not get views.
             return _batch_first(self.fused(logits.terms, hidden, weight, labels))
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and not logits.detached):
@@ -205,18 +210,18 @@ class Region:
         return found
 
     def fused(self, terms: Terms, hidden: Tensor, weight: Tensor, labels: Tensor) -> TrainingLoss:
-        """The losses `[S, B]` by the head."""
+        """Compute the losses `[S, B]` by the head."""
         head = self.settings.lm_head(terms, weight, self.model.config, labels.shape[0])
         options = {"skip_ignored": self.settings.skip_ignored, "hits": self.hits, **self.settings.loss()}
         return linear_training_loss(head, hidden, labels.transpose(0, 1), **options)
 
     def describe(self, hidden: Tensor, weight: Tensor, labels: Tensor, head: LmHead) -> None:
-        """Say in the report what a count of the head's bytes needs to know, and whose layers the model has."""
+        """Write the head's sizes, the share of kept exponentials and the origin of the layers into the report."""
         ranks, cache = group_size(tp_group(self.layer)), head.cache
         dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(hidden.dtype, "fp32")
         self.counters.layers = layers_of(self.model)
         tokens, columns = labels.numel(), max(weight.shape[0], 1)
-        if cache != "auto":  # what is free is looked at once, by the head itself
+        if cache != "auto":  # only the head itself asks how much memory is free
             self.counters.kept = 100 * cached_columns(head.resolved(), tokens, columns, hidden.flatten(0, -2)) / columns
         self.counters.sizes = (
             f"--tokens {tokens} --hidden {hidden.shape[-1]} --vocab {weight.shape[0] * ranks} --tp {ranks} "
@@ -253,13 +258,13 @@ class Region:
             self.counters.proof = str(proof)
             if proof.fused and (own := fusion_decision.what_is_not_known(self.model)) is not None:
                 say_once(
-                    f"the fused head computes what {type(self.model).__name__} does, {proof}, and {own}: what that "
-                    f"does beside logits and losses is left out; take the patch out where it matters"
+                    f"the fused head computes what {type(self.model).__name__} does, {proof}, and {own}: other effects "
+                    f"of this code than logits and losses are lost; if they matter, remove the patch"
                 )
         return proof
 
     def verify(self, terms: Terms, weight: Tensor, labels: Tensor) -> None:
-        """Take the first losses that the model trains on both ways; see `fusion_proof`."""
+        """Compute the model's first losses in training by its own code as well; see `fusion_proof`."""
         done = 0 if self.counters.verified is None else len(self.counters.verified.ours)
         if done >= self.to_verify or not self.model.training or cannot_prove_now() is not None:
             return
@@ -270,7 +275,7 @@ class Region:
             say_once(f"{type(self.model).__name__} has another loss than the fused head: {found.fault}\n{found}")
 
     def of_made(self, labels: Tensor, logits: Tensor) -> TrainingLoss:
-        """The training loss from logits `[S, B, V/R]` that exist."""
+        """Compute the training loss from logits `[S, B, V/R]` that exist."""
         made = self.settings.of_made(logits, self.layer)
         return _batch_first(training_loss(made.read, labels.transpose(0, 1), **self.settings.loss()))
 
@@ -294,13 +299,13 @@ class Region:
 
 
 def _in_checkpoint() -> bool:
-    """Return whether torch's checkpoint that is not reentrant says how tensors are saved here."""
+    """Return whether the innermost hooks for saved tensors are those of torch's non-reentrant checkpoint."""
     hooks = _SAVING(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
 def _made(logits: Tensor) -> Tensor | None:
-    """The logits where they exist."""
+    """Return the logits if they exist; None if they are only promised."""
     if not isinstance(logits, PromisedLogits):
         check_graph(logits)
         return logits
@@ -309,16 +314,16 @@ def _made(logits: Tensor) -> Tensor | None:
 
 
 def _check_made(made: Tensor, settings: HeadSettings, model: str) -> None:
-    """Raises ValueError if bits or a dtype were asked for that logits which Megatron makes do not have."""
+    """Raise ValueError if the settings ask for bits or a dtype that logits made by Megatron do not have."""
     if rounds(settings.logit_dtype) and made.dtype != settings.logit_dtype:
         raise ValueError(
             f"logit_dtype is {settings.logit_dtype}, and the loss of {model} is taken from logits that Megatron made, "
-            f"in {made.dtype}: see in fusion_report() who asked for them, and leave them out, or pass logit_dtype=None"
+            f"in {made.dtype}: remove the code that asks for them (fusion_report() names it), or pass logit_dtype=None"
         )
     if settings.bits not in (None, "fast"):
         raise ValueError(
             f'bits is "{settings.bits}", and the loss of {model} is taken from logits that Megatron made, whose bits '
-            f"may depend on the batch: see in fusion_report() who asked for them, and leave them out, or pass "
+            f"may depend on the batch: remove the code that asks for them (fusion_report() names it), or pass "
             f'bits="fast"'
         )
 

@@ -1,14 +1,14 @@
 """The decision whether a model's loss is fused, which its tensor-parallel ranks take together at its first call.
 
-Where the output layer and the loss are Megatron's own or ours, by identity, the model is fused as it is. Where anything
-else stands there, the first batch proves the fusion, or the model keeps its own loss. A rank that alone sees something
-else must not go another way alone: ranks tell each other at the first call, by one exchange. What has changed later is
-told by a word among the head's options, which the head compares on all ranks in the exchange that it makes anyway: on
-all of them, they decide anew; on some alone, every rank raises.
+If the output layer and the loss are Megatron's own or ours, by identity, the model is fused without a proof. If other
+code is in their place, the first batch proves the fusion, or the model keeps its own loss. Ranks must not decide
+differently, so one exchange at the first call tells each rank what the others see. A later change is a word among the
+head's options, which the head compares over all ranks in the exchange that it makes anyway: if all ranks have seen a
+change, they decide anew; if only some have, every rank raises.
 
-The code between hidden states and loss that is known is Megatron's own and ours, by identity and not by names. A
-decorator with `functools.wraps` has every name of the function that it wraps, and its `__module__`. It does not have
-its globals: those are of the file that defines it. An object of wrapt's has even these, and `isinstance` believes it.
+Code is known if it is Megatron's own or ours, by identity and not by name. A function made with `functools.wraps` has
+the names and the `__module__` of the function that it wraps, but not the globals, which are those of its own file. An
+object of wrapt's has even the globals, and passes `isinstance`.
 """
 
 import sys
@@ -54,8 +54,9 @@ LOSS = "compute_language_model_loss"
 _MXFP8_HEAD = "TELMHeadColumnParallelLinear"  # Megatron's output layer for `fp8_output_proj`, since 0.20
 _ATTRIBUTES = ("weight", "bias", "sequence_parallel", "gather_output", "skip_bias_add", "gradient_accumulation_fusion")
 _HOMES = ("megatron.core.", "megatron_ext.")
-_TORCH = ("torch._dynamo", "torch.amp.")  # what is compiled, or told of autocast, is the same function still
-# What Megatron's own output layer and loss look up where it stands, and others replace there; some versions lack some.
+_TORCH = ("torch._dynamo", "torch.amp.")  # a wrapper by torch.compile or autocast computes what the function does
+# Names that Megatron's own output layer and loss look up when they run, so that other code may replace the objects
+# under these names. Some versions lack some of the names.
 _PLACES = {
     "megatron.core.tensor_parallel": ("vocab_parallel_cross_entropy",),
     "megatron.core.tensor_parallel.cross_entropy": (
@@ -72,7 +73,7 @@ _PLACES = {
     "megatron.core.tensor_parallel.mappings": ("_CopyToModelParallelRegion", "_reduce"),
     LanguageModule.__module__: ("fused_vocab_parallel_cross_entropy", "te_parallel_cross_entropy"),
 }
-# What of a configuration decides about an output layer and a loss.
+# Fields of a config that decide what an output layer and a loss compute.
 _CONFIG = (
     *("sequence_parallel", "tensor_model_parallel_size", "params_dtype", "gradient_accumulation_fusion"),
     *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "defer_embedding_wgrad_compute"),
@@ -86,15 +87,15 @@ class Decision:
     """The decision about one model, the same on all ranks that share its vocabulary.
 
     Attributes:
-        settings: under which it was taken.
-        left: why the model keeps its own loss; None: it is fused, or proved.
-        verify: how many of its losses are taken both ways.
-        mode: when it is proved; None: never, as nothing of it is unknown.
+        settings: the settings under which it was taken.
+        left: why the model keeps its own loss; None if the loss is fused, perhaps after a proof.
+        verify: how many of the model's losses are also computed by its own code.
+        mode: when the fusion is proved; None: never, as all code is known.
         seen: what `_seen` found on this rank.
         alone: whether one rank has the whole vocabulary.
-        basis: what `seen` rests on, and the proof of what is not known on this rank, if anything.
-        proof: the last one.
-        changes: how often it was taken anew.
+        basis: the objects on which `seen` rests, and the proof too if code is unknown on this rank.
+        proof: the last proof.
+        changes: how often the decision was taken anew after a change of the code.
     """
 
     settings: HeadSettings
@@ -112,23 +113,23 @@ class Decision:
         return self.mode is not None and (self.proof is None or self.mode == "always")
 
 
-# By whether the model trains, as its own loss may be another one when it does not, and whether a loss is asked for.
+# By two flags: whether the model trains (its own loss may differ in eval mode), and whether a loss is computed.
 _Decisions = WeakKeyDictionary[Any, Decision]
 _decisions: defaultdict[tuple[bool, bool], _Decisions] = defaultdict(WeakKeyDictionary)
 
 
 def decision_of(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
-    """The decision about a model, of its first call with these settings.
+    """Return the decision about a model, which its first call with these settings takes.
 
     All tensor-parallel ranks call it together; a group of one rank decides anew when the model has changed. `loss`:
-    whether its loss is asked for, or what is read out of hidden states alone, for which its output layer must be known.
+    True for a loss; False for read-outs of hidden states, which need only a known output layer.
     """
     found = _decisions[model.training, loss].get(model)
     if found is None or found.settings != settings:
         return decide(model, settings, loss)
     if not found.alone:
         return found
-    # What else may have changed is looked at when the loss is taken; by then `skip_ignored` has masked labels.
+    # `Region.why_not` looks for other changes when the loss is computed; with `skip_ignored` labels are masked by then.
     if loss and found.left is None and not settings.skip_ignored:
         changed = why_not_fused(model) is not None
     else:
@@ -152,7 +153,7 @@ def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
     decision.mode = "always" if mode == "always" else None
     if decision.left is None and (found := next(filter(None, unknowns), None)) is not None:
         decision.mode = mode
-        if len(set(unknowns)) > 1:  # where one alone raised on a sample, the others would wait for it
+        if len(set(unknowns)) > 1:  # ranks must run the same code on a sample: if one raised, the others would wait
             decision.left = f"{found}, on some tensor-parallel ranks alone"
         elif mode == "off":
             decision.left = f"{found}, and proof is off"
@@ -167,8 +168,8 @@ def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
 
 
 def has_changed(model: Any, decision: Decision, loss: bool = True, promised: bool = False) -> bool:
-    """Tell whether this rank sees another model than the one about which was decided; `promised`: whether the call has
-    looked before for what keeps logits from being promised."""
+    """Tell whether the model differs, on this rank, from the one that `decision` is about; `promised`: whether the call
+    has checked already that logits can be promised."""
     if not loss:
         return _seen(model, loss) != decision.seen
     layer, known = output_layer(model), decision.seen[1] is None
@@ -184,15 +185,15 @@ def has_changed(model: Any, decision: Decision, loss: bool = True, promised: boo
 
 
 def forget() -> None:
-    """Drop the decisions about all models: their next calls decide anew. For all ranks together."""
+    """Drop the decisions about all models, so that their next calls decide anew. All ranks call it together."""
     _decisions.clear()
 
 
 @contextmanager
 def telling_of_change(model: Any) -> Iterator[None]:
-    """Have the head tell the other ranks that the model has changed; raises ValueError unless it has on all of them.
+    """Have the head tell the other ranks that the model has changed; raises ValueError unless it has changed on all.
 
-    On CUDA a device-side assertion tells; where a graph is captured, its replay ends on every rank.
+    On CUDA the error is a device-side assertion; of a captured graph, the replay ends with it on every rank.
     """
     try:
         with statistics.agreeing_on(words_of_change(group_rank(tp_group(output_layer(model))))):
@@ -203,7 +204,7 @@ def telling_of_change(model: Any) -> Iterator[None]:
 
 _CHANGED = (
     "the output layer or the loss of this {} has changed since its tensor-parallel ranks decided to fuse it ({}), and "
-    "they cannot decide anew: {}. Change it on every rank alike, as also a counter that the loss function keeps, or "
+    "they cannot decide anew: {}. Change it on every rank alike (also counters that the loss function keeps), or "
     "before its first call, or patch it again"
 )
 
@@ -213,7 +214,7 @@ def _why(model: Any) -> str:
 
 
 def output_layer(model: Any) -> Any:
-    """The layer that makes logits: the model's own, or that of its `lm_head` (T5Model); None on another stage."""
+    """Return the layer that makes logits, the model's own or its `lm_head`'s (T5Model); None on a stage without one."""
     if not getattr(model, "post_process", True):
         return None
     layer = getattr(model, "output_layer", None)
@@ -226,9 +227,9 @@ def multi_token_layers(model: Any) -> int:
 
 
 def why_not_fused(model: Any) -> str | None:
-    """Return why the logits of this model cannot be promised, whatever its output layer is; None if they can.
+    """Return why the logits of this model cannot be promised, whatever its output layer computes; None if they can.
 
-    Whether they are a product, and its loss a cross entropy, is for `fusion_decision` and the proof to say.
+    `what_is_not_known` and the proof say whether the logits are a product and the loss is a cross entropy.
     """
     return why_fusion_is_off() or why_not_promised(output_layer(model))
 
@@ -254,7 +255,7 @@ def why_not_promised(layer: Any) -> str | None:
             "gather from; for the fused head set the size of generalized tensor parallelism to 1"
         )
     rounded, weight = getattr(layer, "output_dtype", None), getattr(layer, "weight", None)
-    # One that borrows its weight says by its config what it multiplies in.
+    # The config of a layer without a weight of its own gives the dtype of its operands.
     operands = getattr(getattr(layer, "config", None), "params_dtype", None) if weight is None else weight.dtype
     if rounded not in (None, operands, torch.float32):
         return (
@@ -268,7 +269,7 @@ def why_not_promised(layer: Any) -> str | None:
 
 
 def _seen(model: Any, loss: bool) -> tuple[str | None, str | None]:
-    """Return why a model's logits cannot be promised, as this rank sees it, and which of its code is not known."""
+    """Return why a model's logits cannot be promised, and which code is unknown, both as this rank sees the model."""
     if (left := why_not_fused(model)) is not None:
         return left, None
     if not loss:
@@ -277,8 +278,8 @@ def _seen(model: Any, loss: bool) -> tuple[str | None, str | None]:
 
 
 def _basis(model: Any, layer: Any, known: bool) -> ProofBasis:
-    """The parts by which `what_is_not_known` goes; where code is not known, also those that decide whether the layer
-    and the loss are what the head takes them for. By identity."""
+    """Return the objects that `what_is_not_known` looks at, compared by identity; if code is unknown, also the values
+    that decide what the layer and the loss compute."""
     kind, own = type(layer), getattr(layer, "__dict__", {})
     parts = [
         *(type(model), _taken_apart(standing(model, LOSS)), layer, kind, _taken_apart(own.get("forward"))),
@@ -302,18 +303,18 @@ def _basis(model: Any, layer: Any, known: bool) -> ProofBasis:
 
 
 def _taken_apart(value: Any) -> Any:
-    """A partial, which may be made anew at each step, as its function and what it binds."""
+    """Return function and arguments of a partial, which may be made anew at each step; any other value as it is."""
     return (value.func, value.args) if type(value) is partial and not value.keywords else value
 
 
 def _values(owner: Any) -> list[tuple[str, Any]]:
-    """The factors, caps, temperatures and switches that an object holds."""
+    """Return a module's own bools, floats and strings: factors, caps, temperatures, switches."""
     own = vars(owner) if isinstance(owner, torch.nn.Module) else {}
     return [(name, value) for name, value in own.items() if type(value) in _PLAIN]
 
 
 def in_places() -> dict[str, Any]:
-    """Collect what stands in the places that Megatron's output layer and loss look up, by its full name."""
+    """Return the objects that Megatron's output layer and loss look up, and the methods of classes, by full name."""
     found: dict[str, Any] = {}
     for home, names in _PLACES.items():
         module = sys.modules.get(home)
@@ -328,10 +329,7 @@ def in_places() -> dict[str, Any]:
 
 
 def function_of(value: Any) -> Any:
-    """The function of a method, also as a partial of its model alone; itself where it is none.
-
-    Any other partial is another function.
-    """
+    """Return the function of a method, or of a partial that binds a module alone; any other value as it is."""
     bound = value.args if type(value) is partial and not value.keywords else ()
     if len(bound) == 1 and isinstance(bound[0], torch.nn.Module):
         return value.func
@@ -339,7 +337,7 @@ def function_of(value: Any) -> Any:
 
 
 def is_own(value: Any) -> bool:
-    """Tell whether a function or class is defined in Megatron or here, and all that it wraps too."""
+    """Tell whether a function or class, and every function that it wraps, is defined in Megatron or here."""
     while value is not None:
         function = function_of(value)
         home = function.__module__ if issubclass(type(function), type) else _home(function)
@@ -351,7 +349,7 @@ def is_own(value: Any) -> bool:
 
 
 def what_is_not_known(model: Any) -> str | None:
-    """Say what of a model's output layer and loss is not Megatron's own or ours; None if all is."""
+    """Name the part of a model's output layer or loss that is neither Megatron's own nor ours; None without one."""
     layer = output_layer(model)
     if (reason := why_not_known(layer)) is not None:
         return reason
@@ -395,12 +393,12 @@ def _home(function: Any) -> str:
 
 
 def _where(value: Any) -> str:
-    """The file and line that define a function, where it has some."""
+    """Return the file and line that define a function, as " (file:line)"; "" if it has none."""
     code = getattr(function_of(value), "__code__", None)
     return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
 
 
-# What others have put in these places before this module was imported is not known.
+# A loss or forward that other code replaced before this module was imported counts as unknown.
 _LOSS = LanguageModule.compute_language_model_loss if is_own(LanguageModule.compute_language_model_loss) else None
 _OURS = our_layers.ColumnParallelLinear
 _LINEAR: list[Any] = [megatrons_own_layer(_OURS), _OURS, OutputLayer]

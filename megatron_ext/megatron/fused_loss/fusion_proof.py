@@ -1,9 +1,10 @@
 """The proof of a model's fusion: a few tokens of a call go through its own layer and loss, and through the fused head.
 
-From the input of the model's own output layer they go through that layer's own forward, whatever it has become, to the
-model's own loss; and through the head. What the model does between the two it does to promised logits, and so to both.
-Everything is taken of detached tensors: nothing is added to a `.grad` or a `main_grad`, and no hook of the layer sees
-the sample. With `verify=` the first calls compute both losses whole, and put them side by side.
+The sample is taken at the input of the model's own output layer. The one way leads through that layer's own forward,
+whatever it has become, and the model's own loss; the other leads through the head. The model's operations between layer
+and loss act on promised logits, and so on both ways. All tensors are detached: nothing is added to a `.grad` or a
+`main_grad`, and no hook of the layer sees the sample. With `verify=` the first calls compute both losses of all tokens,
+and record them side by side.
 
 Legend: S positions, B batch, H hidden size, R tensor-parallel ranks, N tokens of the sample.
 """
@@ -37,9 +38,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # of labels [B, S] and logits [S, B, 
 
 
 def proof_of(model: Any, settings: HeadSettings, terms: Terms, weight: Tensor, labels_BS: Tensor) -> Proof:
-    """A new proof, on which all tensor-parallel ranks agree by one exchange.
+    """Make a new proof, on which all tensor-parallel ranks agree by one exchange.
 
-    `terms` and `weight` are those that the loss is about to be taken from, the weight gathered.
+    `terms` and `weight`, gathered, are the operands of the loss that is about to be computed.
     """
     if (reason := cannot_prove_now()) is not None:
         return Proof.not_comparable(reason)
@@ -54,9 +55,9 @@ def proof_of(model: Any, settings: HeadSettings, terms: Terms, weight: Tensor, l
 
 
 class LossPair:
-    """The model's own way and the head's from hidden states `[N, 1, H]` of a call to losses `[1, N]`.
+    """Two functions from hidden states `[N, 1, H]` of a call to losses `[1, N]`: the model's own and the head's.
 
-    Raises ValueError where the head refuses the layer.
+    Raises ValueError if the head refuses the layer.
     """
 
     def __init__(self, model: Any, settings: HeadSettings, terms: Terms, weight: Tensor, labels_BS: Tensor, most: int):
@@ -74,14 +75,14 @@ class LossPair:
         return self.own_loss(self.labels_N1.transpose(0, 1), logits if scale == 1.0 else logits * scale)
 
     def fused(self, hidden: Tensor) -> Tensor:
-        """Return the losses by the fused head, without those of its settings that change the loss."""
+        """Return the losses by the fused head, without the settings that change the loss."""
         hidden, operand = operands(self.terms, hidden)
         head = self.settings.lm_head(self.terms, operand)
         return linear_training_loss(head, hidden, self.labels_N1).loss.transpose(0, 1)
 
 
 def _proof(terms: Terms, pair: LossPair) -> Proof:
-    """The comparison of both losses, and what the model's own loss depends on beside them."""
+    """Compare both losses, and refuse a model's own loss that depends on parameters other than the layer's."""
     known = {id(pair.weight), id(getattr(terms.layer, "bias", None))}
     strangers: list[Tensor] = []
 
@@ -110,7 +111,7 @@ def _proof(terms: Terms, pair: LossPair) -> Proof:
 def verify_loss(
     model: Any, counters: ModelFusion, settings: HeadSettings, terms: Terms, weight: Tensor, labels_BS: Tensor
 ) -> None:
-    """Take both losses of a call, and put down what came out beside those before."""
+    """Compute both losses of a call, and append them to `counters.verified`."""
     pair = LossPair(model, settings, terms, weight, labels_BS, labels_BS.numel())
     with _state_put_back(terms.layer):
         stock = _step(pair.own, pair)
@@ -120,7 +121,8 @@ def verify_loss(
 
 
 def _step(way: LossOfHidden, pair: LossPair) -> RecordedStep:
-    """The mean loss of all tokens, the norm of its gradients of hidden states and weight, and the costs."""
+    """Compute the mean loss of all tokens and the norm of its gradients of hidden states and weight; record memory and
+    time."""
     hidden = pair.hidden_N1H.detach().requires_grad_()
     weight, on_gpu = pair.weight, hidden.is_cuda
     if on_gpu:
@@ -142,9 +144,9 @@ def _step(way: LossOfHidden, pair: LossPair) -> RecordedStep:
 
 
 def _sample(terms: Terms, labels_BS: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Hidden states `[N, 1, H]` of this rank, at most so many, and the labels `[N, 1]` of all ranks.
+    """Choose N tokens, at most `most`: return this rank's hidden states `[N, 1, H]`, and all ranks' labels `[N, 1]`.
 
-    Under sequence parallelism each rank has N/R of them. A label that is no token id becomes 0.
+    Under sequence parallelism the hidden states are `[N/R, 1, H]`. A label that is no token id becomes 0.
     """
     layer, hidden = terms.layer, terms.hidden
     group = tp_group(layer)
@@ -160,10 +162,10 @@ def _sample(terms: Terms, labels_BS: Tensor, most: int) -> tuple[Tensor, Tensor]
 
 
 def _take_special_labels(labels_N1: Tensor) -> None:
-    """Put the first ids of the vocabulary and the last ones up to the largest label, up to eight, in the place of
-    labels: where padding and other special tokens are, which a loss may leave out, and no batch need have.
+    """Overwrite up to eight labels with the first ids of the vocabulary and the last ids up to the largest label.
 
-    None above the largest label: a loss may index a table without the rows that pad the vocabulary.
+    Padding and other special tokens have such ids; a loss may leave them out, and a batch may lack them. No id above
+    the largest label is used: a loss may index a table without the rows that pad the vocabulary.
     """
     some = min(8, labels_N1.shape[0] // 2)
     ids = torch.arange(some, device=labels_N1.device) - some // 2
@@ -171,7 +173,7 @@ def _take_special_labels(labels_N1: Tensor) -> None:
 
 
 def _alias(terms: Terms, weight: Tensor) -> Tensor:
-    """The weight's memory in a leaf of its own, with a `main_grad` where gradients are added to one."""
+    """Return a leaf of its own on the weight's memory, with a `main_grad` if gradients are added to one."""
     weight = weight if isinstance(terms.own_weight, DTensor) else terms.own_weight
     deferred = getattr(getattr(terms.layer, "config", None), "defer_embedding_wgrad_compute", False)
     alias = weight.detach().requires_grad_(weight.requires_grad and not deferred)
@@ -184,7 +186,7 @@ def _alias(terms: Terms, weight: Tensor) -> Tensor:
 
 @contextmanager
 def _state_put_back(layer: Any) -> Iterator[None]:
-    """Megatron's random streams, and the buffers of a deferred weight gradient, are afterwards what they were."""
+    """Restore Megatron's random streams and the buffers of a deferred weight gradient when the context ends."""
     buffers = [getattr(layer, name, None) for name in ("embedding_activation_buffer", "grad_output_buffer")]
     lengths = [None if buffer is None else len(buffer) for buffer in buffers]
     tracker = megatron_random._CUDA_RNG_STATE_TRACKER

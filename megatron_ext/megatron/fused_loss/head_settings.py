@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head import checks
-from megatron_ext.head.checks import Bits, Cache, bits_or_mode, repeatable
+from megatron_ext.head.checks import Bits, Cache, bits_or_mode
 from megatron_ext.head.layer_facts import head_facts
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.logits import Logits
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, tp_group
+from megatron_ext.numerics.batch_invariance import say_once
 from megatron_ext.proof import ProofMode, proof_mode
 
 
@@ -42,8 +43,9 @@ class HeadSettings:
         cache: how much of forward's work is kept for backward, as in `LmHead`; under Megatron's `deterministic_mode`
             "auto" is "bounded".
         logit_dtype: as in `LmHead`, but None: as Megatron's own setting of that name says, else not rounded.
-        z_loss: factor of `lse^2` in the loss that gradients are of. The losses that the model returns are without it,
-            as Megatron's lm loss is without those of experts and of multi-token prediction: see `megatron_log`.
+        z_loss: factor of `lse^2` (lse: log of the sum of a token's exponentials) in the loss that backward
+            differentiates. The returned losses leave it out, as Megatron's lm loss leaves out the losses of experts and
+            of multi-token prediction: see `megatron_log`.
         label_smoothing: e of `(1 - e) nll - e mean_log_prob`, in [0, 1), as in `torch.nn.functional.cross_entropy`.
         softcap: logits become `softcap * tanh(logits / softcap)` in the loss; None: they stay. An output layer that
             softcaps by itself needs none here.
@@ -51,20 +53,21 @@ class HeadSettings:
         entropy: the entropy of each token's distribution is logged beside the loss, from the same pass; no gradient.
         skip_ignored: tokens with a label of -100, and those that a `loss_mask` given to the model's forward leaves
             out, take no part in the head's products; their losses are 0. True: their number is read, one host sync a
-            loss. An int: no more than so many count (with sequence parallelism in each rank's slice), and neither syncs
-            nor shapes that change; see `at_most` of `LmHead.read`. For multi-token prediction add one for each row and
-            layer: Megatron rolls labels of 0 in. False: all tokens are computed.
-        bits: which bits are the same, as in `LmHead`; None: "batch" where Megatron's `batch_invariant_mode` is on, by
-            the model's config or by the global switch, else "fast".
-        proof: when the head is compared with the model's own output layer and loss, on a few tokens: where they are not
-            Megatron's own, at the first call and when they have changed ("first"), at every call ("always"), or never
-            ("off"), so that they keep their own loss; None: as MEGATRON_EXT_PROOF says, else "first".
-        verify: how many losses of each model are taken twice, in training: by its own output layer and loss too, of all
-            tokens and with gradients, for which the memory of its logits must be free. `fusion_report()` has both side
-            by side, and a warning says if they differ by more than rounding explains.
-        nemo_rl_chunk_size: what NeMo-RL's patch calls `chunk_size`: as `chunk_tokens`, in sequence positions.
+            loss. An int: the largest number of tokens that count (under sequence parallelism, of each rank's slice);
+            then there are no syncs and no changing shapes; see `at_most` of `LmHead.read`. For multi-token prediction
+            add one for each row and layer, as Megatron rolls labels of 0 in. False: all tokens are computed.
+        bits: which bits are reproducible, as in `LmHead`; None: "batch" where Megatron's `batch_invariant_mode` is on,
+            by the model's config or by the global switch, else "fast".
+        proof: when the head is compared with the model's own output layer and loss, on a few tokens. "first": at the
+            first call, and after each change, of a model whose layer or loss is not Megatron's own code. "always": at
+            every call. "off": never, and such a model keeps its own loss. None: as MEGATRON_EXT_PROOF says, or "first".
+        verify: how many losses of each model, in training, are also computed by its own output layer and loss, of all
+            tokens and with gradients; the memory of its logits must be free. `fusion_report()` shows both side by
+            side, and a warning says if they differ by more than rounding explains.
+        nemo_rl_chunk_size: the `chunk_size` of NeMo-RL's patch: `chunk_tokens` in sequence positions.
 
-    `z_loss` to `temperature` change the loss alone: without labels a model returns the logits that Megatron makes.
+    `z_loss`, `label_smoothing`, `softcap` and `temperature` change only the loss: without labels a model returns the
+    logits that Megatron makes.
 
     Raises:
         ValueError: a value breaks its rule; the message says which, and the fix.
@@ -89,7 +92,7 @@ class HeadSettings:
         """Make the settings that a user gave by name.
 
         Raises:
-            TypeError: a name is none of theirs; the message lists them.
+            TypeError: a name is no option; the message lists the options.
             ValueError: as for the class.
         """
         names = [field.name for field in fields(cls)]
@@ -129,20 +132,19 @@ class HeadSettings:
             checks.one_of("bits", self.bits, get_args(Bits))
 
     def lm_head(self, terms: Terms, weight: Tensor, config: Any = None, batch_size: int = 1) -> LmHead:
-        """The head whose logits are those of `terms` under these settings, with the layer's weight, gathered or cast.
-        That the layer is linear has been proved, or is known.
+        """Return the head for the logits of `terms` under these settings. `weight` is the layer's, gathered or cast.
 
-        Settings with a softcap must have passed `check_layer`.
+        The layer must be known or proved to be linear, and settings with a softcap must have passed `check_layer`.
         """
         own = getattr(terms.layer, "softcap", None)
         facts = {
             "weight": weight,
             "logit_scale": terms.scale,
-            # The model's scale stands behind the layer's softcap: s c tanh(z / c) = (s c) tanh(s z / (s c)).
+            # The model scales after the layer's softcap: s c tanh(z / c) = (s c) tanh(s z / (s c)).
             "softcap": self.softcap if own is None else own * terms.scale,
             "temperature": self.temperature,
             "logit_dtype": self.logit_dtype,
-            "cache": repeatable(self.cache, config),
+            "cache": _repeatable(self.cache, config),
             "chunk_tokens": self._chunk(batch_size),
             "gradient_accumulation_fusion": terms.adds_to_main_grad(weight),
             "bits": bits_or_mode(self.bits, config),
@@ -159,7 +161,7 @@ class HeadSettings:
             )
 
     def of_made(self, logits: Tensor, layer: Any) -> Logits:
-        """`Logits` under these settings, of `[S, B, V/R]` that exist and have passed the model's scale and softcap."""
+        """Return `Logits` under these settings of logits `[S, B, V/R]` that exist, scaled and capped by the model."""
         return Logits(
             logits,
             tp_group(layer),
@@ -169,22 +171,31 @@ class HeadSettings:
         )
 
     def _chunk(self, batch_size: int) -> int | None:
-        """Tokens per chunk."""
+        """Return the tokens per chunk; None lets the head choose."""
         return self.chunk_tokens if self.nemo_rl_chunk_size is None else self.nemo_rl_chunk_size * batch_size
 
     def loss(self) -> dict[str, Any]:
-        """The options of `training_loss`, whether hits are wanted aside."""
+        """Return the options of `training_loss`, without `hits`."""
         return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "entropy": self.entropy}
 
     def beyond_megatron(self) -> str | None:
-        """The options that Megatron's own loss does not have, as "z_loss=0.0001, bits='batch'", or None."""
+        """Return the options given that Megatron's own loss lacks, as "z_loss=0.0001, bits='batch'", or None."""
         bits = None if self.bits in (None, "fast") else f"bits={self.bits!r}"
         rounded = f"logit_dtype={self.logit_dtype}" if checks.rounds(self.logit_dtype) else None
         return ", ".join(filter(None, (self.changed_loss(), bits, rounded))) or None
 
     def changed_loss(self) -> str | None:
-        """The options for which the loss must be ours and not Megatron's, as "z_loss=0.0001", or None."""
+        """Return the options given that need our loss instead of Megatron's, as "z_loss=0.0001", or None."""
         usual = HeadSettings()
         names = ("z_loss", "label_smoothing", "softcap", "temperature", "entropy")
         changed = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != getattr(usual, name)]
         return ", ".join(changed) or None
+
+
+def _repeatable(cache: Cache, config: Any) -> Cache:
+    """`cache`, but for "auto" under Megatron's `deterministic_mode` "bounded", which is said once: what is kept by free
+    memory changes the gradients' last bits."""
+    if cache != "auto" or not getattr(config, "deterministic_mode", False):
+        return cache
+    say_once('Megatron\'s deterministic_mode is on: the fused head takes cache="bounded" for "auto"')
+    return "bounded"

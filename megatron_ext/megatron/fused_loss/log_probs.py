@@ -1,7 +1,7 @@
 """A model's `forward` with one option more: log-probabilities of next tokens instead of losses.
 
-Where the model takes labels that are shifted already, this takes the token ids and shifts them itself, across the
-borders of context-parallel parts and not across those of packed documents.
+The model itself takes labels that are shifted already. With the option it takes token ids and shifts them, across the
+borders of context-parallel parts, but not across the borders of packed documents.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from megatron_ext.sequence.next_token import next_tokens
 
 IGNORE_INDEX = -100
 OPTION = "return_logprobs_for_linear_ce_fusion"
-_READ = ("labels", "input_ids", "position_ids", "packed_seq_params", "loss_mask")  # of a call's arguments
+_READ = ("labels", "input_ids", "position_ids", "packed_seq_params", "loss_mask")  # arguments that are read here
 
 
 class HeadRefusal(ValueError):
@@ -25,8 +25,8 @@ class HeadRefusal(ValueError):
 
 
 def of_next_tokens(model: Any, settings: HeadSettings, call: Any, given: inspect.BoundArguments) -> Tensor:
-    """The log-probabilities `[B, S - 1]`, from the losses of `call`, a forward of `model`. `given` are its arguments,
-    the model among them, with tokens as labels."""
+    """Return log-probabilities `[B, S - 1]`, from the losses of `call`, a forward of `model`. `given`: the arguments of
+    the call, the model among them, with token ids as labels."""
     if settings.label_smoothing or settings.z_loss:
         raise ValueError(
             f"{OPTION} is True and the fused head was asked for label_smoothing={settings.label_smoothing} and "
@@ -50,8 +50,8 @@ def of_next_tokens(model: Any, settings: HeadSettings, call: Any, given: inspect
 
 
 def next_labels(model: Any, given: dict[str, Any]) -> tuple[SequenceParts, Tensor, Tensor]:
-    """Return the cut of a model's sequences over its context-parallel ranks, or over those of this very batch; their
-    whole token ids `[B, S]`; this rank's labels. `given`: the arguments of the model's call."""
+    """Return the split of sequences over the context-parallel ranks (the model's, or this batch's own), the token ids
+    `[B, S]` of whole sequences, and this rank's labels. `given`: the arguments of the model's call."""
     own = getattr(model, "cp_group", None) or getattr(getattr(model, "pg_collection", None), "cp", None)
     parts = SequenceParts.of(context_parallel_group(own), given.get("packed_seq_params"))
     tokens_BS = _whole_tokens(given, parts)
@@ -59,7 +59,7 @@ def next_labels(model: Any, given: dict[str, Any]) -> tuple[SequenceParts, Tenso
 
 
 def _whole_tokens(given: dict[str, Any], parts: SequenceParts) -> Tensor:
-    """The whole sequence of token ids `[B, S]` that came as `labels`, or without labels as `input_ids`."""
+    """Return the token ids `[B, S]` of whole sequences, given as `labels`, or without labels as `input_ids`."""
     tokens_BS = given.get("input_ids") if given.get("labels") is None else given["labels"]
     if tokens_BS is None:
         raise ValueError(
@@ -79,7 +79,7 @@ def _whole_tokens(given: dict[str, Any], parts: SequenceParts) -> Tensor:
 
 
 def _shifted(whole_BS: Tensor, given: dict[str, Any], parts: SequenceParts, fill: int) -> Tensor:
-    """This rank's part of what comes one position further on."""
+    """Shift whole sequences by one position, and return this rank's part; `fill` where a document ends."""
     packed = given.get("packed_seq_params")
     lengths = padded = None
     if packed is not None:
@@ -88,7 +88,7 @@ def _shifted(whole_BS: Tensor, given: dict[str, Any], parts: SequenceParts, fill
 
 
 def masked(labels: Tensor, loss_mask: Tensor) -> Tensor:
-    """Labels with `IGNORE_INDEX` where the mask is 0; rolled on by multi-token prediction, both stay together."""
+    """Return labels with `IGNORE_INDEX` where the mask is 0; multi-token prediction rolls labels and mask alike."""
     if loss_mask.shape != labels.shape:
         raise ValueError(
             f"loss_mask has shape {tuple(loss_mask.shape)}, labels {tuple(labels.shape)}: with skip_ignored they must "
@@ -98,7 +98,7 @@ def masked(labels: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def with_arguments_read(signature: inspect.Signature) -> inspect.Signature:
-    """`signature` by which a call's arguments that are read here have their names, also if `**kwargs` takes them."""
+    """Return `signature` with a named parameter for each argument that is read here and that `**kwargs` would take."""
     catches = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in _READ if catches else ():
         if name not in signature.parameters:
@@ -107,7 +107,7 @@ def with_arguments_read(signature: inspect.Signature) -> inspect.Signature:
 
 
 def with_argument(signature: inspect.Signature, name: str, default: Any) -> inspect.Signature:
-    """`signature` with one keyword-only argument more."""
+    """Return `signature` with one keyword-only argument more."""
     new = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
     parameters = list(signature.parameters.values())
     end = len(parameters) - any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,16 +1,16 @@
 """The z-loss, the entropy and the counts of fused losses in Megatron's log, without a change to the training script.
 
-A script's loss function tells Megatron what to log, and knows neither z-loss nor entropy. After it ran, the schedule's
-`forward_step_calc_loss` has the losses that the model returned and the mean that the script made of them; the
-gradient of one by the other are the script's weights of the tokens, and with the same weights z-loss and entropy are
-averaged. They join what the script logs, in the same form, so Megatron sums them over micro-batches and data-parallel
-ranks as well, and prints and writes them as it does the loss.
+A script's loss function tells Megatron what to log, and knows neither z-loss nor entropy. After that function ran, the
+schedule's `forward_step_calc_loss` has the losses that the model returned and the script's mean of them. The gradient
+of the mean with respect to the losses is the script's weight of each token; with the same weights z-loss and entropy
+are averaged. They are added to the script's values in the same form, so Megatron sums them over micro-batches and
+data-parallel ranks, prints them and writes them as it does the loss.
 
 The counts of a step are this rank's alone. They go straight to the TensorBoard and wandb writers of `megatron.training`
 where a script has made one: Megatron makes them on the last rank, which has the last stage of the pipeline.
 
 From 0.19 on Megatron counts, for each layer of multi-token prediction, how many labels have the largest logit, by an
-argmax over logits. The head knows that from its pass over the vocabulary: nothing more is computed or communicated.
+argmax over logits. The head finds these labels in its pass over the vocabulary, and communicates nothing more for them.
 """
 
 import sys
@@ -27,12 +27,12 @@ from megatron_ext.megatron.fusion_report import ModelFusion, counts_since_last_c
 
 COUNTS = "_compute_mtp_acceptance_counts"
 
-_last: dict[str, Tensor] = {}  # [B, S] by name in the log, of the last main loss that nobody has logged
+_last: dict[str, Tensor] = {}  # [B, S] by name in the log: values of the last main loss, until they are logged
 
 
 def remember(counters: ModelFusion, found: TrainingLoss, counted_BS: Tensor) -> None:
-    """Keep what is logged of a loss; multi-token prediction's come before the main one, which stays, and a reference
-    model's, which has no gradient, beside it."""
+    """Keep a loss's z-loss and entropy for the log. The main loss comes after those of multi-token prediction and
+    replaces them; values of a loss without a gradient (a reference model's) go into the counters alone."""
     trains = found.loss.requires_grad
     if trains:
         _last.clear()
@@ -45,7 +45,7 @@ def remember(counters: ModelFusion, found: TrainingLoss, counted_BS: Tensor) -> 
 
 
 def with_head_logged(original: Any) -> Any:
-    """`forward_step_calc_loss`, which adds to what the script's loss function logs, and writes a step's counts."""
+    """Return `forward_step_calc_loss` that also adds to what the script logs, and writes a step's counts."""
 
     def calc_loss(model: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
         found = dict(_last)
@@ -67,7 +67,7 @@ def _add(logged: dict[str, Any], found: dict[str, Tensor], output: Any, mean: An
     shape = next(iter(found.values())).shape
     losses = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.shape == shape]
     if len(losses) != 1 or not losses[0].requires_grad or not isinstance(mean, Tensor) or not mean.requires_grad:
-        return  # evaluation: what is logged there stays comparable
+        return  # in evaluation the log stays comparable with that of other runs
     (weights_BS,) = torch.autograd.grad(mean, losses, retain_graph=True, allow_unused=True)
     if weights_BS is None:
         return
@@ -83,7 +83,7 @@ def _add(logged: dict[str, Any], found: dict[str, Tensor], output: Any, mean: An
 
 
 def _write(counts: dict[str, int]) -> None:
-    """Write the counts of a step of training where Megatron writes those of the same step."""
+    """Write the counts of a training step to Megatron's writers, at the steps at which Megatron writes too."""
     script: Any = sys.modules.get("megatron.training.global_vars")
     if script is None or not torch.is_grad_enabled():  # evaluation
         return
@@ -91,7 +91,7 @@ def _write(counts: dict[str, int]) -> None:
     if board is None and wandb is None:
         return
     args = script.get_args()
-    step = getattr(args, "curr_iteration", None)  # of the steps that are done
+    step = getattr(args, "curr_iteration", None)  # the number of steps that are done
     if step is None or (step + 1) % args.tensorboard_log_interval:
         return
     if board is not None:
@@ -102,12 +102,12 @@ def _write(counts: dict[str, int]) -> None:
 
 
 def counts_acceptance() -> bool:
-    """Return whether this Megatron counts."""
+    """Return whether this Megatron-Core counts, for multi-token prediction, the labels with the largest logit."""
     return hasattr(multi_token_prediction, COUNTS)
 
 
 def counts_by_hits(original: Any) -> Any:
-    """Megatron's function, which need not be asked where the loss of promised logits has found the hits."""
+    """Return a function that calls Megatron's only if the loss of promised logits has not found the hits."""
 
     def counts(mtp_logits: Tensor, mtp_labels: Tensor, loss_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
         found = mtp_logits.terms.hits if isinstance(mtp_logits, PromisedLogits) else None

@@ -1,9 +1,9 @@
-"""Methods of Megatron's language models at which the fused head enters, and those that are put in their place.
+"""Methods of Megatron's language models that the fused head replaces, and their replacements.
 
-Models differ in names and versions, and agree in this: an output layer makes logits, and
-`compute_language_model_loss` takes a loss from them, both within one method that is given labels. That method is
-`_postprocess` where a model has it (GPTModel, whose combined 1F1B schedule calls it alone), else `forward`
-(HybridModel, MambaModel, BertModel, T5Model). So models are found by what they have, not by their names.
+In all models and versions an output layer makes logits, and `compute_language_model_loss` computes a loss from them,
+both within one method that takes labels. That method is `_postprocess` if the model has one (GPTModel, whose combined
+1F1B schedule calls `_postprocess` by itself), else `forward` (HybridModel, MambaModel, BertModel, T5Model). So models
+are recognised by their methods, not by their class names.
 """
 
 import functools
@@ -28,23 +28,23 @@ from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, rea
 from megatron_ext.megatron.output_processors import OPTIONS, forward_with_output_processor
 
 POSTPROCESS = "_postprocess"
-HEAD = "megatron_ext_head"  # the attribute of a layer spec that names settings
+HEAD = "megatron_ext_head"  # the attribute of a layer spec that holds settings
 LABELS = ("labels", "lm_labels")
 
-SettingsFor = Callable[[Any], HeadSettings | None]  # of a model; None where it is left alone
-Make = Callable[[Any, SettingsFor], Any]  # from an original to what stands in its place
+SettingsFor = Callable[[Any], HeadSettings | None]  # the settings of a model; None: the model is not patched
+Make = Callable[[Any, SettingsFor], Any]  # from an original method to its replacement
 
 
 def language_models() -> Iterator[type]:
-    """Megatron's classes that have the loss, and all that are derived from them, as far as they are imported."""
+    """Return LanguageModule and all classes derived from it that are imported."""
     found: list[type] = [LanguageModule]
-    for kind in found:  # which grows meanwhile
+    for kind in found:  # the list grows in the loop
         found.extend(type.__subclasses__(kind))
     return iter(dict.fromkeys(found))
 
 
 def methods(kind: type) -> Iterator[str]:
-    """The methods that the class itself defines and that are given labels: those to be wrapped."""
+    """Yield the names of the methods to wrap: those that the class itself defines and that take labels."""
     for name in (FORWARD, POSTPROCESS):
         method = vars(kind).get(name)
         if inspect.isfunction(method) and label_argument(method) is not None:
@@ -52,7 +52,7 @@ def methods(kind: type) -> Iterator[str]:
 
 
 def loss_method(kind: type) -> str:
-    """The method of a class within which logits are made and a loss is taken from them."""
+    """Return the name of the method of a class in which logits are made and a loss is computed from them."""
     method = inspect.getattr_static(kind, POSTPROCESS, None)
     return POSTPROCESS if callable(method) and label_argument(method) is not None else FORWARD
 
@@ -61,7 +61,7 @@ _labels_of: "weakref.WeakKeyDictionary[Any, str | None]" = weakref.WeakKeyDictio
 
 
 def label_argument(method: Any) -> str | None:
-    """The name under which a method takes labels; None where it takes none."""
+    """Return the name of the parameter by which a method takes labels; None if it takes none."""
     known = type(method) is FunctionType
     if known and method in _labels_of:
         return _labels_of[method]
@@ -75,10 +75,10 @@ def label_argument(method: Any) -> str | None:
 
 
 def models_inside(model: Any) -> list[Any]:
-    """The language models in a model: itself, or those it wraps (data parallelism, 16-bit, LLaVA, MIMO).
+    """List the language models in a model: itself, or those that it wraps (data parallelism, 16-bit, LLaVA, MIMO).
 
     Raises:
-        ValueError: there is none, although this is the stage of a pipeline that has the labels.
+        ValueError: there is none, although this pipeline stage gets the labels.
     """
     inside = model.modules() if isinstance(model, torch.nn.Module) else [model]
     found = [one for one in inside if isinstance(one, LanguageModule) or not missing(type(one))]
@@ -96,7 +96,7 @@ def models_inside(model: Any) -> list[Any]:
 
 
 def missing(kind: type) -> list[str]:
-    """List what the fused head needs of a class and does not find, in words."""
+    """List, in words, the methods and arguments that the fused head needs and the class lacks."""
     lacking = []
     for name in (FORWARD, POSTPROCESS) if hasattr(kind, POSTPROCESS) else (FORWARD,):
         method = inspect.getattr_static(kind, name, None)
@@ -127,12 +127,12 @@ def settings_of_spec(model: Any, otherwise: HeadSettings | None = None) -> HeadS
 
 
 def _fused(original: Any, settings_for: SettingsFor, name: str) -> Any:
-    """A model's method that is given labels, with promised logits where it has them and an output layer."""
+    """Return a model's method that takes labels, with promised logits in calls that compute a loss."""
     signature, labels = inspect.signature(original), label_argument(original)
 
     def method(self, *args, **kwargs):
         settings = settings_for(self) if loss_method(type(self)) == name else None
-        if settings is None or not isinstance(self, torch.nn.Module):  # a stand-in, of which nothing is known
+        if settings is None or not isinstance(self, torch.nn.Module):  # no module: an unknown stand-in for a model
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments | kwargs
         with_labels = labels is not None and given.get(labels) is not None
@@ -149,17 +149,17 @@ def _fused(original: Any, settings_for: SettingsFor, name: str) -> Any:
                 at = [*signature.parameters].index(labels) - 1  # without `self`
                 args = (*args[:at], counted, *args[at + 1 :])
         results = region.run(functools.partial(original, self, *args, **kwargs))
-        if isinstance(results, PromisedLogits):  # without labels the caller wants logits, or an output processor
+        if isinstance(results, PromisedLogits):  # in a call without labels, whose caller wants logits
             region.quiet = True
             return results.logits().contiguous()
-        # Beside a loss: who reads them after the optimizer's step would get those of other weights.
+        # Promised logits beside a loss are made now: after the optimizer's step they would be those of other weights.
         return results if isinstance(results, Tensor) else tree_map(real_logits, results)
 
     return method
 
 
 def _forward(original: Any, settings_for: SettingsFor) -> Any:
-    """`forward` with the fused loss, log-probabilities of next tokens and output processors."""
+    """Return `forward` with the fused loss, log-probabilities of next tokens and output processors."""
     fused = _fused(original, settings_for, FORWARD)
     if label_argument(original) != "labels":  # BERT and T5, whose labels are no next tokens
         return fused

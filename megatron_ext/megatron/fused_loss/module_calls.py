@@ -1,6 +1,6 @@
-"""Calls a module with another forward and chosen ones of its hooks, and puts functions in others' places for one call.
+"""Calls of a module with another forward and some of its hooks, and methods that are replaced for one call.
 
-State of a call lies in a context variable: other threads that use the same model at the same time do not see it.
+The state of a call is in a context variable: other threads that use the same model at the same time do not see it.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_module
 CALL = "_call_impl"  # the method of a module that runs its forward with its hooks
 _ABSENT = object()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# Who puts hooks on a layer that gather its weight, or wait for it; everybody else's hooks are about its output.
+# Modules whose hooks on a layer gather its weight, or wait for it; all other hooks are about its output.
 _PARAMETER_HOOKS = ("torch.distributed.", "megatron.core.distributed", "megatron_fsdp")
 
 
@@ -32,7 +32,7 @@ class Hooks(NamedTuple):
 
 @contextmanager
 def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` for a while; afterwards the instance has (or lacks) its own one as before."""
+    """Set `owner.name` to `value` inside the context; then the instance has (or lacks) the attribute as before."""
     before = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)
     try:
@@ -43,12 +43,12 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @dataclass
 class _Dispatched:
-    """A method of an instance that looks up, at each call, what stands for it in this context.
+    """A method of an instance that looks up its replacement in this context at each call.
 
     Attributes:
-        before: what the instance itself had under the name.
-        stock: what its name gave.
-        calls: how many calls, of all threads, have put something in its place.
+        before: the instance's own attribute of that name, or `_ABSENT`.
+        stock: the method that the name gave before.
+        calls: how many contexts, of all threads, replace it now.
     """
 
     before: Any
@@ -56,7 +56,7 @@ class _Dispatched:
     calls: int = 0
 
 
-MethodReplacement = tuple[Any, str, Callable[..., Any]]  # an owner, a name, and what stands there in a call
+MethodReplacement = tuple[Any, str, Callable[..., Any]]  # an owner, a name, and the function to call instead
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _here: ContextVar[Mapping[int, Mapping[str, Any]]] = ContextVar("_here", default=_NOTHING)  # by the owner's id
 _dispatched: "weakref.WeakKeyDictionary[Any, dict[str, _Dispatched]]" = weakref.WeakKeyDictionary()
@@ -65,9 +65,10 @@ _lock = threading.Lock()
 
 @contextmanager
 def in_this_call(*places: MethodReplacement) -> Iterator[None]:
-    """A call of `owner.name` is one of `function` for a while, in this thread's context alone.
+    """Let calls of `owner.name` call `function` inside the context, for this thread alone.
 
-    It stays a method of the owner. When the last thread leaves, the instance has (or lacks) its own one as before.
+    `owner.name` stays a method of the owner. When the last thread leaves, the instance has (or lacks) the attribute as
+    before.
     """
     here = dict(_here.get())
     with _lock:
@@ -92,12 +93,12 @@ def in_this_call(*places: MethodReplacement) -> Iterator[None]:
 
 
 def stands_in_this_call(owner: Any) -> bool:
-    """Tell whether `in_this_call` has put something in the place of a method of the owner, in this context."""
+    """Tell whether `in_this_call` replaces a method of the owner in this context."""
     return id(owner) in _here.get()
 
 
 def standing(owner: Any, name: str) -> Any:
-    """`owner.name` without what `in_this_call` puts in its place."""
+    """Return `owner.name` without the replacement by `in_this_call`."""
     found = _dispatched.get(owner, {}).get(name)
     return getattr(owner, name) if found is None else found.stock
 
@@ -117,8 +118,8 @@ def _put_back(owner: Any, name: str, before: Any) -> None:
 
 
 def split_hooks(layer: Any) -> tuple[Hooks, Hooks]:
-    """A module's forward hooks, and those of all modules: those about its parameters, and those about what it
-    returns."""
+    """Split a module's forward hooks, and the global ones, into those about its parameters and those about its
+    output."""
     split = [Hooks(OrderedDict(), OrderedDict()), Hooks(OrderedDict(), OrderedDict())]
     for at, name in enumerate(_HOOKS):
         for key, hook in (*getattr(torch_module, f"_global{name}").items(), *vars(layer)[name].items()):
@@ -127,7 +128,7 @@ def split_hooks(layer: Any) -> tuple[Hooks, Hooks]:
 
 
 def call_with_hooks(layer: Any, forward: Callable[..., Any], hooks: Hooks, *args: Any, **kwargs: Any) -> Any:
-    """A call of `forward` as one of the module `layer`, with these of its hooks; nothing of the layer is changed."""
+    """Call `forward` in the place of the forward of `layer`, with only these hooks; the layer is not changed."""
     for key, hook in hooks.before.items():
         if key in layer._forward_pre_hooks_with_kwargs:
             args, kwargs = hook(layer, args, kwargs) or (args, kwargs)
@@ -154,13 +155,13 @@ def call_with_hooks(layer: Any, forward: Callable[..., Any], hooks: Hooks, *args
 
 
 def call_known(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """A call of Megatron's function with those of `options` that this version's knows."""
+    """Call Megatron's function with those of `options` that this version's function takes."""
     known = inspect.signature(function).parameters
     return function(*args, **{name: value for name, value in options.items() if name in known})
 
 
 def innermost(function: Any) -> Any:
-    """The function of a method, or of a partial."""
+    """Return the function inside of methods and partials."""
     while (inner := getattr(function, "func", None) or getattr(function, "__func__", None)) is not None:
         function = inner
     return function
@@ -172,8 +173,8 @@ def is_torchs(hook: Any) -> bool:
 
 
 def _about_parameters(hook: Any) -> bool:
-    """Tell whether a hook is about parameters, by the module that defines the hook, which no decorator copies. Wrappers
-    of torch's own compiler are looked through."""
+    """Tell whether a hook is about parameters, by the module that defines its function: decorators do not copy globals.
+    Wrappers of torch's own compiler are looked through."""
     function = innermost(hook)
     while _home(function).startswith("torch._dynamo") and hasattr(function, "__wrapped__"):
         function = innermost(function.__wrapped__)

@@ -1,18 +1,18 @@
 """A tensor subclass for logits that are not computed yet, which a patched output layer returns.
 
 A promise looks like the logits `[S, B, V/R]` and holds the layer and the hidden states to compute them. The model's
-loss exchanges it for per-token losses, and an output processor for other read-outs. Multiplied or divided by a number
-it is a promise of scaled logits; views of the same shape, `detach`, `contiguous` and `transpose(0, 1)` leave a promise.
-Any other use (a dump to disk, an operation of a later Megatron) gets real logits, from which the loss is then computed,
-including changes that are made to them in place, also through a transpose.
+loss exchanges it for per-token losses, and an output processor for other read-outs. The product or quotient of a
+promise and a positive number is a promise of scaled logits; views of the same shape, `detach`, `contiguous` and
+`transpose(0, 1)` give a promise too. Any other use (a dump to disk, an operation of a later Megatron) gets real logits.
+The loss is then computed from these logits, with all changes made to them in place, also through a transpose.
 
-An `autograd.Function` cannot be served: PyTorch does not tell a tensor subclass that it is an argument of one, and the
+An `autograd.Function` cannot be served: PyTorch does not tell a tensor subclass that a Function takes it, and the
 Function's backward would not reach the logits. So a promise is a leaf that requires a gradient. The graph of a
-Function's result then ends in that leaf, by which such a result is found and refused, and a gradient that arrives at
-the leaf is refused as well. Code that reads the memory in C++, such as a collective, finds real values.
+Function's result then ends in that leaf: such a result is recognised and refused, and so is a gradient that arrives at
+the leaf. Code that reads the memory in C++, such as a collective, finds real values.
 
-For losses and for real logits the output layer is called once as a module, with the hooks that sharded data parallelism
-put on it: they gather its weight before, and again in backward.
+For losses and for real logits the output layer is called once as a module, with the hooks of sharded data parallelism,
+which gather its weight before the call, and again in backward.
 
 Shapes: S positions of the sequence, B batch, H hidden size, V vocabulary, R tensor-parallel ranks.
 """
@@ -50,20 +50,20 @@ _TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.swapaxes)
 
 @dataclass
 class Terms:
-    """The logits are `scale * f(hidden @ weight.T + bias)` of an output layer, f its cap or nothing.
+    """The operands of logits `scale * f(hidden @ weight.T + bias)` of an output layer; f caps logits, or is nothing.
 
     Attributes:
         hidden: `[S, B, H]`, under sequence parallelism this rank's `[S/R, B, H]`.
-        weight: what the layer was given; None: its own.
-        make: called once when somebody asks for the logits themselves, with these terms and hidden states: the layer's
-            logits, unscaled.
+        weight: the weight that the layer was called with; None: its own.
+        make: a function of these terms and hidden states that returns the layer's real logits, unscaled.
         hooks: the layer's forward hooks about parameters.
-        made: the logits, once somebody did.
-        with_grad: whether autograd recorded when the layer was called: the loss is taken from logits that are made,
-            also where who asks for them does so under `no_grad`.
-        hits: of the last loss: its labels, and whether they have the largest logit `[S, B]`.
+        made: the real logits, once code has asked for them.
+        with_grad: whether autograd recorded when the layer was called. Real logits then have a gradient even if code
+            asks for them under `no_grad`, as the loss is computed from them.
+        hits: labels of the last loss, and whether each has the largest logit, `[S, B]`.
         batch_outermost: the logits lie in memory as `[B, S, V/R]`.
-        versions: of the hidden states and of the layer's parameters when the layer was called; inference mode has none.
+        versions: version counters of hidden states and the layer's parameters when the layer was called; tensors of
+            inference mode have none.
     """
 
     layer: Any
@@ -79,7 +79,7 @@ class Terms:
     versions: list[int] = field(default_factory=list, repr=False)
 
     def check_versions(self) -> None:
-        """Take down the operands' versions at the first call; raises ValueError where one has changed since."""
+        """Record the operands' version counters at the first call; raises ValueError if one has changed since."""
         operands = (self.hidden, *self.layer.parameters(), *filter(torch.is_tensor, [self.weight]))
         found = [*map(_VERSION, filterfalse(torch.is_inference, operands))]
         self.versions = self.versions or found
@@ -98,17 +98,17 @@ class Terms:
     def shape(self) -> tuple[int, ...]:
         """`(S, B, V/R)`."""
         positions = self.hidden.shape[0] * (group_size(tp_group(self.layer)) if self.layer.sequence_parallel else 1)
-        columns = getattr(self.layer, "output_size_per_partition", None)  # a sharded weight may not know
+        columns = getattr(self.layer, "output_size_per_partition", None)  # the weight may be sharded further
         return (positions, *self.hidden.shape[1:-1], self.own_weight.shape[0] if columns is None else columns)
 
     @property
     def own_weight(self) -> Tensor:
-        """The parameter, as the layer has it now."""
+        """Return the weight in use, as the layer holds it now."""
         return self.layer.weight if self.weight is None else self.weight
 
     def adds_to_main_grad(self, weight: Tensor) -> bool:
-        """Return whether backward adds the gradient of `weight` to its `main_grad`; one that was gathered or cast has
-        none."""
+        """Return whether backward adds the gradient of `weight` to its `main_grad`, which a gathered or cast weight
+        lacks."""
         return self.layer.gradient_accumulation_fusion and weight is self.own_weight
 
     @property
@@ -116,9 +116,9 @@ class Terms:
         return getattr(self.layer, "output_dtype", None) or self.hidden.dtype
 
     def read(self, compute: Callable[[Tensor, Tensor], Any]) -> Any:
-        """`compute(hidden, weight)`, by a call of the output layer with its weight gathered.
+        """Return `compute(hidden, weight)`, run in a call of the output layer with its weight gathered.
 
-        The layer returns a plain tuple: hooks of Megatron-FSDP look for tensors in nothing deeper.
+        That call returns a plain tuple, since hooks of Megatron-FSDP look for tensors in nothing deeper.
         """
         self.check_versions()
         structure = None
@@ -132,7 +132,7 @@ class Terms:
         return tree_unflatten(leaves, structure)  # type: ignore[arg-type]
 
     def logits(self) -> Tensor:
-        """The real ones, made by the output layer the first time that someone wants them."""
+        """Return the real logits, which the output layer makes at the first call."""
         if self.made is None:
             self.check_versions()
 
@@ -144,16 +144,16 @@ class Terms:
         return self.made
 
     def laid_out(self, logits: Tensor) -> Tensor:
-        """The layer's logits scaled, in the memory order of the promise."""
+        """Return the layer's logits scaled, in the memory order of the promise."""
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits.transpose(0, 1).contiguous().transpose(0, 1) if self.batch_outermost else logits
 
 
 class PromisedLogits(Tensor):
-    """See the top of this file. Made by `promise_logits`.
+    """Promised logits, made by `promise_logits`; see the top of this file.
 
     Attributes:
-        terms: what the logits would be made of.
+        terms: the operands of the logits.
         batch_first: the promise is of `[B, S, V/R]`.
         detached: no gradient goes through it.
     """
@@ -167,7 +167,7 @@ class PromisedLogits(Tensor):
         shape = terms.shape
         if batch_first:
             shape = (shape[1], shape[0], *shape[2:])
-        # One element of memory, whatever the shape; it shows itself where somebody reads it all the same.
+        # One element of memory, whatever the shape; code that reads the memory nevertheless finds NaN.
         element = terms.hidden.detach().new_full((), float("nan"), dtype=terms.dtype)
         promise = element.expand(shape).as_subclass(cls)
         promise.terms, promise.batch_first, promise.detached = terms, batch_first, detached
@@ -177,19 +177,19 @@ class PromisedLogits(Tensor):
         return promise
 
     def logits(self) -> Tensor:
-        """The real ones; transposed or detached they share memory, as of any tensor."""
+        """Return the real logits; those of transposed or detached promises share memory, as of any tensor."""
         self.check_own()
         logits = self.terms.logits()
         logits = logits.transpose(0, 1) if self.batch_first else logits
         return logits.detach() if self.detached else logits
 
     def made_of(self, hidden: Tensor) -> Tensor:
-        """The real ones, of hidden states within a call of the output layer; nothing keeps them."""
+        """Return real logits of `hidden`, within a call of the output layer; the promise does not keep them."""
         logits = self.terms.laid_out(self.terms.make(self.terms, hidden))
         return logits.transpose(0, 1) if self.batch_first else logits
 
     def check_own(self) -> None:
-        """Refuse what an `autograd.Function` made of a promise: its backward would be left out."""
+        """Raise ValueError if an `autograd.Function` made this tensor of a promise: its backward would be skipped."""
         with torch._C.DisableTorchFunctionSubclass():
             if _GRAD_FN(self) is not None:
                 _refuse_function()
@@ -219,7 +219,7 @@ class PromisedLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        with torch.overrides.enable_reentrant_dispatch():  # so that logits which are made here have a gradient
+        with torch.overrides.enable_reentrant_dispatch():  # so that autograd records how the logits are made here
             args, kwargs = tree_map(
                 lambda x: x.logits().detach() if isinstance(x, PromisedLogits) else x, (args, kwargs or {})
             )
@@ -227,7 +227,7 @@ class PromisedLogits(Tensor):
 
 
 def real_logits(x: Any) -> Any:
-    """The logits that are promised, made; anything else as it is."""
+    """Return the real logits of a promise; anything else as it is."""
     return x.logits() if isinstance(x, PromisedLogits) else x
 
 
@@ -254,14 +254,14 @@ def promise_logits(
 
 
 def tp_group(layer: Any):
-    """The ranks that share an output layer's vocabulary."""
+    """Return the group of ranks that share an output layer's vocabulary."""
     return tensor_parallel_group(getattr(layer, "tp_group", None))
 
 
 def operands(terms: Terms, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states and this rank's whole shard `[V/R, H]` of the weight, in the dtype to compute in."""
+    """Return hidden states and this rank's whole shard `[V/R, H]` of the weight, in the dtype to compute in."""
     weight = terms.layer.weight if terms.weight is None else terms.weight
-    if isinstance(weight, DTensor):  # of an embedding that is tied to the output and sharded by FSDP2
+    if isinstance(weight, DTensor):  # the weight of a tied embedding that FSDP2 shards
         weight = _gathered(weight).to(hidden.dtype)
     if hidden.element_size() == 2 and terms.dtype == torch.float32 and not hidden.is_cuda:
         return hidden.float(), weight.float()  # on CUDA the head's logits are fp32 already
@@ -269,7 +269,7 @@ def operands(terms: Terms, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gathered(weight: DTensor) -> Tensor:
-    """The whole of a weight whose gradients the ranks of its mesh average, as FSDP2 averages those of its own."""
+    """Return the whole weight; the ranks of its mesh average its gradient, as FSDP2 does for its own parameters."""
     mesh = weight.device_mesh
     whole = weight.full_tensor(grad_placements=[Partial()] * mesh.ndim)
     if whole.requires_grad:
@@ -278,7 +278,7 @@ def _gathered(weight: DTensor) -> Tensor:
 
 
 def check_graph(logits: Tensor) -> None:
-    """Refuse real logits that an `autograd.Function` took from a promise: gradients would end there."""
+    """Raise ValueError for logits that an `autograd.Function` made of a promise: gradients would end there."""
     if any(isinstance(leaf, PromisedLogits) for leaf in leaves_of(logits.grad_fn)):
         _refuse_function()
 
@@ -302,7 +302,7 @@ def _requires_grad(promise: PromisedLogits) -> bool:
 
 
 def _kept(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> PromisedLogits | None:
-    """Return what the call makes of a promise of logits that are not made yet, if that is a promise again."""
+    """Return the promise that results from a call on a promise of logits not made yet; None if it needs real ones."""
     terms, batch_first = promise.terms, promise.batch_first
     detached = promise.detached or not torch.is_grad_enabled()
     factor, alone = _factor(promise, func, args, kwargs), promise is args[0] and not kwargs
@@ -312,7 +312,7 @@ def _kept(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> Prom
         detached |= func in (Tensor.detach, torch.detach)
         if func is Tensor.contiguous:
             if batch_first == terms.batch_outermost or 1 in promise.shape[:2]:
-                return promise  # also without a gradient being recorded
+                return promise  # the same promise, with its gradient, also under `no_grad`
             terms = replace(terms, batch_outermost=batch_first, hits=None)  # a copy
     elif alone and func in _TRANSPOSES and {x % promise.dim() for x in args[1:]} == {0, 1}:
         batch_first = not batch_first
@@ -327,7 +327,7 @@ def _same_shape(promise: PromisedLogits, sizes: tuple) -> bool:
 
 
 def _factor(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> float | None:
-    """The positive number that the call multiplies a promise with, if it does that."""
+    """Return the positive number that the call multiplies a promise by; None if it does something else."""
     if kwargs or len(args) != 2 or func not in _PRODUCTS + _QUOTIENTS:
         return None
     number = args[1] if promise is args[0] else args[0]

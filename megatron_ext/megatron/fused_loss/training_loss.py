@@ -15,13 +15,13 @@ IGNORE_INDEX = -100
 
 
 class TrainingLoss(NamedTuple):
-    """Per token, in the shape of the labels, the same on every tensor-parallel rank.
+    """Values per token, in the shape of the labels, the same on every tensor-parallel rank.
 
     Attributes:
-        loss: without the z-loss; its gradient is that of the loss with it.
+        loss: without the z-loss; its gradient includes that of the z-loss.
         hits: bool, whether the label has the largest logit; None if not asked for.
-        z_loss: `z_loss lse^2`, no gradient; None without a z-loss.
-        entropy: of the distributions, 0 where the label does not count, no gradient; None if not asked for.
+        z_loss: `z_loss lse^2`, without a gradient; None without a z-loss.
+        entropy: each token's entropy, 0 where the label does not count, without a gradient; None if not asked for.
     """
 
     loss: Tensor
@@ -38,12 +38,12 @@ def training_loss(
     hits: bool = False,
     entropy: bool = False,
 ) -> TrainingLoss:
-    """The loss by its parts, of the labels other than -100.
+    """Compute the loss, and what is logged with it, of tokens whose label is not -100.
 
     Args:
-        read: gives the results of read-outs, as `Logits.read` does.
+        read: called with read-outs; gives their results, as `Logits.read` does.
         label_smoothing, z_loss: see `CrossEntropy`.
-        hits, entropy: whether they are wanted.
+        hits, entropy: whether to compute them.
     """
     readouts: list[ReadOut] = [CrossEntropy(labels, IGNORE_INDEX, label_smoothing, z_loss, z_apart=True)]
     readouts += [IsArgmax(labels, IGNORE_INDEX)] if hits else []
@@ -57,9 +57,9 @@ def training_loss(
 def linear_training_loss(
     head: LmHead, hidden: Tensor, labels: Tensor, skip_ignored: bool | int = False, **options: Any
 ) -> TrainingLoss:
-    """`training_loss` from hidden states, with its `options`. Communicates and raises as `LmHead.read`.
+    """Compute `training_loss` from hidden states, with its `options`. Communicates and raises what `LmHead.read` does.
 
-    `skip_ignored`: leave out the tokens that do not count, as in `linear_cross_entropy`.
+    `skip_ignored`: leave tokens with a label of -100 out of the products, as in `linear_cross_entropy`.
     """
     counts = labels != IGNORE_INDEX if skip_ignored else None
     read = partial(head.read, hidden, counts=counts, at_most=token_bound(skip_ignored))

@@ -1,1 +1,1 @@
-"""A policy's model on one rank, by DTensor or by Megatron: the parts of a worker ask `Backend` alone."""
+"""A policy's model on one rank, sharded by DTensor or by Megatron: the parts of a worker call only `Backend`."""

@@ -1,4 +1,4 @@
-"""A policy's model on one rank, sharded by DTensor or by Megatron: the parts of a worker ask it alone."""
+"""A policy's model on one rank, sharded by DTensor or by Megatron: the parts of a worker call only `Backend`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,22 +23,22 @@ from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_paral
 
 T = TypeVar("T")
 Read = Callable[[BatchedDataDict], Tensor]
-# Of what was read, its micro-batch, the rows of that, and whether they count: a loss, or None.
+# Called with the read-outs, their micro-batch, its row numbers and whether these count; returns a loss, or None.
 Use = Callable[[Tensor, BatchedDataDict, list[int], bool], Tensor | None]
 
 
 class Export(NamedTuple):
-    """A weight for generators: its whole shape, and a function that makes it, which all ranks call."""
+    """A weight for generators: its unsharded shape, and a function that returns it, which all ranks must call."""
 
     shape: torch.Size
     make: Callable[[], Tensor]
 
 
 class ReadRequest(NamedTuple):
-    """Read-outs of a micro-batch, of each position's label and of `beside` `[B, S, K]`: `columns` numbers in all.
+    """The read-outs to compute of a micro-batch: `columns` numbers for each position.
 
-    `labels`: the tokens, -100 where one does not count: such take no part in the head's products, as
-    `skip_masked_tokens` says. `rows`, `beside` and `labels` are as the model takes them, padded or packed.
+    `readouts` makes them from each position's label and, if given, `beside` `[B, S, K]`. `labels`: the token ids, -100
+    where `skip_masked_tokens` may skip the token. `rows`, `beside` and `labels` lie as the model takes them.
     """
 
     rows: Rows
@@ -49,10 +49,10 @@ class ReadRequest(NamedTuple):
 
 
 class Backend(ABC):
-    """The model as far as it lies on this rank, its gradients and weights, and the reference policy's weights."""
+    """This rank's part of the model, its gradients and weights, and the reference policy's weights."""
 
     model: nn.Module
-    vocabulary: int  # how many tokens the model knows: all ids are below
+    vocabulary: int  # the number of the model's token ids
 
     def __init__(self, settings: Settings, init_reference_model: bool = True):
         self.settings = settings
@@ -62,13 +62,13 @@ class Backend(ABC):
         self.dp_rank, self.dp_size = self.mesh["dp"].get_local_rank(), self.mesh["dp"].size()
         stages, ranks = settings.pipeline.stages, settings.context_parallel_size
         self.coordinates = RankCoordinates(self.dp_rank, self.dp_size, world // self.dp_size // stages, stages)
-        self.places_multiple = 2 * ranks if ranks > 1 else 1  # a sequence is cut into two pieces a rank
+        self.places_multiple = 2 * ranks if ranks > 1 else 1  # each rank gets two pieces of a sequence
         self.head_options: dict[str, Any] = {
             "temperature": settings.temperature,
             "bits": settings.bits,
             "logit_dtype": settings.logit_dtype,
         }
-        self.has_reference_weights = False  # in the model, now
+        self.has_reference_weights = False  # whether the model holds them now
         try:
             self.build_model()
             self.reference = device_memory.copies_on_cpu(self.state().items()) if init_reference_model else None
@@ -78,15 +78,15 @@ class Backend(ABC):
 
     @abstractmethod
     def build_model(self) -> None:
-        """Sets `model`, sharded, with its weights, and `vocabulary`."""
+        """Set `model`, sharded and with its weights, and `vocabulary`."""
 
     @abstractmethod
     def read_out(self, asked: ReadRequest) -> Tensor:
-        """`[B, S, columns]`: read-outs of hidden states, over the temperature; see `dtensor.causal_lm_read`."""
+        """Return the read-outs `[B, S, columns]` of logits over the temperature; see `dtensor.causal_lm_read`."""
 
     @abstractmethod
     def whole_logits(self, rows: Rows, columns: int) -> Tensor:
-        """fp32 `[B, S, columns]`: logits over the temperature, of the whole vocabulary on every rank."""
+        """Return the whole vocabulary's logits over the temperature, fp32 `[B, S, columns]`, on every rank."""
 
     @abstractmethod
     def gradient_norm(self) -> float:
@@ -101,11 +101,11 @@ class Backend(ABC):
         return {name: Export(x.shape, partial(whole, x)) for name, x in self.state().items()}
 
     def as_global(self, name: str, x: Tensor) -> Tensor:
-        """A tensor shaped like this rank's part of the weight `name`, as the DTensor that it is a part of."""
+        """Wrap `x`, shaped like this rank's part of the weight `name`, as the DTensor of which `x` is this part."""
         return x
 
     def end_inference(self) -> None:
-        """Free whole weights that passes without backward leave behind."""
+        """Free the unsharded weights that forward passes without a backward pass leave behind."""
         return
 
     def reduce_gradients(self) -> None:
@@ -121,16 +121,16 @@ class Backend(ABC):
             self.model.to(device)
 
     def close(self) -> None:
-        """Leave nothing behind that outlives this process; also of a model that was not built whole."""
+        """Close whatever else would outlive this backend, also after `build_model` has failed."""
         return
 
     def mode(self) -> AbstractContextManager[None]:
-        """Return the context of passes: layers keep what `batch_invariant_mode` promises, as the head does."""
+        """Return the context of passes: layers too are batch-invariant if `batch_invariant_mode` is set."""
         return batch_invariant_mode() if self.settings.batch_invariant_mode else nullcontext()
 
     def run_passes(self, step: Step, batch: BatchedDataDict, read: Read, use: Use) -> None:
-        """Every pass of a step through the model: `read` gives what the model computes of a micro-batch, `use` makes
-        of that, where a pipeline ends, a loss to go back from, or None."""
+        """Run every pass of a step: `read` runs the model on a micro-batch; `use`, called where the pipeline ends,
+        turns the result into a loss, which is differentiated, or into None."""
         for rows, counts in step.rows():
             micro_batch = self.micro_batch(batch, rows)
             loss = use(read(micro_batch), micro_batch, rows, counts)
@@ -138,7 +138,7 @@ class Backend(ABC):
                 loss.backward()
 
     def from_last_stage(self, found: T) -> T:
-        """Return on every rank what `run_passes` left on the last stage of a pipeline."""
+        """Return on every rank the last pipeline stage's `found`. Communicates: an all-gather over the stages."""
         return found
 
     def micro_batch(self, batch: BatchedDataDict, rows: list[int]) -> BatchedDataDict:
@@ -147,20 +147,20 @@ class Backend(ABC):
         return micro_batch.cut(max(2, int(micro_batch["input_lengths"].max()))) if dynamic else micro_batch
 
     def bounds(self, rows: int | None, usual: int, tokens: int, at_most: int | None = None) -> MicroBatchBounds:
-        """Bounds of a call's micro-batches; `rows` as the caller gives them, None: `usual`."""
+        """Return the bounds of a call's micro-batches. `rows`: the caller's micro-batch size, None for `usual`."""
         rows = usual if rows is None else check_positive("mbs (micro_batch_size)", rows)
         kind = self.settings.batching.kind
         return MicroBatchBounds(kind, rows, tokens, self.vocabulary, self.places_multiple, at_most)
 
     def rows(self, micro_batch: Mapping[str, Any]) -> Rows:
-        """The micro-batch's tokens as the model takes them."""
+        """Lay out the micro-batch's tokens as the model takes them, padded or packed."""
         return Rows.of(micro_batch, self.settings.batching.kind == "packed", self.places_multiple)
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
         """Give the model the reference policy's weights for a while; host memory holds the model's own meanwhile.
 
-        The context may be entered again inside, to no effect. Nothing can be trained, saved, loaded or handed on.
+        Entering the context again inside has no effect. Nothing can be trained, saved, loaded or refitted inside.
         """
         if self.reference is None:
             raise ValueError("there is no reference policy: the worker was made with init_reference_model=False")
@@ -197,12 +197,12 @@ def _mesh(settings: Settings, device: torch.device) -> DeviceMesh:
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a DTensor, on every rank."""
+    """Return the whole of a DTensor on every rank, and any other tensor as it is."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def whole_vocabulary(logits: Tensor, tp_group: Group, vocab: VocabShard) -> Tensor:
-    """`[..., V]` of this rank's `[..., V/R]`, on every rank of `tp_group`, which go on with it alike.
+    """Gather this rank's logits `[..., V/R]` to `[..., V]` on every rank; all must compute the same with the result.
 
     Communicates: forward 1 all-gather, backward nothing.
     """
@@ -211,7 +211,7 @@ def whole_vocabulary(logits: Tensor, tp_group: Group, vocab: VocabShard) -> Tens
         return logits
     width = (
         -(-vocab.start // group_rank(group)) if group_rank(group) else vocab.columns
-    )  # the first shard's, the widest
+    )  # of the first shard, the widest
     padded = F.pad(logits, (0, width - logits.shape[-1])) if width > logits.shape[-1] else logits
     found = gather_from_tensor_model_parallel_region(padded, group)
     return found if found.shape[-1] == vocab.size else found[..., : vocab.size].contiguous()

@@ -26,7 +26,7 @@ from megatron_ext.policy.device_memory import move_buffers
 
 
 class DTensorBackend(Backend):
-    """A model of transformers: layers by DTensor's plans, weights and gradients by FSDP2."""
+    """A model of transformers: DTensor plans shard its layers, FSDP2 its weights and gradients."""
 
     def build_model(self) -> None:
         try:
@@ -49,7 +49,7 @@ class DTensorBackend(Backend):
                     torch.manual_seed(settings.seed)
                     whole = make().float().state_dict()
 
-        agree(load)  # the others would wait for what a rank that fails here has to give
+        agree(load)  # raises on all ranks if one fails: the others would wait for it
         tie_word_embeddings(empty)  # on the meta device each module has a weight of its own
         dp_cp = mesh["dp", "cp"]._flatten("dp_cp")
         model = _parallelize_model(
@@ -104,7 +104,7 @@ class DTensorBackend(Backend):
         return causal_lm_from_logits(self.model, rows.tokens, whole, columns=columns, cu_seqlens=rows.cu_seqlens)
 
     def end_inference(self) -> None:
-        """FSDP2 keeps the root's own weights whole until a backward pass: cast, and not those of the optimizer."""
+        """Reshard: without a backward pass FSDP2 leaves unsharded casts in place of the root's own parameters."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -53,8 +53,8 @@ from megatron_on_cpu import megatron_on_cpu
 
 
 class Inputs(NamedTuple):
-    """Whole sequences `[B, S]`, how they are cut, by how many positions and rows they are padded for that, and what the
-    model takes beside tokens and positions."""
+    """Whole sequences `[B, S]`, their cut over context-parallel ranks, the padding before it (positions, rows), and the
+    keyword arguments that the model takes beside tokens and positions."""
 
     tokens_BS: Tensor
     parts: SequenceParts
@@ -62,7 +62,7 @@ class Inputs(NamedTuple):
     options: dict[str, Any]
 
     def split(self, x: Tensor, fill: int = 0) -> Tensor:
-        """This rank's part of `x` `[B, S, ...]`, `fill` where it is padded."""
+        """Pad `x` `[B, S, ...]` with `fill`, and return this rank's part of it."""
         positions, rows = self.padded
         return self.parts.split(F.pad(x, (0, 0) * (x.dim() - 2) + (0, positions, 0, rows), value=fill), 1)
 
@@ -103,12 +103,12 @@ class MegatronBackend(Backend):
                 state = make().float().state_dict()
             self._together = llama.experts_together(state)
 
-        agree(load)  # the others would wait for what a rank that fails here has to give
+        agree(load)  # raises on all ranks if one fails: the others would wait for it
         if self.device.type == "cpu":
             self._open.enter_context(megatron_on_cpu())
         join_groups(settings, self._open)
         with torch.random.fork_rng(devices=[]):
-            tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)  # for dropout, which asks even at 0
+            tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)  # dropout reads its state even at rate 0
             transformer = transformer_config(settings, config)
 
             def make(vp_stage: int | None, **which: bool) -> GPTModel:
@@ -126,7 +126,7 @@ class MegatronBackend(Backend):
 
     @torch.no_grad()
     def _fill(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        """Gives the model this rank's part of transformers' weights."""
+        """Copy this rank's part of transformers' weights, `state`, into the model."""
         rank, ranks = self.mesh["tp"].get_local_rank(), self.mesh["tp"].size()
         for name, parameter in model.named_parameters():
             part, dim = laid_out(name, parameter, parameter)
@@ -138,7 +138,7 @@ class MegatronBackend(Backend):
         if pipeline.stages == 1:
             return super().run_passes(step, batch, read, use)
         passes = step.rows()
-        if pipeline.virtual > 1:  # the schedule with virtual stages takes as many as there are stages, or a multiple
+        if pipeline.virtual > 1:  # the schedule then takes a multiple of the number of stages
             passes += [(passes[0][0], False)] * (-len(passes) % pipeline.stages)
             shapes = [self.rows(self.micro_batch(batch, rows)).tokens.shape for rows, _ in passes]
             self._least_shape = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
@@ -173,7 +173,7 @@ class MegatronBackend(Backend):
 
         def read(inputs: Inputs) -> tuple[Tensor, ValueError | None]:
             parts = [inputs.split(labels_BS, IGNORE_INDEX), *([] if beside is None else [inputs.split(beside)])]
-            given = [x.transpose(0, 1) for x in parts]  # as the model's hidden states lie
+            given = [x.transpose(0, 1) for x in parts]  # [S, B, ...], as the model's hidden states
             only: Any = {} if labels is None else {"counts": given[0] != IGNORE_INDEX, "at_most": at_most}
             processor = ReadOuts(readouts=asked.readouts(*given), **only, **self.head_options)
             forward = partial(forward_with_fused_head, self._piece, output_processor=processor)
@@ -199,13 +199,13 @@ class MegatronBackend(Backend):
     def _on_whole_sequences(
         self, rows: Rows, read: Callable[[Inputs], tuple[Tensor, ValueError | None]], columns: int
     ) -> Tensor:
-        """`[B, S, columns]` of what `read` makes of a pass of this rank's parts, and what it refuses."""
+        """Gather `[B, S, columns]` from `read` of each context-parallel rank's part; raise one rank's fault on all."""
         inputs = self._inputs(rows)
         dtype = self.settings.dtype
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
             made, fault = read(inputs)
         count, length = rows.tokens.shape
-        if not self._piece.post_process:  # hidden states, for the next stage; nobody reads what is returned
+        if not self._piece.post_process:  # hidden states, for the next stage; the zeros are not read
             self._passed_on = made.float()
             return made.new_zeros(count, length, columns, dtype=torch.float32)
         return inputs.parts.gather_or_refuse(made, 1, fault)[:count, :length]
@@ -231,13 +231,13 @@ class MegatronBackend(Backend):
 
     @property
     def _length_multiple(self) -> int:
-        """Return the number of which a micro-batch's length must be a multiple, to be cut."""
+        """Return the number that must divide a micro-batch's length, so that ranks can share it out."""
         ranks, config = self.settings.context_parallel_size, cast(TransformerConfig, self.model.config)
         slices = self.settings.tensor_parallel_size if config.sequence_parallel else 1
         return math.lcm(2 * ranks if ranks > 1 else 1, ranks * slices)
 
     def reduce_gradients(self) -> None:
-        """Means over data- and context-parallel ranks, and sums of what sequence parallelism spread."""
+        """Average gradients over data- and context-parallel ranks; sum those that sequence parallelism left partial."""
         finalize_model_grads(self._data_parallel)
         for parameter in self.model.parameters():
             parameter.grad = cast(Any, parameter).main_grad
@@ -251,8 +251,8 @@ class MegatronBackend(Backend):
         return float(all_reduce(square, dist.group.WORLD).sqrt())
 
     def move_model(self, device: torch.device) -> None:
-        """Megatron's data parallelism hangs its hooks on gradient accumulators, which a parameter that moves to another
-        device loses: it is made anew then."""
+        """Move the model, and drop Megatron's data parallelism if the device changes: its hooks hang on gradient
+        accumulators, which a parameter loses when it moves. `zero_grad` makes it anew."""
         moved = next(self.model.parameters()).device.type != device.type
         super().move_model(device)
         if moved and self._data_parallel:

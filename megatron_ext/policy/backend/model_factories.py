@@ -12,9 +12,9 @@ from megatron_ext.dtensor.decoder import import_transformers
 
 
 class ModelFactories(NamedTuple):
-    """A function that makes the model with its weights, one for a model of the same shapes, and its config if known.
+    """Functions that make the model with its weights and one of the same shapes, and its config, None if not known.
 
-    Both models know what their sources say of where a row ends (`generation_config.eos_token_id`).
+    Both models have the end-of-sequence ids of their source in `generation_config.eos_token_id`.
     """
 
     make: Callable[[], nn.Module]
@@ -25,10 +25,10 @@ class ModelFactories(NamedTuple):
 def model_factories(
     source: Any, gives_rewards: bool = False, overrides: Mapping[str, Any] | None = None
 ) -> ModelFactories:
-    """Make the factories of a local folder with safetensors, a config of transformers, or a function.
+    """Make the factories for `source`: a local folder with safetensors, a config of transformers, or a function.
 
-    With `gives_rewards` it is a sequence classifier with one label, made by `of_each_token`, else a causal language
-    model. Nothing that lies in a folder is executed. `overrides`: values of the config, instead of its own.
+    With `gives_rewards` the model is a sequence classifier with one label, patched by `of_each_token`; else it is a
+    causal language model. No code in a folder is executed. `overrides`: values that replace those of the config.
     """
     transformers = import_transformers()
     auto = transformers.AutoModelForSequenceClassification if gives_rewards else transformers.AutoModelForCausalLM
@@ -39,8 +39,8 @@ def model_factories(
     elif callable(source):
         if overrides:
             raise ValueError(
-                f"hf_config_overrides is {dict(overrides)!r} and model_name a function: it makes its model itself; let "
-                f"it set these values, or pass a folder or a config as model_name"
+                f"hf_config_overrides is {dict(overrides)!r} and model_name a function, which makes its model itself: "
+                f"let it set these values, or pass a folder or a config as model_name"
             )
         make = (lambda: of_each_token(source())) if gives_rewards else source
         return ModelFactories(make, make, None)
@@ -70,11 +70,11 @@ def model_factories(
 
 
 def _overridden(config: Any, overrides: Mapping[str, Any], where: str) -> Any:
-    """A config with other values, by its own class, which checks them; sub-configs keep what is not named."""
+    """Rebuild `config` with `overrides` by its own class, which checks them; other values stay, in sub-configs too."""
     if not overrides:
         return config
     values, given = config.to_dict(), dict(overrides)
-    if isinstance(given.get("rope_scaling"), Mapping) and "rope_parameters" in values:  # transformers 5 has both in one
+    if isinstance(given.get("rope_scaling"), Mapping) and "rope_parameters" in values:  # transformers 5 merges both
         rope = dict(given.pop("rope_scaling"))
         given["rope_parameters"] = {**(values["rope_parameters"] or {}), **rope}
     for name, value in given.items():
@@ -94,27 +94,27 @@ def _overridden(config: Any, overrides: Mapping[str, Any], where: str) -> Any:
 def _loaded(auto: Any, folder: str, config: Any) -> nn.Module:
     try:
         return auto.from_pretrained(folder, config=config, use_safetensors=True, trust_remote_code=False)
-    except Exception as error:  # of many kinds: safetensors, the operating system, shapes
+    except Exception as error:  # safetensors, the operating system and shapes raise errors of different types
         raise ValueError(
             f"the model in {folder} cannot be loaded ({error}); its config.json and safetensors must be whole"
         ) from error
 
 
 def _stops_of_folder(folder: str, own: Any) -> Any:
-    """`eos_token_id` of the folder's generation_config.json, which may have more than config.json; else `own`'s."""
+    """Return `eos_token_id` of the folder's generation_config.json, which may list more ids; else return `own`'s."""
     if not os.path.isfile(os.path.join(folder, "generation_config.json")):
         return own.eos_token_id
     try:
         found = type(own).from_pretrained(folder).eos_token_id
-    except Exception as error:  # of many kinds: JSON, the operating system, settings that exclude each other
+    except Exception as error:  # JSON, the operating system and settings raise errors of different types
         raise ValueError(f"{folder}/generation_config.json cannot be read ({error}); mend or remove it") from error
     return own.eos_token_id if found is None else found
 
 
 class _OfEachToken:
-    """Base class put in front of a class of transformers: its forward does not choose a row's last token.
+    """Base class put in front of a class of transformers: its forward returns logits of all tokens, not of the last.
 
-    The model's head is then like an lm head of few columns: it is sharded, read and trained like one.
+    The model's head is then an lm head of few columns, and is sharded, read and trained like one.
     """
 
     def get_output_embeddings(self: Any) -> nn.Module:
@@ -126,7 +126,7 @@ class _OfEachToken:
 
 
 def of_each_token(model: nn.Module) -> nn.Module:
-    """`model`, whose forward from now on gives `logits` `[B, S, labels]`, of each token given those before it."""
+    """Patch `model`, and return it: its forward then returns `logits` `[B, S, labels]`, of every token."""
     decoder = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
     if decoder is None or not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's facts, all that is no tensor, against the worker's, before anything is changed."""
+"""Checks of a checkpoint's facts (all that is no tensor) against the worker's, before anything is changed."""
 
 import math
 from collections import Counter
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_COUNTS = {"last_epoch": -1, "_step_count": 0, "good_steps": 0}  # by name: the least that they can be
+_COUNTS = {"last_epoch": -1, "_step_count": 0, "good_steps": 0}  # by name, the least valid value
 _AT_LEAST_0 = ("lr", "initial_lr", "base_lrs", "_last_lr", "eps", "weight_decay", "betas")
 
 
 def refuse_fact(path: str | Path, name: str, value: Any, rule: str) -> None:
-    """Raises ValueError for a fact of a checkpoint that cannot be loaded."""
+    """Raise ValueError for a fact of a checkpoint that cannot be loaded."""
     raise ValueError(f"the checkpoint {path} has {name} = {value!r}: it must be {rule}; load another one")
 
 
 def check_kinds(path: str | Path, facts: Any) -> None:
-    """Raises ValueError unless the facts of an optimizer are there alone, with the state of a `LossScale`, which
-    is empty of one that is always 1."""
+    """Raise ValueError unless `facts` has exactly the keys of an optimizer's, and a valid state of a `LossScale`
+    (empty: a scale that is always 1)."""
     names = sorted(map(str, facts)) if isinstance(facts, Mapping) else f"a {type(facts).__name__}"
     if names not in (["groups", "loss_scale", "scheduler"], ["loss_scale", "numbers", "scheduler"]):
         refuse_fact(path, "facts", names, "loss_scale, scheduler, and groups or numbers")
@@ -28,7 +28,7 @@ def check_kinds(path: str | Path, facts: Any) -> None:
 
 
 def check_like(path: str | Path, name: str, saved: Any, own: Any) -> None:
-    """Raises ValueError unless `saved` is of the kind that `own` is, part by part, with numbers that are finite."""
+    """Raise ValueError unless `saved` has the types, keys and lengths of `own`, part by part, and finite numbers."""
     last = name.rpartition(".")[2]
     if last in _COUNTS:
         if isinstance(saved, bool) or not isinstance(saved, int) or saved < _COUNTS[last]:

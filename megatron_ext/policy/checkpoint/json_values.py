@@ -1,7 +1,7 @@
 """Numbers, strings and collections as JSON, read back with their types; nothing in a file is executed.
 
-JSON has no tuples, and its keys are strings. What it lacks is written as `{"__type__": name, "items": [...]}`, where
-the items of a mapping are pairs.
+JSON has no tuples, and its keys are strings. A type that it lacks is written as `{"__type__": name, "items": [...]}`,
+where the items of a mapping are pairs.
 """
 
 from collections import Counter, OrderedDict
@@ -34,7 +34,7 @@ def to_json(value: Any, name: str = "facts") -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `to_json`."""
+    """Convert what `to_json` returned back to the value."""
     if isinstance(value, list):
         return [from_json(x) for x in value]
     if not isinstance(value, Mapping):

@@ -1,17 +1,17 @@
 """Sharded checkpoints with checksums that load in any layout, and are either whole or refused; no pickle is executed.
 
-    PATH/__0_0.distcp ...   tensors, by torch.distributed.checkpoint (DCP): each rank writes its own, cut as they are
+    PATH/__0_0.distcp ...   tensors, by torch.distributed.checkpoint (DCP): each rank writes its own shards
     PATH/.metadata          DCP's own index, a pickle, for other tools; never read here
     PATH/index.json         the same index as JSON
-    PATH/facts.json         everything that is no tensor, what kind of part this is, the size and CRC-32 of each file,
-                            which save wrote it, and the CRC-32 of all that
+    PATH/facts.json         everything that is no tensor, the kind of this part, the size and CRC-32 of each file, the
+                            ID of the save, and the CRC-32 of all these
 
-A pickle executes what its writer wants, and DCP unpickles its index and whatever the index calls no tensor. Here the
-index is JSON that can name tensors only, and those go through `torch.load(weights_only=True)`.
+A pickle can execute any code, and DCP unpickles its index and every entry that the index does not call a tensor. Here
+the index is JSON that can name tensors only, and tensors are read by `torch.load(weights_only=True)`.
 
-What is saved together is loaded together; see `megatron_ext.policy.checkpoint.atomic_folders`.
-Every function is called by all ranks, which share the file system, and raises on all of them if it does on one. That
-they share it is checked: before anything is written, before anything is replaced, and before anything is read.
+Folders found by one call must be of one save; see `megatron_ext.policy.checkpoint.atomic_folders`.
+All ranks call every function; a function that raises on one rank raises on all. The ranks must share the file system,
+which is checked before anything is written, replaced or read.
 """
 
 import json
@@ -40,15 +40,15 @@ from megatron_ext.policy.outside_waits import outside_wait
 
 T = TypeVar("T")
 
-# A network file system may say for so long that something new is not there: NFS keeps what it knows of a folder.
+# Seconds for which a network file system may not show a new file: NFS caches the entries of a folder.
 PATIENCE_S = 60.0
 _SAME_MODEL = "they must hold the same model and optimizer; load one of this model"
 
 
 class Part(NamedTuple):
-    """A folder to write: `tensors` are DTensors or replicated ones, `facts` what `to_json` takes, alike on every rank.
+    """A folder to write: `tensors` are DTensors or alike on all ranks; `facts`, alike too, are what `to_json` takes.
 
-    `kind` is what `find` is asked for, as "weights" or "optimizer". A `path` that is a link is followed.
+    `kind`, such as "weights" or "optimizer", is the keyword of `find`. A `path` that is a link is followed.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A complete folder: the path that was asked for, where it lies, and its facts."""
+    """A complete folder: the `path` that was given, the `folder` that holds its files, and its facts."""
 
     path: Path
     folder: Path
@@ -66,13 +66,13 @@ class Found(NamedTuple):
 
 
 def save_together(*parts: Part) -> None:
-    """Writes folders that `find` gives together only, and that every rank sees whole before they replace anything.
+    """Write folders that `find` finds only together; they replace older ones after every rank has seen them whole.
 
     Raises:
-        ValueError: facts cannot be JSON, a path lies in another one or holds something else, or the ranks do not share
-            it: the message names them.
-        OSError: the files cannot be written, or read as they were written.
-            What the paths held before is still there.
+        ValueError: facts cannot be written as JSON, a path lies in another one or holds something that is no
+            checkpoint, or the ranks do not share the file system. The message names the path.
+        OSError: the files cannot be written, or read back as they were written.
+            The paths still hold what they held before.
     """
     paths = [_followed(part.path) for part in parts]
     lead = group_rank(world()) == 0
@@ -102,11 +102,11 @@ def save_together(*parts: Part) -> None:
 
 
 def find(**paths: str | Path) -> list[Found]:
-    """The folders of one save, `kind=path`, all files of which were found whole. A path that is a link is followed.
+    """Find the folders of one save, given as `kind=path`, and check that their files are whole. Links are followed.
 
     Raises:
-        ValueError: one is not there, incomplete or damaged, of another kind, they are of different saves, or the ranks
-            do not share them.
+        ValueError: a folder is missing, incomplete, damaged or of another kind, the folders are of different saves, or
+            the ranks do not share them.
     """
     given = [Path(path) for path in paths.values()]
     places = [_followed(path) for path in given]
@@ -120,8 +120,8 @@ def find(**paths: str | Path) -> list[Found]:
 
 
 def must_hold(found: Found, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless the checkpoint has these tensors in their shapes, and no others than those of all ranks
-    (the stages of a pipeline have different ones)."""
+    """Raise ValueError unless the checkpoint has these tensors in their shapes and dtypes, and none that no rank has
+    (the stages of a pipeline have different tensors)."""
 
     def check() -> tuple[list[str], list[str]]:
         there = read_index(found.folder).state_dict_metadata
@@ -146,7 +146,7 @@ def must_hold(found: Found, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read(found: Found, tensors: Mapping[str, Tensor]) -> None:
-    """Reads into `tensors`, in place, what `must_hold` found there."""
+    """Read the checkpoint's tensors into `tensors`, in place, after `must_hold` has checked them."""
     try:
         dcp.load(dict(tensors), storage_reader=Reader(found.folder))
     except CheckpointException as error:
@@ -156,7 +156,7 @@ def read(found: Found, tensors: Mapping[str, Tensor]) -> None:
 def _write(
     parts: tuple[Part, ...], folders: list[Path], which: str, facts: list[Any]
 ) -> list[list[dict[str, list[int]]]]:
-    """Writes all files. What each rank wrote to each of the folders, with sizes and sums: `[folder][rank]`."""
+    """Write all files; return those of each folder and rank, `[folder][rank]`, with their sizes and checksums."""
     writers = [Writer(folder) for folder in folders]
     for part, writer in zip(parts, writers, strict=True):
         try:
@@ -181,8 +181,8 @@ def _write(
 
 
 def _check_written(paths: list[Path], folders: list[Path], which: str, files: list[list[dict[str, list[int]]]]) -> None:
-    """Raises OSError or ValueError on every rank unless each sees all files in their sizes, and the sums of those that
-    one rank wrote are what another one reads: where there are hosts, one of another host."""
+    """Raise OSError or ValueError on every rank unless each sees all files in their sizes, and reads the files of the
+    rank half the world away (on another host, if there are several) with the right checksums."""
 
     def missing() -> list[list[str]]:
         return [
@@ -209,7 +209,7 @@ def _seen_alike(paths: list[Path], look: Callable[[], list[T]]) -> list[T]:
     """Return what `look` sees of each path, once all ranks see the same there.
 
     Raises:
-        ValueError: they still do not after `PATIENCE_S`: on every rank.
+        ValueError: on every rank, if they still see different things after `PATIENCE_S`.
     """
     began = time.monotonic()
     while True:
@@ -229,7 +229,7 @@ def _seen_alike(paths: list[Path], look: Callable[[], list[T]]) -> list[T]:
 
 
 def _verified(kind: str, path: Path, folder: Path) -> Found:
-    """Each rank looks at the sizes of all files, and at the sums of its share of them."""
+    """Check the sizes of all files of a folder, and the checksums of this rank's share of them."""
     try:
         said = json.loads((folder / FACTS).read_text())
         checksum, listed = said.pop("checksum"), said["files"]
@@ -281,5 +281,5 @@ def _size(file: Path) -> int | None:
 
 
 def _followed(path: str | Path) -> Path:
-    """Absolute, without links on the way: what lies there is replaced, and not a link to it."""
+    """Return the absolute path without links: the folder is replaced, and not a link to it."""
     return Path(os.path.realpath(path))

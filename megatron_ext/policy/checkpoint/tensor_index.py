@@ -3,8 +3,8 @@
     {"tensors": {name: {"dtype", "size", "chunks": [[offsets, sizes], ...]}},
      "places": [[name, offsets, number, file, start, length], ...]}
 
-Only what is whole is read: each tensor is covered by its chunks once, each chunk is in a file of the checkpoint's own
-folder, within that file.
+Only a whole index is accepted: chunks cover each tensor exactly once, and each chunk lies within a file of the
+checkpoint's own folder.
 """
 
 import itertools
@@ -56,7 +56,7 @@ class Writer(dcp.FileSystemWriter):
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        places = []  # not from `metadata`: before torch 2.11 they are set in a copy of it
+        places = []  # not from `metadata`: torch before 2.11 sets the places in a copy of it
         for written in (one for of_a_rank in results for one in of_a_rank):
             index, info = written.index, written.storage_data
             places.append([index.fqn, list(index.offset), index.index, info.relative_path, info.offset, info.length])
@@ -74,7 +74,7 @@ class Reader(dcp.FileSystemReader):
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of a folder, as DCP has it."""
+    """Read a folder's index as DCP's metadata."""
     index = json.loads((folder / INDEX).read_text())
     tensors = {
         name: TensorStorageMetadata(
@@ -92,7 +92,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def check_whole(metadata: Metadata, sizes: Mapping[str, int]) -> None:
-    """Raises ValueError unless every tensor is there, all of it and once, in files of these sizes in bytes."""
+    """Raise ValueError unless chunks cover every tensor exactly once, within files of these sizes in bytes."""
     for index, info in metadata.storage_data.items():
         if info.relative_path not in sizes:
             raise ValueError(f"the index has {index.fqn} in {info.relative_path}, which is no file of the checkpoint")
@@ -108,7 +108,7 @@ def check_whole(metadata: Metadata, sizes: Mapping[str, int]) -> None:
 
 
 def _covers(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Return whether each element of a tensor is in one chunk: each cell of the grid of all chunks' beginnings is."""
+    """Return whether each element of a tensor is in exactly one chunk, by the grid of all chunks' beginnings."""
     if any(len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size) for chunk in chunks):
         return False
     beginnings = [sorted({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(size))]

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class FailedElsewhere(Exception):
-    """Something failed on another rank, and nothing on this one. Raised as one of the kinds below."""
+    """Base of the errors that a rank raises because another one failed: one of the classes below."""
 
 
 class ValueErrorElsewhere(FailedElsewhere, ValueError):
@@ -33,8 +33,8 @@ def agree(act: Callable[[], T]) -> list[T]:
     Communicates: two collectives; the ranks are in step afterwards.
 
     Raises:
-        ValueError, OSError: `act` raised it on this rank, or on another one: then the message says on which, and the
-            error is a `FailedElsewhere` too.
+        ValueError, OSError: `act` raised it on this rank, or on another one; the error is then a `FailedElsewhere` too,
+            and names that rank.
         RuntimeErrorElsewhere: `act` raised anything else on another rank.
     """
     fault: Exception | None = None

@@ -1,8 +1,8 @@
 """Batches of right-padded rows as dicts, their cut into micro-batches, and rows as the model takes them.
 
-Rows of a micro-batch are a list of row numbers, each row in exactly one; `unit` consecutive rows (the pairs of DPO) are
-not parted. Legend: B rows, S positions; `input_ids` is `[B, S]`, `input_lengths` `[B]`; T tokens of a pack; K ids, at
-most, that a generator kept where it drew a token.
+A micro-batch is a list of row numbers. Each row is in exactly one, and `unit` consecutive rows (the pairs of DPO) stay
+together. Legend: B rows, S positions; `input_ids` is `[B, S]`, `input_lengths` `[B]`; T tokens of a pack; K: the most
+ids that a generator kept for one draw.
 """
 
 from collections import UserDict
@@ -47,7 +47,7 @@ class BatchedDataDict(UserDict[str, Any]):
         """The rows of these indices, in their order.
 
         Raises:
-            ValueError: indices are no integers, as a mask of rows, which would be taken for numbers of rows.
+            ValueError: indices are not integers, but for example a boolean mask of rows.
         """
         found, rows = BatchedDataDict(), torch.as_tensor(indices)
         if len(rows) and (rows.is_floating_point() or rows.dtype == torch.bool):
@@ -58,7 +58,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return found
 
     def cut(self, length: int) -> "BatchedDataDict":
-        """The first `length` positions of every tensor as long as `input_ids`; the other values as they are."""
+        """Cut every tensor whose sequence is as long as that of `input_ids` to `length` positions; keep all others."""
         whole = self["input_ids"].shape[1]
 
         def shorter(value: Any) -> Any:
@@ -68,7 +68,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return BatchedDataDict({name: shorter(value) for name, value in self.items()})
 
     def to(self, device: torch.device | str) -> "BatchedDataDict":
-        """Moves the tensors, in place, and returns the dict."""
+        """Move the tensors, in place, and return the dict."""
         for name, value in self.items():
             self[name] = value.to(device) if isinstance(value, Tensor) else value
         return self
@@ -76,10 +76,10 @@ class BatchedDataDict(UserDict[str, Any]):
     def shard_by_batch_size(self, shards: int, batch_size: int | None = None) -> list["BatchedDataDict"]:
         """Cut the rows for `shards` data-parallel ranks: each gets an equal run out of every `batch_size` rows.
 
-        So each rank's i-th part and the others' make the i-th global batch. None: the whole is one batch.
+        The i-th runs of all ranks make the i-th global batch. `batch_size` None: all rows are one batch.
 
         Raises:
-            ValueError: rows do not divide by `batch_size`, or that by `shards`.
+            ValueError: the number of rows is no multiple of `batch_size`, or `batch_size` none of `shards`.
         """
         batch_size = self.size if batch_size is None else batch_size
         if batch_size < 1 or self.size % batch_size or batch_size % shards:
@@ -95,7 +95,7 @@ class BatchedDataDict(UserDict[str, Any]):
     def from_batches(
         cls, batches: Iterable[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> "BatchedDataDict":
-        """The rows of all batches; tensors are padded behind to the longest, with 0 or their value in the dict.
+        """Join the rows of all batches, tensors right-padded to the longest with their `pad_value_dict` value, or 0.
 
         Raises:
             ValueError: batches have different keys.
@@ -122,7 +122,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return map(self.select_indices, fixed(self.size, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(self, tokens: int) -> Iterator["BatchedDataDict"]:
-        """Rows of similar length, cut to the longest of them, of at most `tokens` positions together."""
+        """Micro-batches of rows of similar length, cut to their longest row, of at most `tokens` positions each."""
         for rows in within_tokens(self["input_lengths"].tolist(), tokens):
             yield self.select_indices(rows).cut(int(self["input_lengths"][rows].max()))
 
@@ -131,7 +131,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return len(within_tokens(self["input_lengths"].tolist(), tokens))
 
     def make_microbatch_iterator_for_packable_sequences(self, tokens: int) -> Iterator["BatchedDataDict"]:
-        """Rows of at most `tokens` tokens together without their padding: to be laid end to end."""
+        """Micro-batches of rows to be laid end to end, of at most `tokens` tokens each, not counting padding."""
         return map(self.select_indices, packed(self["input_lengths"].tolist(), tokens))
 
     def get_microbatch_iterator_for_packable_sequences_len(self, tokens: int) -> tuple[int, int]:
@@ -151,7 +151,7 @@ def fixed(rows: int, size: int, unit: int = 1) -> list[list[int]]:
 
 
 def within_tokens(lengths: Sequence[int], tokens: int, unit: int = 1) -> list[list[int]]:
-    """Rows of similar lengths, so many that all of them as long as the longest take at most `tokens` positions."""
+    """Group rows of similar lengths: padded to its longest row, a group takes at most `tokens` positions."""
     found: list[list[int]] = []
     longest = 0
     for rows in sorted(_units(lengths, unit), key=lambda rows: -max(lengths[i] for i in rows)):
@@ -165,9 +165,9 @@ def within_tokens(lengths: Sequence[int], tokens: int, unit: int = 1) -> list[li
 
 
 def packed(lengths: Sequence[int], tokens: int, unit: int = 1) -> list[list[int]]:
-    """Rows of at most `tokens` tokens together: longest first, where they fit.
+    """Group rows so that each group has at most `tokens` tokens, by first-fit decreasing.
 
-    First-fit decreasing needs at most 11/9 of the fewest bins, and one (Johnson, 1973).
+    This needs at most 11/9 of the fewest groups, plus one (Yue, 1991).
     """
     found: list[list[int]] = []
     room: list[int] = []
@@ -222,13 +222,13 @@ def counted(data: Mapping[str, Any]) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """Right-padded rows.
+    """Right-padded rows, as the model takes them.
 
     Attributes:
         tokens: `[B, S]`, or packed `[1, T]`.
         cu_seqlens: where packed documents begin, and the last one ends; None: not packed.
         inside_BS: bool, the tokens of the rows.
-        place_BS: packed, the place of each position; those outside the rows have any.
+        place_BS: if packed, the place of each position among `tokens`, 0 outside the rows.
     """
 
     tokens: Tensor
@@ -252,7 +252,7 @@ class Rows:
         return cls(tokens_T[None], inside_BS, cu_seqlens, place_BS.where(inside_BS, 0))
 
     def laid(self, x_BSK: Tensor) -> Tensor:
-        """Numbers of each position as `tokens` lie; 0 where there is no token."""
+        """Lay out numbers of each position like `tokens`; in a pack 0 where there is no token."""
         if self.place_BS is None:
             return x_BSK
         laid_TK = x_BSK.new_zeros(self.tokens.shape[1], x_BSK.shape[2])
@@ -264,11 +264,11 @@ class Rows:
         return self.tokens.masked_fill(self.laid(counted(data)[..., None])[..., 0].logical_not(), -100)
 
     def at_positions(self, found: Tensor) -> Tensor:
-        """`[B, S, ...]` of `found`, one for each of `tokens`; 0 outside the rows."""
+        """Return `found`, computed at each of `tokens`, as `[B, S, ...]`; 0 outside the rows."""
         return self._of_places(found).where(_along(self.inside_BS, found), 0)
 
     def at_tokens(self, found: Tensor) -> Tensor:
-        """`[B, S, ...]` of what was computed at each token for the one after it; 0 for the first, and outside."""
+        """Return `found`, computed for the token after each, as `[B, S, ...]`; 0 for the first, and outside rows."""
         counts_BS = self.inside_BS.index_fill(1, torch.zeros(1, dtype=torch.int64, device=found.device), False)
         return self._of_places(found).roll(1, 1).where(_along(counts_BS, found), 0)
 
@@ -277,12 +277,12 @@ class Rows:
 
 
 def _along(mask_BS: Tensor, found: Tensor) -> Tensor:
-    """A mask `[B, S, 1, ...]` of as many dims as `found`."""
+    """View the mask as `[B, S, 1, ...]`, with as many dims as `found`."""
     return mask_BS.view(*mask_BS.shape, *[1] * (found.dim() - 2))
 
 
 def replayed(labels: Tensor, kept: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """`labels` `[...]`, ignored where nothing was kept, and `(offsets, ids)` of what was, for `Sampled`.
+    """Return `labels` `[...]`, `IGNORE_INDEX` where no ids were kept, and the kept ids as `Sampled` takes them.
 
     `kept`: `[..., K]`, ids plus 1, and 0 for none. Waits for the device, as `Kept` does.
     """
@@ -293,7 +293,7 @@ def replayed(labels: Tensor, kept: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor
 
 
 def check_kept_ids(tokens_BS: Tensor, kept_BSK: Tensor, vocabulary: int) -> None:
-    """Raises ValueError unless each token that has kept ids is among them, none is there twice, and all are tokens."""
+    """Raise ValueError unless each token with kept ids is among them, and they are distinct ids of the vocabulary."""
     if kept_BSK.is_floating_point() or kept_BSK.shape[:2] != tokens_BS.shape or bool((kept_BSK < -1).any()):
         raise ValueError(
             f"{KEPT_IDS} is {kept_BSK.dtype} {list(kept_BSK.shape)}: it must be integers [rows, positions, ids], the "

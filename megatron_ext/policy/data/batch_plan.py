@@ -29,8 +29,8 @@ TEACHER_IDS = "teacher_topk_indices"  # the key of `[B, S, K]` integers
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """This rank among those that hold other rows (dp), and how many ranks hold the same ones: `copies` (cp * tp) in
-    each of `stages` of a pipeline. Global ranks go through (stages, dp, copies), copies fastest."""
+    """This rank's place among `dp_size` data-parallel ranks, and the number of ranks that get the same rows: `copies`
+    (cp * tp) in each of `stages` of a pipeline. Global ranks count through (stages, dp, copies), copies fastest."""
 
     dp_rank: int = 0
     dp_size: int = 1
@@ -38,7 +38,7 @@ class RankCoordinates:
     stages: int = 1
 
     def replica(self, rank: int) -> int:
-        """The data-parallel rank of a global one."""
+        """Return the data-parallel rank of a global rank."""
         return rank // self.copies % self.dp_size
 
     def first_ranks(self, stage: int = 0) -> range:
@@ -48,13 +48,13 @@ class RankCoordinates:
 
 
 class Counts(NamedTuple):
-    """Rows and tokens that count, by the names of what a loss divides by."""
+    """Numbers of rows and tokens that count, by which losses divide, under the names that losses give them."""
 
     global_valid_seqs: float
     global_valid_toks: float
 
 
-# A rank's: rows of micro-batches, rows and tokens that count, and a checksum of what is read of the data.
+# One rank's rows of micro-batches, its numbers of rows and tokens that count, and a checksum of the data that is read.
 _Share = tuple[list[list[int]], float, float, int]
 
 
@@ -64,8 +64,8 @@ class Step:
 
     Attributes:
         micro_batches: rows of each micro-batch.
-        passes: how many micro-batches every rank runs; one with fewer repeats its first, to no effect.
-        counts: those of the global batch.
+        passes: the number of passes of every rank; a rank with fewer micro-batches repeats its first, without effect.
+        counts: the counts of the global batch.
     """
 
     micro_batches: list[list[int]]
@@ -82,8 +82,8 @@ class Step:
 class MicroBatchBounds:
     """Bounds of a micro-batch: rows (kind "fixed"), or tokens, each row in a multiple of `multiple` places.
 
-    Token ids are below `vocabulary`. `at_most`: no more tokens than these does any micro-batch have that the masks of
-    the data leave; None: there is no such bound.
+    Token ids are below `vocabulary`. `at_most`: the most tokens of a micro-batch that the masks of the data may leave;
+    None: there is no such bound.
     """
 
     kind: str
@@ -117,8 +117,8 @@ def training_steps(
     bounds: MicroBatchBounds,
     coordinates: RankCoordinates,
 ) -> list[Step]:
-    """The global batches in `data`, this rank's rows of which follow each other; with None a single one, of which the
-    ranks may have different numbers of rows.
+    """Plan the global batches in `data`, which holds this rank's rows of each, one batch after the other. With
+    `global_batch_size` None there is one batch, and the ranks may have different numbers of rows.
 
     Communicates: two collectives of a few bytes over all ranks.
 
@@ -159,7 +159,7 @@ def _own_rows(rows: int, global_batch_size: int, bounds: MicroBatchBounds, coord
 
 
 def scoring_step(data: Mapping[str, Any], bounds: MicroBatchBounds, coordinates: RankCoordinates) -> Step:
-    """All rows of `data` once; communication and errors as for `training_steps`."""
+    """Plan one pass over all rows of `data`; communication and errors are those of `training_steps`."""
 
     def prepare() -> list[_Share]:
         batch = checked(data, needs := ("input_ids", "input_lengths"), bounds.vocabulary)
@@ -169,7 +169,7 @@ def scoring_step(data: Mapping[str, Any], bounds: MicroBatchBounds, coordinates:
 
 
 def _checksum(batch: Mapping[str, Any], needs: Iterable[str]) -> int:
-    """A number by which ranks find that they were given other tensors of these names."""
+    """Checksum of the tensors of these names, by which ranks detect that they were given different ones."""
     found = 0
     for name in dict.fromkeys((*needs, KEPT_IDS)):
         if isinstance(x := batch.get(name), Tensor):
@@ -178,7 +178,7 @@ def _checksum(batch: Mapping[str, Any], needs: Iterable[str]) -> int:
 
 
 def _agreed(prepare: Callable[[], list[_Share]], coordinates: RankCoordinates) -> list[Step]:
-    """The steps of which each rank prepares its share."""
+    """Exchange the ranks' shares, check that they fit together, and return this rank's steps."""
     found = agree(prepare)
     for replica, first in enumerate(coordinates.first_ranks()):
         ranks = [rank for rank in range(len(found)) if coordinates.replica(rank) == replica]
@@ -210,7 +210,7 @@ def _needs(loss_fn: Any, bounds: MicroBatchBounds) -> list[str]:
 
 
 def checked(data: Mapping[str, Any], needs: Iterable[str], vocabulary: int, least: int = 2) -> BatchedDataDict:
-    """`data`, if it has what it needs: one row or more, of `least` positions or more, tokens below `vocabulary`."""
+    """Return `data` if it has the keys `needs`, a row or more of at least `least` positions, and valid token ids."""
     batch, needed = BatchedDataDict(data), {*needs}
     if missing := sorted(needed - set(batch)):
         raise ValueError(f"data lacks {', '.join(missing)}: it has {', '.join(sorted(batch)) or 'nothing'}; add them")

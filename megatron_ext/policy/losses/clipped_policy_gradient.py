@@ -35,16 +35,17 @@ class ClippedPGLoss:
 
     Attributes:
         ratio_clip_c: dual clipping: where A < 0 the first term is at most `-ratio_clip_c * A`; None: not bounded.
-        token_level_loss: a mean over tokens, else over rows of the mean over a row's tokens.
+        token_level_loss: True: a mean over tokens; False: a mean over rows of each row's mean over its tokens.
         use_importance_sampling_correction: weighs tokens by `exp(prev_logprobs - generation_logprobs)`, for samples
-            of a generator whose numbers differ; with `sequence_level_importance_ratios` rows, by the product of these.
-        truncated_importance_sampling_type: how these weights are bounded, by `truncated_importance_sampling_ratio` and
-            `..._ratio_min`: "tis": moved to the nearest bound; "icepop": 0 outside; "seq-mask-tis": 0 for rows whose
-            geometric mean lies outside; None: not.
+            of a generator whose numbers differ; with `sequence_level_importance_ratios` weighs rows by the product of
+            their tokens' weights.
+        truncated_importance_sampling_type: how `truncated_importance_sampling_ratio` and `..._ratio_min` bound these
+            weights: "tis": clamped; "icepop": 0 outside; "seq-mask-tis": 0 for rows whose geometric mean lies outside;
+            None: not bounded.
         reference_policy_kl_type, kl_input_clamp_value, kl_output_clamp_value: see `losses.policy_gradient.kl_estimate`.
-            The estimate is weighted by an importance weight of value 1 that brings the sampling's gradient, or with
-            `use_on_policy_kl_approximation` by `exp(log_prob - generation_logprob)`. No such term with
-            `use_kl_in_reward`: the caller has it in the rewards.
+            The estimate is weighted by an importance weight of value 1 that carries the gradient of sampling, or with
+            `use_on_policy_kl_approximation` by `exp(log_prob - generation_logprob)`. With `use_kl_in_reward` the loss
+            has no KL term: the caller has put it into the rewards.
         sequence_level_importance_ratios: r is the geometric mean over a row (GSPO); with `token_level_loss=False`.
         use_cispo: the clipped r only weighs the log-probability (CISPO).
         disable_ppo_ratio: the log-probability stands in place of r (REINFORCE, RLOO): nothing is clipped.
@@ -53,7 +54,7 @@ class ClippedPGLoss:
         positive_example_nll_weight: factor of the mean negative log-likelihood of the tokens in rows whose `rewards`
             are above 0, a mean over each micro-batch (VAPO).
         data keys: `advantages` `[B, S]`; `prev_logprobs`, `generation_logprobs`, `reference_policy_logprobs` `[B, S]`
-            where needed; `rewards` `[B]`. Where `generation_logprobs` are there, metrics compare them.
+            where needed; `rewards` `[B]`. If `generation_logprobs` are given, metrics compare them with the trainer's.
     """
 
     reference_policy_kl_penalty: float = 0.0
@@ -78,16 +79,16 @@ class ClippedPGLoss:
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
-        """The loss of NeMo-RL's `loss_fn` configuration, a mapping or an object with these attributes.
+        """Make the loss of NeMo-RL's `loss_fn` configuration, a mapping or an object with these attributes.
 
-        What it leaves out is as there: `reference_policy_kl_penalty` 0.01.
+        An option that is left out has NeMo-RL's default: `reference_policy_kl_penalty` is 0.01.
 
         Raises:
             ValueError: the configuration has keys that are not fields of this class: a misspelt one would leave its
                 option at the default without a word.
         """
         given: dict[str, Any] = dict(config if isinstance(config, Mapping) else vars(config))
-        given |= getattr(config, "__pydantic_extra__", None) or {}  # keys that a model of pydantic's does not know
+        given |= getattr(config, "__pydantic_extra__", None) or {}  # keys that a pydantic model does not know
         known = [field.name for field in fields(cls)]
         unknown = [name for name in given if name not in known]
         if unknown:
@@ -124,7 +125,7 @@ class ClippedPGLoss:
 
     @property
     def metric_normalizations(self) -> dict[str, MetricNormalizer]:
-        """Return the normalizers of metrics that are divided by something else than the loss."""
+        """Return the normalizers of metrics that are divided by another count than the loss."""
         of_rows = MetricNormalizer.SEQUENCES, MetricNormalizer.TOKENS
         extremes = ("probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "probs_ratio_clamped_max")
         tokens = ["probs_ratio", "probs_ratio_clamped", "clipped_fraction", "token_mult_prob_error", "gen_kl_error"]
@@ -139,7 +140,7 @@ class ClippedPGLoss:
         self, log_probs_BS: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
         mask_BS = token_weights(data)
-        # What would be broadcast to the tokens, or cut, is refused.
+        # Refuse a tensor of another shape: it would be broadcast to the tokens, or cut.
         per_token = [name for name in (*self.needs, "generation_logprobs") if name.endswith(("advantages", "logprobs"))]
         check_per_token(mask_BS.shape, **{name: data[name] for name in per_token if name in data})
         means = _Means(mask_BS, data["sample_mask"], global_valid_seqs, global_valid_toks)
@@ -217,7 +218,7 @@ class ClippedPGLoss:
         return weights, metrics
 
     def _drift_metrics(self, log_probs_BS: Tensor, prev_BS: Tensor, drawn_BS: Tensor, means: "_Means"):
-        """Measure how far trainer and generator are apart, by the tokens drawn."""
+        """Estimate from the drawn tokens how far trainer and generator are apart."""
         apart_BS = prev_BS - drawn_BS
         mixture_BS = torch.logaddexp(prev_BS, drawn_BS) - math.log(2)
         halves_BS = [pg.kl_estimate(x - mixture_BS) for x in (prev_BS, drawn_BS)]
@@ -287,7 +288,7 @@ class ClippedPGLoss:
 
 @dataclass(frozen=True)
 class _Means:
-    """Sums over this micro-batch, over the counts of the global batch."""
+    """Sums over this micro-batch, divided by the counts of the global batch."""
 
     mask_BS: Tensor
     sample_mask_B: Tensor

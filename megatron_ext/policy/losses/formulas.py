@@ -1,4 +1,4 @@
-"""Losses by NeMo-RL's names and options on the formulas of `megatron_ext.losses`: NLL, DPO, distillation.
+"""Losses under NeMo-RL's names and options, on the formulas of `megatron_ext.losses`: NLL, DPO, distillation.
 
 Legend: B rows, S positions, P pairs, K ids per token.
 """
@@ -45,13 +45,13 @@ class NLLLoss:
 
 @dataclass(frozen=True)
 class DPOLossFn:
-    """`megatron_ext.losses.DPOLoss` of pairs that lie chosen before rejected, by NeMo-RL's protocol and options.
+    """`megatron_ext.losses.DPOLoss` of pairs, each chosen row before its rejected one, with NeMo-RL's options.
 
-    With `sft_loss_weight` a pair's loss has the chosen row's negative log-likelihood added, as NeMo-RL counts it: a sum
-    or a mean of the row, over the number of pairs.
+    `sft_loss_weight` weighs the chosen row's negative log-likelihood, which is added as in NeMo-RL: the row's sum or
+    mean, averaged over pairs.
 
     Attributes:
-        reference_policy_kl_penalty: `beta` of `DPOLoss`; rewards among the metrics are without it.
+        reference_policy_kl_penalty: `beta` of `DPOLoss`; the rewards among the metrics are not multiplied by it.
         preference_average_log_probs, sft_average_log_probs: means over a row's tokens instead of sums.
         data key: `reference_policy_logprobs` `[B, S]`, of each token in its own place, as the worker's
             `get_reference_policy_logprobs` gives them. A pair counts where both rows' `sample_mask` is 1, and
@@ -106,15 +106,15 @@ class DPOLossFn:
 
 @dataclass(frozen=True)
 class DistillationLossFn:
-    """KL divergence from a teacher's K likeliest tokens of each position, a mean over tokens.
+    """KL divergence from a teacher's K likeliest tokens of each position, averaged over tokens.
 
     Attributes:
-        kl_type: "forward": KL(teacher | student); "reverse"; "mixed": `mixed_kl_weight` of the forward and the rest of
-            the reverse one.
-        zero_outside_topk: the student's probabilities are those of its whole vocabulary; False: of the K alone. A
-            token that counts must not have an id twice then.
-        data keys: `teacher_topk_logits`, `teacher_topk_indices` `[B, S, K]`: what the teacher predicts at each
-            position, as `get_topk_logits` gives it.
+        kl_type: "forward": KL(teacher | student); "reverse": KL(student | teacher); "mixed": `mixed_kl_weight` times
+            the forward one plus `1 - mixed_kl_weight` times the reverse one.
+        zero_outside_topk: True: the student's probabilities are those of its whole vocabulary, and no counting token
+            may have an id twice; False: they are normalised over the K ids.
+        data keys: `teacher_topk_logits`, `teacher_topk_indices` `[B, S, K]`: the teacher's prediction at each
+            position, as `get_topk_logits` returns it.
     """
 
     kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
@@ -135,7 +135,7 @@ class DistillationLossFn:
     def __post_init__(self) -> None:
         one_of("kl_type", self.kl_type, get_args(Literal["forward", "reverse", "mixed"]))
         check_flag("zero_outside_topk", self.zero_outside_topk)
-        _ = self._formula  # which refuses the weight
+        _ = self._formula  # checks the weight
 
     @property
     def _formula(self) -> TopKDistillationLoss:
@@ -152,7 +152,7 @@ class DistillationLossFn:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """`[B, S - 1, K]` of both, and where needed the student's `[B, S - 1]` sums of p log p."""
+        """Compute the loss of log-probabilities `[B, S - 1, K]`, with the student's sums of p log p `[B, S - 1]`."""
         entropy = None if H_all is None else -H_all
         mask_BS = token_weights(data)[:, 1:]
         if (ids_BSK := data.get("teacher_topk_indices")) is not None:

@@ -37,14 +37,14 @@ class LossInputType(Enum):
 
 class LossFunction(Protocol):
     """Loss function that `train` takes. Beside the call it may have `loss_type`, `needs` (keys of the data), `unit`
-    (rows that must come together, 1 if absent; they count where all of them do), `metric_normalizations` (a
-    `MetricNormalizer` for each metric that has another than the loss), and `input_type`: with one it is called as
-    NeMo-RL calls its losses, see `megatron_ext.policy.worker.reader`."""
+    (rows that must come together, 1 if absent; they count only if all of them do), `metric_normalizations` (a
+    `MetricNormalizer` for each metric that has another one than the loss), and `input_type`: a loss with an
+    `input_type` is called as NeMo-RL calls its losses, see `megatron_ext.policy.worker.reader`."""
 
     def __call__(
         self, log_probs_BS: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The scalar loss, and metrics: numbers or 0-d tensors."""
+        """Return the scalar loss, and metrics: numbers or 0-d tensors."""
 
 
 class Timer(Protocol):
@@ -62,7 +62,7 @@ def timed(timer: Timer | None, label: str) -> AbstractContextManager[Any]:
 def rows_together(loss_fn: Any) -> int:
     """Count the consecutive rows that must come in one micro-batch: the loss's `unit`.
 
-    NeMo-RL's losses of pairs (`PreferenceLossFn`, `DPOLossFn`) have none, but a `split_output_tensor`: 2.
+    NeMo-RL's losses of pairs (`PreferenceLossFn`, `DPOLossFn`) have no `unit`, but a `split_output_tensor`: 2 rows.
     """
     return getattr(loss_fn, "unit", 2 if hasattr(loss_fn, "split_output_tensor") else 1)
 

@@ -16,10 +16,10 @@ _EXPERTS = ".local_experts."
 
 
 class Chunks(nn.Module):
-    """A tree with the weights of `pieces` under their names in a model in one piece, where layers and experts count
-    from its first: so checkpoints, optimizers and generators know nothing of stages.
+    """A module with the weights of `pieces` under the names, and layer and expert numbers, that they have in the whole
+    model: checkpoints, optimizers and generators need not know of stages.
 
-    It does not compute; `pieces` do. What is done to it (`to`, `train`, `zero_grad`) is done to them.
+    It has no forward: `pieces` compute. Its `to`, `train` and `zero_grad` act on them.
 
     Args:
         first_expert: the number of this rank's first expert of a layer.
@@ -27,9 +27,9 @@ class Chunks(nn.Module):
 
     def __init__(self, pieces: Sequence[GPTModel], first_expert: int = 0):
         super().__init__()
-        self.pieces = list(pieces)  # a list: their weights are registered by other names
+        self.pieces = list(pieces)  # a list registers nothing: the weights get other names
         self.config, self.vocab_size = pieces[0].config, pieces[0].vocab_size
-        self._second: list[Tensor] = []  # a list, too: it is registered by its name in the first stage
+        self._second: list[Tensor] = []  # registered under their name in the first stage
         for piece in pieces:
             for name, parameter in piece.named_parameters():
                 whole_name = _whole_name(piece, name, first_expert)
@@ -93,7 +93,7 @@ def is_expert(name: str) -> bool:
 
 
 def catalogue(model: Chunks) -> dict[str, WeightOrigin]:
-    """All weights of the whole model in its order, on every rank."""
+    """Return on every rank the origin of every weight of the whole model, in the model's order."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     expert_rank = parallel_state.get_expert_model_parallel_rank()
@@ -116,10 +116,10 @@ def catalogue(model: Chunks) -> dict[str, WeightOrigin]:
 
 
 def from_owner(own: Tensor | None, place: WeightOrigin, device: torch.device) -> Tensor:
-    """The whole weight on every rank; `own` on those of its stage that have it.
+    """Return a whole weight on every rank. `own`: the weight, on the ranks of its stage that have it; else None.
 
-    Communicates: an expert over its stage's expert-parallel ranks, and every weight over the stages; nothing where
-    there is one.
+    Communicates: an expert is broadcast over its stage's expert-parallel ranks, and every weight over the stages,
+    unless there is only one.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     x = torch.empty(place.shape, device=device) if own is None else own.detach().contiguous()
@@ -129,7 +129,7 @@ def from_owner(own: Tensor | None, place: WeightOrigin, device: torch.device) ->
 
 
 def _position(name: str) -> tuple[int, int]:
-    """Sort by layers: embeddings first, in each layer experts last, and all other parameters at the end."""
+    """Sort key of a name: embeddings first, then the layers, each with its experts last, then all other parameters."""
     if name.startswith("embedding."):
         return -1, 0
     if not name.startswith("decoder.layers."):
@@ -145,14 +145,14 @@ def run_pipeline(
     run: Callable[[GPTModel, int], Tensor],
     use: Callable[[Tensor, int], Tensor | None],
 ) -> None:
-    """All passes through all stages, forward and (with gradients) backward, by Megatron's own schedule.
+    """Run all passes through all stages, forward and (with gradients) backward, by Megatron's own schedule.
 
     Args:
-        pieces: this rank's, in the order of their layers.
-        passes: micro-batches, the same number on all ranks; with virtual stages a multiple of the pipeline's size.
-        shape: rows and places of every micro-batch, with virtual stages; else shapes are sent along.
-        run: what one of `pieces` makes of a micro-batch: hidden states `[S, B, D]`, or the last stage's output.
-        use: what is done with that, on the last stage alone; it returns the loss to go back from, or None.
+        pieces: the pieces of this rank, in the order of their layers.
+        passes: the number of micro-batches, equal on all ranks; with virtual stages a multiple of the pipeline's size.
+        shape: rows and positions of every micro-batch, read with virtual stages only; else shapes are sent along.
+        run: runs a piece on a micro-batch, and returns hidden states `[S, B, D]`, or the last stage's output.
+        use: called with that output, on the last stage alone; returns the loss to differentiate, or None.
 
     Communicates: hidden states and their gradients between neighbouring stages, and their shapes.
     """
@@ -162,7 +162,7 @@ def run_pipeline(
         output = run(piece, number)
 
         def loss(found: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            """The schedule divides by the tokens, of which it is told 1, and by the number of micro-batches."""
+            """Undo the schedule's division by the number of micro-batches; it also divides by the tokens, here 1."""
             value = use(found, number)
             value = found.new_zeros(()) if value is None else value * passes
             return value, torch.ones((), dtype=torch.int, device=found.device), {}
@@ -181,7 +181,7 @@ def run_pipeline(
 
 
 def build_pieces(make: Callable[..., GPTModel], virtual_stages: int) -> list[GPTModel]:
-    """This rank's pieces; `make` gets `pre_process`, `post_process` and `vp_stage`."""
+    """Make this rank's pieces; `make` gets `pre_process`, `post_process` and `vp_stage`."""
     pieces = []
     for stage in range(virtual_stages):
         which = {"vp_stage": stage} if virtual_stages > 1 else {}
@@ -199,9 +199,9 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def laid_out(name: str, parameter: Tensor, x: Tensor) -> tuple[Tensor, int | None]:
-    """`x`, shaped like this rank's part of a weight, as the part of a tensor that is cut along one dim; and that dim.
+    """View `x`, shaped like this rank's part of a weight, as part of a tensor cut along one dim; return view and dim.
 
-    Each rank has its parts of both halves of a gated projection: these are a dim of their own.
+    Each rank has a part of both halves of a gated projection: the halves become a dim of their own. None: not cut.
     """
     if name.endswith("linear_fc1.weight"):
         x = x.view(2, -1, *x.shape[1:])

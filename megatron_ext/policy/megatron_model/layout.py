@@ -12,7 +12,7 @@ from megatron_ext.policy.megatron_model import llama
 
 
 def check_layout(settings: Settings, config: Any) -> None:
-    """Raises ValueError unless the model of transformers' `config` can be cut as the settings ask."""
+    """Raise ValueError unless the model of transformers' `config` can be cut as the settings ask."""
     pipeline = settings.pipeline
     uneven = pipeline.first_layers is not None or pipeline.last_layers is not None
     stages = 1 if uneven else pipeline.stages * pipeline.virtual
@@ -28,7 +28,7 @@ def check_layout(settings: Settings, config: Any) -> None:
 
 
 def join_groups(settings: Settings, on_exit: ExitStack) -> None:
-    """Makes Megatron's groups, of which a process has one set, if there are none; `on_exit` closes those."""
+    """Make Megatron's process groups, if there are none (`on_exit` destroys them); check the sizes of those there."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=settings.tensor_parallel_size,
@@ -71,15 +71,15 @@ def transformer_config(settings: Settings, config: Any) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=_above_1(pipeline.virtual),
         num_layers_in_first_pipeline_stage=pipeline.first_layers,
         num_layers_in_last_pipeline_stage=pipeline.last_layers,
-        pipeline_dtype=torch.float32,  # that of the residual stream under autocast
-        # Shapes are sent along; with virtual stages Megatron does that so that two ranks mix them up.
+        pipeline_dtype=torch.float32,  # the dtype of the residual stream under autocast
+        # Send shapes along, but not with virtual stages: there two ranks of Megatron's mix up the shapes they exchange.
         variable_seq_lengths=pipeline.stages > 1 and pipeline.virtual == 1,
         overlap_p2p_comm=pipeline.virtual > 1,
         batch_p2p_comm=pipeline.virtual == 1,
         context_parallel_size=settings.context_parallel_size,
         expert_model_parallel_size=settings.expert_parallel_size,
         expert_tensor_parallel_size=1,
-        moe_token_dispatcher_type="alltoall",  # Megatron's default takes no shapes that differ
+        moe_token_dispatcher_type="alltoall",  # Megatron's default refuses shapes that differ
         sequence_parallel=settings.sequence_parallel and settings.tensor_parallel_size > 1,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# transformers' model types; what tells them apart for us is a bias of q, k and v, and norms of q and k.
+# transformers' model types; they differ in a bias of q, k and v, in norms of q and k, and in experts.
 _MODEL_TYPES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 Whole = Callable[[str], Tensor]
 
 
 class ModelSizes(NamedTuple):
-    """ModelSizes of attention and MLP."""
+    """Numbers of query heads, of key heads, of channels of a head, and of experts of a layer."""
 
     heads: int
     groups: int
@@ -39,8 +39,8 @@ def experts(config: Any) -> int:
 
 
 def check(config: Any, tp: int, stages: int = 1, ep: int = 1) -> None:
-    """Raises ValueError unless GPTModel computes what transformers does with `config`, cut over `tp` ranks, `stages` of
-    a pipeline (virtual ones count), and `ep` ranks with other experts."""
+    """Raise ValueError unless GPTModel computes what transformers does with `config`, cut over `tp` ranks, `stages`
+    pipeline stages (virtual ones count), and `ep` expert-parallel ranks."""
     kind = getattr(config, "model_type", type(config).__name__)
     if kind not in _MODEL_TYPES:
         raise ValueError(
@@ -80,7 +80,7 @@ def check(config: Any, tp: int, stages: int = 1, ep: int = 1) -> None:
 
 
 def rope_parameters(config: Any) -> Mapping[str, Any]:
-    """transformers 5 has all of them in one dict, 4 the base beside it."""
+    """Return RoPE's parameters with `rope_theta`, which transformers 4 keeps beside the others."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return {"rope_theta": getattr(config, "rope_theta", None), **found}
 
@@ -109,7 +109,7 @@ def transformer_arguments(config: Any) -> dict[str, Any]:
 
 
 def _experts_arguments(config: Any, count: int) -> dict[str, Any]:
-    """transformers trains without the loss that balances experts, which its callers add; so do these."""
+    """Return the arguments of experts, without a load-balancing loss, which transformers leaves to its callers too."""
     dense = set(getattr(config, "mlp_only_layers", None) or [])
     step = getattr(config, "decoder_sparse_step", 1)
     return {
@@ -119,7 +119,7 @@ def _experts_arguments(config: Any, count: int) -> dict[str, Any]:
         ],
         "moe_ffn_hidden_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
         "moe_router_topk": config.num_experts_per_tok,
-        # Weights of the chosen experts alone sum to 1: Mixtral's always do.
+        # False: the weights of the chosen experts sum to 1, as Mixtral's always do.
         "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
         "moe_router_load_balancing_type": "none",
     }
@@ -176,7 +176,7 @@ def _names(name: str) -> tuple[str, list[str]]:
 
 
 def from_transformers(name: str, state: Mapping[str, Tensor], size: ModelSizes) -> Tensor:
-    """GPTModel's whole weight of this name, from transformers' state dict; a gated one is `[2, F, D]`."""
+    """Make GPTModel's whole weight of this name from transformers' state dict; a gated one is `[2, F, D]`."""
     kind, parts = _names(name)
     weights = [_of_state(part, state) for part in parts]
     if kind == "copy":
@@ -187,7 +187,7 @@ def from_transformers(name: str, state: Mapping[str, Tensor], size: ModelSizes) 
 
 
 def _of_state(name: str, state: Mapping[str, Tensor]) -> Tensor:
-    """The weight of this name; one expert's, of all experts' together where transformers keeps them so."""
+    """Return the weight of this name; an expert's may be a slice of the tensor that holds all experts of a layer."""
     before, _, rest = name.partition(_HF_EXPERTS)
     if name in state or not rest:
         return state[name]
@@ -208,10 +208,10 @@ def experts_together(state: Iterable[str]) -> bool:
 def to_transformers(
     shapes: Mapping[str, torch.Size], whole: Whole, size: ModelSizes, together: bool = False
 ) -> Iterator[tuple[str, torch.Size, Callable[[], Tensor]]]:
-    """transformers' names of all weights, their shapes, and functions that make them from GPTModel's whole ones.
+    """Yield each weight's name in transformers, its shape, and a function that makes it of GPTModel's whole weights.
 
-    `together`: the experts of a layer in two tensors, `[E, 2F, D]` and `[E, D, F]`; else each by itself. The experts of
-    a layer come in their order.
+    `together`: the experts of a layer in two tensors, `[E, 2F, D]` and `[E, D, F]`; else each expert by itself.
+    `shapes` must have the experts of a layer in their order.
     """
 
     def part_of(name: str, kind: str, i: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""Ray actors, one a rank: calls, heartbeats, and what is known of a rank that stopped."""
+"""Ray actors, one a rank: calls, heartbeats, and reports on ranks that are lost, stopped or hung."""

@@ -19,7 +19,7 @@ from megatron_ext.policy.data.agreement_of_ranks import FailedElsewhere
 from megatron_ext.policy.ray.liveness import LOOK_S, PERIOD_S, ActorLocation, Liveness, beating
 
 _POLL_S = LOOK_S / 2
-# How long the other ranks may go on once one has raised: a worker's errors come on all ranks together.
+# Seconds that other ranks may go on once one has raised: a worker's errors come on all ranks together.
 _GRACE_S = 30.0
 LOOPBACK = "127.0.0.1"
 _RAY_NAMES = tuple(f"\t{name}: " for name in ("class_name", "actor_id", "name", "namespace"))
@@ -27,8 +27,8 @@ _RAY_NAMES = tuple(f"\t{name}: " for name in ("class_name", "actor_id", "name", 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds that actors may take to start and to build their model; that a call may take (None: any time); and that
-    an actor may be stopped, or all of them hung (None: nobody looks)."""
+    """Limits in seconds: for actors to start and to build their model; for a call (None: no limit); and for an actor to
+    be stopped, or all of them to hang (None: not watched)."""
 
     start_s: float
     call_s: float | None
@@ -46,7 +46,7 @@ class Timeouts:
 
 
 class RayActors:
-    """Workers that `worker_cls` makes of the arguments `make`, one on each of `world_size` ranks."""
+    """Ray actors, one on each of `world_size` ranks, each with a worker that `worker_cls(**make)` makes."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class RayActors:
         self.shutdown()
 
     def wait(self, begun: list[Any]) -> list[Any]:
-        """The results of what was begun, by rank."""
+        """Wait for calls that were begun, and return their results by rank."""
         return self._collect(begun)
 
     def is_alive(self, timeout_s: float = 30.0) -> bool:
-        """Return whether every actor answers in time. A busy one does not, and goes on; if one is dead, all end.
+        """Return whether every actor answers in time. A busy actor does not, and goes on; if one is dead, all end.
 
         False after `shutdown`, and after a `restart` that failed.
         """
@@ -86,12 +86,12 @@ class RayActors:
             return False
 
     def restart(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """New actors with the weights of a checkpoint, after one has died; the old ones are gone."""
+        """End the actors, for example after one has died, and start new ones with the weights of a checkpoint."""
         self._kill("restart() ended the actors")
         self._start(weights_path, optimizer_path)
 
     def shutdown(self) -> None:
-        """Ends the actors and gives their resources back, whatever they are doing."""
+        """End the actors and free their resources, whatever they are doing."""
         try:
             if self._failure is None:
                 self._collect(self._begin("shutdown"), _GRACE_S)
@@ -118,7 +118,7 @@ class RayActors:
             raise
 
     def _make_actors(self) -> None:
-        """Has Ray make the actors, each in its part of one placement group."""
+        """Make the actors, each in its bundle of one placement group."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -152,14 +152,14 @@ class RayActors:
             raise RuntimeError(f"{self._failure}; call restart(weights_path) to go on from a checkpoint")
 
     def _collect(self, begun: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """The results by rank. A rank that dies, stops or hangs ends the group, one that raises while others go on,
-        and a call that takes longer than any may.
+        """Return the results by rank. All actors are ended if one dies, stops or hangs, if one raises while others go
+        on, or if the call takes longer than `call_timeout_s`.
 
-        Without these, actors that do not answer in `timeout_s` are left to go on: a RuntimeError says which.
+        With `timeout_s`, actors that do not answer in time go on, and a RuntimeError names them.
         """
         ray, pending, results = self._ray, list(begun), {}
         began = looked = time.monotonic()
-        errors: dict[int, Exception] = {}  # Ray's, with the rank's own as its cause
+        errors: dict[int, Exception] = {}  # Ray's errors, whose causes are the ranks' own
         limit = self._timeouts.call_s if timeout_s is None else timeout_s
         deadline = math.inf if limit is None else began + limit
         while pending:
@@ -184,7 +184,7 @@ class RayActors:
             rank, sent = min(errors.items(), key=lambda item: isinstance(_own(item[1]), FailedElsewhere))
             own = _own(sent)
             own.add_note(f"on rank {rank} of {self.world_size}")
-            raise own from sent  # which shows the traceback on that rank
+            raise own from sent  # `sent` shows the traceback on that rank
         return [results[rank] for rank in range(len(begun))]
 
     def _late(self, ranks: list[int], errors: Mapping[int, Exception], timeout_s: float | None) -> NoReturn:
@@ -198,12 +198,12 @@ class RayActors:
         raise RuntimeError(f"{what} within {timeout_s} s{doing}")
 
     def _fail(self, what: str) -> NoReturn:
-        """The others may wait for ever in a collective: all actors are ended."""
+        """End all actors, since some may wait for ever in a collective, and raise RuntimeError."""
         self._kill(what)
         raise RuntimeError(f"{what}. The other workers were ended; restart(weights_path) goes on from a checkpoint")
 
     def _kill(self, why: str) -> None:
-        """Ends the actors, and has every later call say why: the first reason since they were started."""
+        """End the actors. Every later call raises an error with the first reason since they were started."""
         self._failure = self._failure or why
         for actor in self._actors:
             self._ray.kill(actor)
@@ -218,7 +218,7 @@ class RayActors:
 
 
 class _Actor:
-    """One rank."""
+    """Actor of one rank, with the rank's worker."""
 
     def where(self) -> tuple[ActorLocation, tuple[str, int]]:
         """Return this actor's location, and the address at which the ranks of its group can meet."""
@@ -238,7 +238,7 @@ class _Actor:
         make: dict[str, Any],
         monitor: Any,
     ) -> None:
-        """Makes the worker; `monitor` gets the beats."""
+        """Make the worker; `monitor` gets its heartbeats."""
         names = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": address[0], "MASTER_PORT": address[1]}
         names["TORCHELASTIC_USE_AGENT_STORE"] = True  # rank 0 joins the store that is there, as under torchrun
         if rank:
@@ -246,7 +246,7 @@ class _Actor:
         if address[0] == LOOPBACK and (interface := loopback_interface()) is not None:
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
-        # Ray shows an actor its own GPUs alone: each is the first.
+        # An actor sees only the GPUs that Ray has reserved for it: it uses the first.
         os.environ.update({name: str(value) for name, value in names.items()} | {"LOCAL_RANK": "0"})
         self._during = nullcontext if monitor is None else partial(beating, partial(monitor.note.remote, rank))
         with self._during("build"):
@@ -258,12 +258,12 @@ class _Actor:
 
 
 def _worker_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The frame in which a call begins, for `liveness._lines`."""
+    """Call `function`. `liveness._lines` finds the beginning of a call by the name of this frame."""
     return function(*args, **kwargs)
 
 
 def import_ray() -> Any:
-    """The module `ray`; where it is not installed, an ImportError that says so."""
+    """Return the module `ray`; raise an ImportError with the fix if it is not installed."""
     try:
         import ray
     except ImportError as error:

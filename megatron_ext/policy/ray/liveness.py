@@ -4,7 +4,7 @@
     stopped   the operating system runs no thread of its process (SIGSTOP, a frozen container)
     hung      no rank moves, and at least one waits for the others in a collective
 
-Where a rank waits by spinning, as for a collective on a GPU, it looks busy: NCCL's own timeout ends that.
+A rank that waits by spinning, as for a collective on a GPU, looks busy: NCCL's own timeout ends that wait.
 """
 
 import logging
@@ -25,9 +25,9 @@ from megatron_ext.policy import outside_waits
 
 PERIOD_S = 1.0  # between two beats of a rank
 LOOK_S = 0.5  # between two calls of `fault`: a fault is known at most two calls and a beat after its timeout
-_OLD_S = 3.0  # a beat that is older says nothing of now
+_OLD_S = 3.0  # an older beat says nothing about the present
 _LOG = logging.getLogger(__name__)
-# Where a call that does not move waits for other ranks; autograd's engine runs collectives without a Python frame.
+# Files in which a call that stands still waits for other ranks; autograd's engine runs collectives without a frame.
 _WAITS_IN = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",
@@ -37,13 +37,13 @@ _WAITS_IN = (
     "megatron/core/distributed/param_and_grad_buffer.py",
 )
 _LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
-# A call in words; whether it waits for others; seconds without another line or a move.
+# A call in words; whether it waits for other ranks; seconds since its line changed or its process last moved.
 Beat = tuple[str, bool, float]
 
 
 @contextmanager
 def beating(send: Callable[[Beat], object], call: str) -> Iterator[None]:
-    """Send a beat of this thread each `PERIOD_S`, while the context lasts; in `outside_wait` the thread moves."""
+    """Send a beat of this thread each `PERIOD_S`, while the context lasts; in `outside_wait` it counts as moving."""
     import psutil  # comes with Ray's extra
 
     thread, ended, process = threading.get_ident(), threading.Event(), psutil.Process()
@@ -73,7 +73,7 @@ def beating(send: Callable[[Beat], object], call: str) -> Iterator[None]:
 
 
 def _lines(thread: int) -> list[tuple[str, str]]:
-    """File and line of each frame of a call, innermost first, without Ray's."""
+    """List file and line of each frame of a call, innermost first, without Ray's frames."""
     frame, found = sys._current_frames().get(thread), []
     while frame is not None and frame.f_code.co_name != "_worker_call":
         code, file = frame.f_code, os.path.basename(frame.f_code.co_filename)
@@ -83,16 +83,16 @@ def _lines(thread: int) -> list[tuple[str, str]]:
 
 
 def _moves(process: Any, before: int) -> tuple[bool, int]:
-    """Return whether the process has computed, read or written, or it or one that it has started runs; and the bytes
-    that it has read and written until now."""
+    """Return whether the process has computed, read or written, or whether it or a child of it runs; and the bytes that
+    it has read and written until now."""
     nbytes = 0
     with suppress(Exception):  # macOS has no counters, and a system may refuse them
         counters = process.io_counters()
         nbytes = counters.read_chars + counters.write_chars
-    # In percent since the last time: idle threads wake a hundred times a second each, and gloo has several a group.
+    # CPU percent since the last call: idle threads wake a hundred times a second each, and gloo has several a group.
     if process.cpu_percent() > 3 + 0.3 * process.num_threads() or nbytes - before > 1 << 16:
         return True, nbytes
-    with suppress(Exception):  # one of them has ended
+    with suppress(Exception):  # a child has ended
         family = [process, *process.children(recursive=True)]
         return any(one.status() in ("running", "disk-sleep") for one in family), nbytes
     return True, nbytes
@@ -109,13 +109,13 @@ class ActorLocation(NamedTuple):
 class HostMonitor:
     """Process beside the ranks of a host, which answers also while they are stopped, or hold their interpreter's lock.
 
-    Ray sends its class by value: the process loads no torch.
+    Ray pickles this class by value, so that the process does not load torch.
     """
 
     def __init__(self, processes: dict[int, int]):
         nothing = math.inf, ("in a call of which it has told nothing yet", False, 0.0)
         self._processes, self._beats = processes, dict.fromkeys(processes, nothing)
-        self._ran = dict.fromkeys(processes, (0.0, 0))  # when a thread ran last, and the switches of all until then
+        self._ran = dict.fromkeys(processes, (0.0, 0))  # when a thread ran last, and all context switches until then
 
     def note(self, rank: int, beat: Beat) -> None:
         self._beats[rank] = time.monotonic(), beat
@@ -134,7 +134,7 @@ class HostMonitor:
         return found
 
     def resume(self) -> None:
-        """Let stopped ranks run: only then do they hear Ray's request to end, after which Ray < 2.52 does nothing."""
+        """Let stopped ranks run, so that they hear Ray's request to end: Ray < 2.52 does nothing beyond asking."""
         for process in self._processes.values():
             with suppress(OSError):  # it has ended
                 os.kill(process, signal.SIGCONT)
@@ -171,7 +171,7 @@ class Liveness:
         self._reports: dict[int, tuple[Beat, float]] = {}
 
     def end(self) -> None:
-        """End the monitors, once they have let stopped ranks hear that Ray ends them."""
+        """End the monitors, after they have resumed stopped ranks, which then hear that Ray ends them."""
         asked = [monitor.resume.remote() for monitor in self.monitors]
         self._ray.wait(asked, num_returns=len(asked), timeout=PERIOD_S)
         for monitor in self.monitors:
@@ -188,7 +188,7 @@ class Liveness:
         for answer in done:
             try:
                 self._reports |= ray.get(answer)
-            except ray.exceptions.RayError as error:  # Ray starts the monitor again; it tells of a dead host
+            except ray.exceptions.RayError as error:  # Ray starts the monitor again
                 _LOG.warning("the monitor of a host does not answer (%s): its ranks are not watched", error)
         for answer in silent if at_most_s >= self._timeout_s else ():
             if lost := [rank for rank in pending if self._places[rank].node == asked[answer]]:
@@ -207,6 +207,6 @@ class Liveness:
         return None
 
     def doing(self, ranks: Collection[int]) -> str:
-        """Describe what the ranks did when they told it last: first who does not wait for others, the likely cause."""
+        """Describe what the ranks did at their last beat, first those that do not wait for others: the likely cause."""
         told = [(waits, rank, words) for rank, ((words, waits, _), _) in self._reports.items() if rank in ranks]
         return "".join(f"; {self._names[rank]} is {words}" for _, rank, words in sorted(told))

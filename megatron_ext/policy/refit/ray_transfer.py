@@ -13,10 +13,10 @@ from megatron_ext.policy.refit.weight_transfer import WeightsHandle, buckets, lo
 
 
 class RayRefit(RayActors):
-    """Actors whose workers hand weights on: see `megatron_ext.policy.worker.refitter`."""
+    """Actors whose workers pass weights to generators; see `megatron_ext.policy.worker.refitter`."""
 
     def get_gpu_info(self) -> list[dict[str, Any]]:
-        """Each rank's device and memory."""
+        """Return each rank's device, host and, on GPUs, memory in MiB."""
         return self._all("get_gpu_info")
 
     def prepare_refit_info(self) -> dict[str, Any]:
@@ -28,24 +28,24 @@ class RayRefit(RayActors):
     def get_weights_ipc_handles(
         self, keys: Iterable[str], devices: Collection[str] | None = None
     ) -> dict[str, WeightsHandle]:
-        """The handles of all devices, or of these, by their ids; see the worker's."""
+        """Return the handles of `devices` (None: of all), by device id; see the worker's."""
         found: dict[str, WeightsHandle] = {}
         for handles in self._all("get_weights_ipc_handles", list(keys), devices):
             found |= handles
         return found
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        """Begins the workers' `init_collective`, where rank 0 waits for the generators; give the result to `wait`."""
+        """Begin the workers' `init_collective`, where rank 0 waits for the generators; pass the result to `wait`."""
         return self._begin("init_collective", ip, port, world_size)
 
     def broadcast_weights_for_collective(self) -> list[Any]:
-        """Begins to send the weights, while the generators receive them; give the result to `wait`."""
+        """Begin to send the weights, while the generators receive them; pass the result to `wait`."""
         return self._begin("broadcast_weights_for_collective")
 
     def refit(self, model: nn.Module) -> None:
-        """Copies the policy's weights into a plain model of this process, which must run on an actor's host.
+        """Copy the policy's weights into a plain model of this process, which must run on an actor's host.
 
-        They come from the actor on the model's own device, or on another one that this process sees.
+        The weights come from the actor on the model's own device, or on another one that this process sees.
 
         Memory beside both models: one bucket of `refit_buffer_bytes`, on that device alone.
 
@@ -56,10 +56,10 @@ class RayRefit(RayActors):
             load_weights(model, handle)
 
     def iter_weights(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight of the policy, whole and in `precision`, by transformers' names, in this process, which must run
-        on an actor's host: views of an actor's memory on `device`, or on another one that this process sees.
+        """Yield every weight of the policy, unsharded and in `precision`, by transformers' names. This process must run
+        on an actor's host: weights are views of an actor's memory on `device`, or on another device that it sees.
 
-        A weight may be used until the next one is asked for; copy what must stay. For files' names see
+        A weight may be used until the next one is asked for; copy it to keep it. For the names in files see
         `megatron_ext.dtensor.pretrained.saving`.
 
         Raises:
@@ -69,12 +69,12 @@ class RayRefit(RayActors):
             yield from read_weights(handle)
 
     def free_weights(self) -> None:
-        """Weights that were shared with other processes are released; nothing where the actors are."""
+        """Free the weights that were shared with other processes; do nothing if the actors have ended."""
         if self._failure is None:
             self.get_weights_ipc_handles([])
 
     def _handles_for(self, wanted: torch.device) -> Iterator[WeightsHandle]:
-        """All weights, shared a bucket at a time on `wanted` or another device that this process sees."""
+        """Yield handles of all weights, a bucket at a time, on `wanted` or another device that this process sees."""
         _, budget = self.prepare_weights_for_ipc()
         device = self._nearest(wanted)
         try:
@@ -85,7 +85,7 @@ class RayRefit(RayActors):
             self.free_weights()
 
     def _nearest(self, own: torch.device) -> str:
-        """The id of a device that both this process and an actor on its host have: `own`, if it is one."""
+        """Return the id of a device that both this process and an actor on its host have: `own`'s, if they have it."""
         actors = {(info["device_id"], info["node"]) for info in self.get_gpu_info()}
         shared = [device for device in visible_devices() if (device, platform.node()) in actors]
         if not shared:

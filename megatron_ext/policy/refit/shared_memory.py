@@ -1,7 +1,7 @@
 """Memory shared with other processes of this host, released when its owner and all users have ended.
 
-It is an anonymous file (Linux's memfd), which others open by their view of the owner's descriptors. So it has no name
-that could be left behind, and is not bounded by the size of /dev/shm, which containers keep small.
+The memory is an anonymous file (Linux's memfd), which others open through the owner's /proc/PID/fd. It has no name that
+could be left behind, and is not bounded by the size of /dev/shm, which containers keep small.
 """
 
 import mmap
@@ -45,7 +45,7 @@ class SharedBlock:
         self.address = BlockAddress(platform.node(), os.getpid(), self._descriptor, inode, nbytes)
 
     def free(self) -> None:
-        """Remove the name: processes that have mapped the memory keep it, and no other can map it."""
+        """Close the descriptor: processes that have mapped the memory keep it, and no other can map it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -53,7 +53,7 @@ class SharedBlock:
 
 
 def map_block(address: BlockAddress) -> Tensor:
-    """uint8 `[nbytes]` of another process. Writes to it stay in this process."""
+    """Map a block of another process, uint8 `[nbytes]`. Writes to it stay in this process."""
     try:
         descriptor = os.open(address.path, os.O_RDONLY) if address.host == platform.node() else -1
     except OSError:

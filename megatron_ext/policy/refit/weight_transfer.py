@@ -1,7 +1,7 @@
 """Weights from the trainer to processes that hold the plain model, through buffers of bounded size.
 
-Weights are laid into buckets: one-dimensional byte buffers of at most `buffer_bytes` (a larger weight gets one of its
-own), with a row that says where in it each weight lies. A bucket travels in one of three ways:
+Weights are laid into buckets: one-dimensional byte buffers of at most `buffer_bytes` (a larger weight gets a bucket of
+its own), with a `Row` for each weight that says where it lies. A bucket travels in one of three ways:
 
     same host, CPU     a block of shared memory
     same GPU           a CUDA IPC handle of the buffer
@@ -47,7 +47,7 @@ class Row:
         return self.offset + -(-self.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The weight inside of the buffer, uint8 `[bytes]`."""
+        """View the weight in its bucket's `buffer`, uint8 `[bytes]`."""
         return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
@@ -55,7 +55,7 @@ Bucket = list[Row]
 
 
 def buckets(info: WeightInfo, buffer_bytes: float = math.inf) -> list[Bucket]:
-    """The weights in their order, as many to a bucket as fit."""
+    """Lay the weights into buckets, in their order, as many to a bucket as fit."""
     found: list[Bucket] = []
     for name, (shape, dtype) in info.items():
         row = Row(name, tuple(shape), dtype, found[-1][-1].end if found else 0)
@@ -68,7 +68,7 @@ def buckets(info: WeightInfo, buffer_bytes: float = math.inf) -> list[Bucket]:
 
 @dataclass(frozen=True)
 class CudaAddress:
-    """A buffer on the GPU of this id: what opens it, and with what."""
+    """Address of a buffer on the GPU with the id `device`: the function that opens it, and its arguments."""
 
     device: str
     rebuild: Callable[..., Tensor]
@@ -99,7 +99,7 @@ class HeldWeights:
         self.handle = WeightsHandle(bucket, where)
 
     def finish(self) -> None:
-        """Waits for the device: other processes do not."""
+        """Wait for the device, which other processes do not do."""
         if self.buffer.device.type == "cuda":
             torch.cuda.synchronize(self.buffer.device)
 
@@ -110,12 +110,12 @@ class HeldWeights:
 
 
 def read_weights(handle: WeightsHandle) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of a bucket of another process on this host: views of its memory.
+    """Yield names and weights of a bucket of another process on this host: views of its memory.
 
-    Ends when the GPU has done what was begun with them, since their owner may then use that memory for others.
+    The iterator ends after the GPU's work with the weights, since their owner may then reuse the memory.
 
     Raises:
-        ValueError: they are gone, or lie on another host or on a GPU that this process does not see.
+        ValueError: the weights are freed, or lie on another host or on a GPU that this process does not see.
     """
     where = handle.where
     buffer = _on_this_gpu(where) if isinstance(where, CudaAddress) else map_block(where)
@@ -125,7 +125,7 @@ def read_weights(handle: WeightsHandle) -> Iterator[tuple[str, Tensor]]:
 
 
 def _on_this_gpu(where: CudaAddress) -> Tensor:
-    """The owner's number of its GPU is not this process's."""
+    """Open the buffer under this process's number of the GPU, which may differ from the owner's."""
     seen = visible_devices()
     if where.device not in seen:
         raise ValueError(
@@ -139,7 +139,7 @@ def _on_this_gpu(where: CudaAddress) -> Tensor:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, handle: WeightsHandle) -> None:
-    """Copies a bucket into the parameters of a plain model of the same names, in their own dtype.
+    """Copy a bucket into a plain model's parameters of the same names, in the parameters' dtype.
 
     Raises:
         ValueError: the model lacks a weight, or has it in another shape.
@@ -151,8 +151,8 @@ def require_same_buckets(info: WeightInfo, group: JobsGroup, buffer_bytes: int) 
     """Check, before every broadcast, that all ranks of the group send and receive the same buckets.
 
     Raises:
-        ValueError: one of them would not; on every rank.
-        RuntimeError: one of them did not come in time, on every rank. The group is of no use then.
+        ValueError: on every rank, if the buckets of a rank differ.
+        RuntimeError: on every rank, if a rank did not come in time. The group is of no use then.
     """
     facts = [(name, tuple(shape), dtype) for name, (shape, dtype) in info.items()], buffer_bytes
     if different := group.differing(repr(facts)):
@@ -165,7 +165,7 @@ def require_same_buckets(info: WeightInfo, group: JobsGroup, buffer_bytes: int) 
 
 @torch.no_grad()
 def send_weights(weights: Iterable[tuple[str, Tensor]], info: WeightInfo, group: JobsGroup, buffer_bytes: int) -> None:
-    """Broadcasts the weights, whole and in the order of `info`, to the other ranks of the group, after
+    """Broadcast the weights, unsharded and in the order of `info`, to the other ranks of the group, after
     `require_same_buckets`; see `receive_weights`."""
     weights = iter(weights)
     for bucket in buckets(info, buffer_bytes):
@@ -178,14 +178,14 @@ def send_weights(weights: Iterable[tuple[str, Tensor]], info: WeightInfo, group:
 
 @torch.no_grad()
 def receive_weights(model: nn.Module, group: JobsGroup, info: WeightInfo, buffer_bytes: int) -> None:
-    """Copies what the trainer broadcasts into a plain model; `info` and `buffer_bytes` are the trainer's.
+    """Receive the weights that the trainer broadcasts into a plain model, with the trainer's `info`, `buffer_bytes`.
 
     Communicates: a digest of the buckets through the store at which the group met, then one broadcast a bucket.
 
     Raises:
         ValueError: a rank of the group was given another `info` or `buffer_bytes`, on every rank, before anything is
             sent; the model lacks a weight, or has it in another shape, after all has been received.
-        RuntimeError: as `require_same_buckets`, before anything is sent.
+        RuntimeError: as in `require_same_buckets`, before anything is sent.
     """
     receive_buckets(functools.partial(_copy_all, model.state_dict()), group, info, buffer_bytes)
 
@@ -193,13 +193,13 @@ def receive_weights(model: nn.Module, group: JobsGroup, info: WeightInfo, buffer
 def receive_buckets(
     take: Callable[[list[tuple[str, Tensor]]], None], group: JobsGroup, info: WeightInfo, buffer_bytes: int
 ) -> None:
-    """Gives `take` each bucket that the trainer broadcasts, names and weights, which share one buffer.
+    """Call `take` with each bucket that the trainer broadcasts: names and weights, which share one buffer.
 
-    What `take` raises comes after the last bucket, and nothing is given to it until then: the other ranks of the group
+    An error of `take` is raised after the last bucket, and `take` is not called again: the other ranks of the group
     wait for this one to receive.
 
     Raises:
-        ValueError, RuntimeError: as `require_same_buckets`.
+        ValueError, RuntimeError: as in `require_same_buckets`.
     """
     require_same_buckets(info, group, buffer_bytes)
     fault: Exception | None = None
@@ -217,7 +217,7 @@ def receive_buckets(
 def join_collective(
     ip: str, port: int, rank: int, world_size: int, device: torch.device | str = "cpu", timeout_s: float = 300
 ) -> JobsGroup:
-    """Joins the group of a trainer's `init_collective(ip, port, world_size)` as its rank `rank`, from 1."""
+    """Join the group of a trainer's `init_collective(ip, port, world_size)` as rank `rank`, at least 1."""
     return JobsGroup(ip, port, rank, world_size, device, timeout_s)
 
 

@@ -26,7 +26,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Checkpoints:
-    """The weights of a policy, its optimizer and its tokenizer in folders, and back."""
+    """Saving of a policy's weights, optimizer and tokenizer to folders, and loading."""
 
     def __init__(self, backend: Backend, trainer: Trainer, tokenizer: Any = None):
         self.backend, self.trainer, self.tokenizer = backend, trainer, tokenizer
@@ -39,20 +39,20 @@ class Checkpoints:
         checkpointing_cfg: Mapping[str, Any] | None = None,
         timer: Timer | None = None,
     ) -> None:
-        """Writes the weights, and where asked optimizer with schedule, and tokenizer, to folders of these names.
+        """Write the weights and, if their paths are given, optimizer with schedule, and tokenizer, to these folders.
 
-        Weights and optimizer change together, or not at all, and only when every rank sees all that was written; see
+        Weights and optimizer are replaced together or not at all, after every rank has seen all new files; see
         `megatron_ext.policy.checkpoint.sharded_files`. A path that is a link is followed.
 
         Args:
-            checkpointing_cfg: NeMo-RL's configuration of checkpoints. What asks for files of another kind is refused;
-                the other keys say when to save and what to keep, which is the caller's.
+            checkpointing_cfg: NeMo-RL's configuration of checkpoints. A key that asks for files of another kind is
+                refused; the other keys say when to save and what to keep, which the caller decides.
             timer: as NeMo-RL's, measures "save_checkpoint".
 
         Raises:
-            ValueError: the ranks do not share a path, or it holds something else; on every rank.
-            OSError: the files cannot be written, or read as they were written; on every rank.
-                What the paths held before is still there.
+            ValueError: on every rank, if the ranks do not share a path, or it holds something that is no checkpoint.
+            OSError: on every rank, if the files cannot be written, or read back as they were written.
+                The paths still hold what they held before.
         """
         if tokenizer_path is not None and self.tokenizer is None:
             raise ValueError("tokenizer_path without a tokenizer: pass the worker a tokenizer, or leave the path out")
@@ -73,11 +73,11 @@ class Checkpoints:
 
     @torch.no_grad()
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Reads what `save_checkpoint` wrote, in this or another layout. Executes nothing of it.
+        """Load what `save_checkpoint` wrote, in this layout of ranks or another one. No code in the files is executed.
 
         Raises:
             ValueError: on every rank, if it is incomplete, damaged, of another model or optimizer, or of two saves.
-                Nothing has changed.
+                The policy has not changed.
         """
         self.backend.refuse_reference("load_checkpoint()")
         self.trainer.refuse_open_step("load_checkpoint()")
@@ -107,7 +107,7 @@ class Checkpoints:
     def _optimizer_part(self, path: str) -> Part:
         optimizer, scheduler = self._optimizer()
         facts = {"scheduler": scheduler.state_dict(), "loss_scale": self.trainer.loss_scale.state_dict()}
-        if not optimizer.state:  # DCP would take a step to have something to save
+        if not optimizer.state:  # DCP would take an optimizer step to have a state
             return Part("optimizer", path, {}, {**facts, "groups": _groups(optimizer)})
         tensors, numbers = self._optimizer_state(optimizer)
         return Part("optimizer", path, self._as_global(tensors), {**facts, "numbers": _of_all_ranks(numbers)})
@@ -136,13 +136,13 @@ class Checkpoints:
         return self.trainer.optimizer, self.trainer.scheduler
 
     def _optimizer_state(self, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The optimizer's tensors, by "state.<weight>.<name>", and its numbers, by "param_groups.<weight>.<name>"."""
+        """Return the optimizer's tensors by "state.<weight>.<name>", its numbers by "param_groups.<weight>.<name>"."""
         flat: dict[str, Any] = get_optimizer_state_dict(self.backend.model, optimizer, options=_FLAT)
         tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
         return tensors, {name: x for name, x in flat.items() if name not in tensors}
 
     def _as_global(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Each of them cut like its weight; numbers (the step) are the same everywhere."""
+        """Return each tensor sharded like its weight; a 0-d one (the step) is the same on every rank."""
         found = {}
         for name, x in tensors.items():
             weight = name.removeprefix("state.").rpartition(".")[0]
@@ -151,7 +151,7 @@ class Checkpoints:
 
 
 def _check_facts(path: str, facts: Any, schedule: Mapping[str, Any]) -> None:
-    """Refuse facts that can be told without the optimizer's own state."""
+    """Refuse the faults of facts that show without the optimizer's own state."""
     check_kinds(path, facts)
     _same_keys(path, "schedule", facts["scheduler"], schedule)
     check_like(path, "scheduler", facts["scheduler"], schedule)
@@ -191,7 +191,7 @@ def _of_all_ranks(numbers: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_format(checkpointing: Mapping[str, Any]) -> None:
-    """Raises ValueError where NeMo-RL's configuration asks for files that `save_checkpoint` does not write."""
+    """Raise ValueError if NeMo-RL's configuration asks for files that `save_checkpoint` does not write."""
     for key in ("model_save_format", "save_consolidated", "is_peft", "is_async"):
         if checkpointing.get(key) not in (None, "torch_save" if key == "model_save_format" else False):
             raise ValueError(

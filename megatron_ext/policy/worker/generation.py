@@ -34,7 +34,7 @@ class Generation:
 
     @torch.no_grad()
     def prepare_for_generation(self) -> None:
-        """Every rank makes a whole copy of the model, in `precision`, with the weights as they are now.
+        """Make an unsharded copy of the model on every rank, in `precision`, with the current weights.
 
         Memory: the whole model on every rank, until `finish_generation`.
 
@@ -62,7 +62,7 @@ class Generation:
         self.generator = generator
 
     def finish_generation(self) -> None:
-        """Frees the copy."""
+        """Free the copy of the model."""
         self.generator = None
 
     @torch.no_grad()
@@ -73,25 +73,25 @@ class Generation:
         seed: int | None = None,
         rows: Sequence[int] | None = None,
     ) -> BatchedDataDict:
-        """Answers to prompts, of the settings in `generation`: `max_new_tokens`, `temperature`, `top_k`, `top_p`,
-        `stop_token_ids`.
+        """Generate answers to prompts by the settings in `generation`: `max_new_tokens`, `temperature`, `top_k`,
+        `top_p`, `stop_token_ids`.
 
         Args:
             data: this rank's right-padded prompts, `input_ids` `[B, S]` and `input_lengths` `[B]`. Every rank may have
                 rows of its own: each has the whole model.
             greedy: the likeliest tokens, instead of drawn ones.
-            seed: of what is drawn; None: another one with each call, from the configuration's.
-            rows: the numbers of the rows in the whole batch, which with the seed say what they draw; None: from 0.
+            seed: the seed of the draws; None: a new one for each call, derived from the configuration's.
+            rows: the rows' numbers in the whole batch, which with the seed determine the draws; None: 0, 1, ...
 
         Returns:
             On the CPU, "output_ids" `[B, T]`: prompts and answers, right-padded; "generation_lengths" and
-            "unpadded_sequence_lengths" `[B]`: tokens of the answers, and of both; "logprobs" fp32 `[B, T]`: of the
-            answers' tokens, 0 elsewhere, what `get_logprobs` gives, as far as `precision` goes.
+            "unpadded_sequence_lengths" `[B]`: tokens of the answers, and of both; "logprobs" fp32 `[B, T]`: those of
+            the answers' tokens, equal to `get_logprobs` up to rounding in `precision`, 0 elsewhere.
 
-        Communicates: nothing after `prepare_for_generation`; else what that does, before and not after.
+        Communicates: nothing after `prepare_for_generation`; without it, first what that communicates.
 
         Raises:
-            ValueError: prompts or settings that cannot be used; of prompts on this rank alone.
+            ValueError: prompts or settings cannot be used; for prompts, on this rank alone.
         """
         ends = stopping(self.config, self.tokenizer)
         prepared = self.generator is not None
@@ -115,7 +115,7 @@ class Generation:
 def _generated(model: Any, batch: BatchedDataDict, ends: Stopping, sampler: Sampler) -> BatchedDataDict:
     lengths_B, width = batch["input_lengths"], batch["input_ids"].shape[1]
     column_S = torch.arange(width, device=lengths_B.device)
-    # transformers goes on at the right end: prompts stand there while it runs.
+    # transformers appends at the right end: prompts are left-padded while it runs.
     shift_B1 = (width - lengths_B)[:, None]
     is_token_BS = column_S >= shift_B1
     place_BS = (column_S - shift_B1).clamp(min=0)
@@ -137,7 +137,7 @@ def _generated(model: Any, batch: BatchedDataDict, ends: Stopping, sampler: Samp
     own = model.generation_config.eos_token_id  # None, one, or a list
     stops = answers_BN.new_tensor(ends.stop_token_ids or ([] if own is None else own))
     stopped_BN = torch.isin(answers_BN, stops)
-    # A token counts where none of those before it ended the row.
+    # A token counts if no token before it ended the row.
     counts_BN = (stopped_BN.long().cumsum(1) - stopped_BN.long()) == 0
     new_B = counts_BN.sum(1)
     total_B = lengths_B + new_B
@@ -159,8 +159,8 @@ def _generated(model: Any, batch: BatchedDataDict, ends: Stopping, sampler: Samp
 
 
 def _keep_stops(model: Any) -> None:
-    """Keep of the model's generation config only where generation stops: penalties and the like would change what is
-    drawn, and not what is scored."""
+    """Reduce the model's generation config to its stop tokens and its kind of cache: penalties and the like would
+    change the draws, and not the scores."""
     own = model.generation_config
     kept = {"eos_token_id": own.eos_token_id, "cache_implementation": getattr(own, "cache_implementation", None)}
     model.generation_config = type(own)(**kept)

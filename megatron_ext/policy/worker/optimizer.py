@@ -15,7 +15,7 @@ GROWTH_STEPS = 1000
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], description: Mapping[str, Any] | None) -> Optimizer:
-    """The optimizer of `{"name": "torch.optim.AdamW", "kwargs": {...}}`."""
+    """Make the optimizer that `{"name": "torch.optim.AdamW", "kwargs": {...}}` describes."""
     if not description or "name" not in description:
         raise ValueError(
             f"optimizer is {description!r}: pass {{'name': 'torch.optim.AdamW', 'kwargs': {{'lr': 1e-5}}}}"
@@ -31,8 +31,8 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], description: Mappin
 def make_scheduler(
     optimizer: Optimizer, description: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 ) -> LRScheduler:
-    """The schedule of `{"name": ..., "kwargs": ...}`, or of a list of such with one `{"milestones": [...]}` where one
-    follows another. None: the learning rate stays.
+    """Make the schedule that `{"name": ..., "kwargs": ...}` describes, or a sequence of them: a list with one entry
+    `{"milestones": [...]}`, the steps at which the next schedule begins. None: the learning rate is constant.
     """
     if description is None:
         return LambdaLR(optimizer, lr_lambda=lambda step: 1.0)
@@ -54,10 +54,10 @@ def make_scheduler(
 
 
 class LossScale:
-    """Loss scale without overflow: halved where gradients are not finite, doubled after good steps.
+    """Loss scale against overflow: halved if gradients are not finite, doubled after `GROWTH_STEPS` good steps.
 
-    Every rank sees the same norms, so that all have the same scale. Not `dynamic`: always 1. (Micikevicius et al.,
-    "Mixed precision training", 2018.)
+    Every rank sees the same norms, so that all have the same scale. If not `dynamic`, the scale is always 1.
+    (Micikevicius et al., "Mixed precision training", 2018.)
     """
 
     def __init__(self, dynamic: bool):
@@ -65,7 +65,7 @@ class LossScale:
         self._dynamic, self._good_steps = dynamic, 0
 
     def state_dict(self) -> dict[str, float]:
-        """Empty unless it is dynamic: a scale of 1 is no place to begin for one that is."""
+        """Return the state; empty if not dynamic, since a dynamic scale that loads it should not begin at 1."""
         if not self._dynamic:
             return {}
         return {"value": self.value, "good_steps": self._good_steps}
@@ -75,7 +75,7 @@ class LossScale:
             self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
     def overflowed(self, norm: float) -> bool:
-        """Return whether a step with gradients of this norm must be left out since the scale was too large."""
+        """Adapt the scale to this gradient norm; return whether the step must be skipped as the scale was too large."""
         if not self._dynamic:
             return False
         if math.isfinite(norm):
@@ -85,4 +85,4 @@ class LossScale:
             return False
         self._good_steps = 0
         self.value /= 2
-        return self.value >= 1  # below that it is not the scale's fault
+        return self.value >= 1  # below 1 the scale is not the cause

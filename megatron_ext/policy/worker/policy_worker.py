@@ -1,10 +1,10 @@
 """The policy worker: one rank's part of a policy is trained, scored, sampled, saved and refitted.
 
 A worker has parts, each with the state that is its own: a `Backend` (the model), a `Scorer`, a `Trainer` (the
-optimizer), a `Refitter` (weights for generators), a `Generation` and `Checkpoints`. Its methods are theirs, under the
-names of NeMo-RL's `DTensorPolicyWorker`, but: losses get log-probabilities unless they ask for logits, the handles of
-weights are for our `load_weights`, `prepare_refit_info` always has an answer, and what NeMo-RL's worker calls only
-itself is missing. Here are the methods that move parts between a GPU and the host, and the rank's device.
+optimizer), a `Refitter` (weights for generators), a `Generation` and `Checkpoints`. Its methods are those of the parts,
+under the names of NeMo-RL's `DTensorPolicyWorker`, with these differences: losses get log-probabilities unless they ask
+for logits, the handles of weights are for our `load_weights`, `prepare_refit_info` never returns None, and methods that
+only NeMo-RL's worker itself calls are missing. This module adds the methods that move parts between a GPU and the host.
 
 Legend: B rows of this data-parallel rank, S positions. Global ranks go through the mesh (dp, cp, tp), tp fastest.
 """
@@ -34,7 +34,7 @@ from megatron_ext.sequence import cp_utils
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_PARTS: dict[str, str] = {}  # the part that has a worker's method, by the method's name
+_PARTS: dict[str, str] = {}  # by the name of a worker's method, the part that has it
 
 
 class NemoRLArguments(TypedDict, total=False):
@@ -46,7 +46,7 @@ class NemoRLArguments(TypedDict, total=False):
 
 
 def _method(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """The method of a worker that calls this method of its part, with the same signature and docstring."""
+    """Make the worker's method that calls this method of a part, with the same signature and docstring."""
     _PARTS[method.__name__] = part
 
     @wraps(method)
@@ -59,32 +59,32 @@ def _method(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Con
     def iterate(self: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
         yield from cast(Iterator[Any], call(self, *args, **kwargs))
 
-    return iterate if inspect.isgeneratorfunction(method) else call  # Ray's actors hand on what a generator yields
+    return iterate if inspect.isgeneratorfunction(method) else call  # Ray's actors pass on what a generator yields
 
 
 def _attribute(name: str) -> Any:
-    """The attribute of a worker that is `part.attribute`: to set it sets that."""
+    """Make the worker's attribute that reads and sets `part.attribute`."""
     part, _, own = name.partition(".")
     return property(attrgetter(name), lambda worker, value: setattr(getattr(worker, part), own, value))
 
 
 class PolicyWorker:
-    """A policy's model, optimizer and reference model, as far as they lie on this rank.
+    """One rank's part of a policy's model, optimizer and reference model.
 
-    Runs under torchrun, in an actor, or in a process alone: it joins the default process group, or makes it (NCCL on
-    GPUs, gloo on the CPU). All ranks call every method, with the same arguments but for `data`.
+    A worker runs under torchrun, in an actor, or in a process alone: it joins the default process group, or makes it
+    (NCCL on GPUs, gloo on the CPU). All ranks must call every method, with the same arguments except `data`.
 
     Args:
         config: the keys of `megatron_ext.policy.config.read_config`.
-        tokenizer: saved with checkpoints where it is asked for; else not needed.
+        tokenizer: saved by `save_checkpoint` to a `tokenizer_path`; `generate` reads its `pad_token_id`. May be None.
         weights_path, optimizer_path: a checkpoint to begin with.
-        init_optimizer: False for a policy that is only scored with.
+        init_optimizer: False for a policy that does not train.
         init_reference_model: keep a copy of the first weights in host memory, as the reference policy.
         others: `processor`, `worker_sharding_annotations` and `pre_init_communication_queue`, which NeMo-RL passes;
             nothing depends on them.
 
     Raises:
-        TypeError: there is no such argument.
+        TypeError: an argument is unknown.
         ValueError: the configuration, or a checkpoint, cannot be used.
     """
 
@@ -120,7 +120,7 @@ class PolicyWorker:
             raise
 
     def _call_overrides_from_parts(self) -> None:
-        """Give each part the methods by which a subclass replaces its own."""
+        """Let each part call the methods that a subclass of the worker overrides, instead of the part's own."""
         for name, part in _PARTS.items():
             if getattr(type(self), name) is not getattr(PolicyWorker, name):
                 setattr(getattr(self, part), name, getattr(self, name))
@@ -128,7 +128,7 @@ class PolicyWorker:
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={self.rank}]"
 
-    settings = property(attrgetter("backend.settings"))  # which all parts have read: a worker keeps those it began with
+    settings = property(attrgetter("backend.settings"))  # read-only: all parts have read them
     cfg, device, rank = _attribute("generation.config"), _attribute("backend.device"), _attribute("backend.rank")
     mesh, dp_rank, dp_size = _attribute("backend.mesh"), _attribute("backend.dp_rank"), _attribute("backend.dp_size")
     model, reference = _attribute("backend.model"), _attribute("backend.reference")
@@ -170,7 +170,7 @@ class PolicyWorker:
     load_checkpoint = _method("checkpoints", Checkpoints.load_checkpoint)
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Model on the device, optimizer in host memory; with `keep_train_buffers` it stays where it is.
+        """Move the model to the device and, without `keep_train_buffers`, the optimizer to host memory.
 
         The gradients of an open training step are kept in either case.
         """
@@ -180,7 +180,7 @@ class PolicyWorker:
             self.offload_before_refit()
 
     def prepare_for_training(self) -> None:
-        """Model and optimizer on the device."""
+        """Move model and optimizer to the device."""
         self.backend.move_model(self.device)
         self.model.train()
         if not self.settings.cpu_offload:
@@ -191,19 +191,19 @@ class PolicyWorker:
         """Do nothing: NeMo-RL's callers call it after training. Moves are made by `offload_before_refit`."""
 
     def finish_inference(self) -> None:
-        """Model to host memory, after scores that are all for now."""
+        """Move the model to host memory, after scoring."""
         self.trainer.refuse_open_step("finish_inference()")
         self.backend.move_model(torch.device("cpu"))
         self.model.eval()
         device_memory.free_cached_memory(self.device)
 
     def offload_before_refit(self) -> None:
-        """Optimizer to host memory."""
+        """Move the optimizer to host memory."""
         device_memory.move_optimizer(self.optimizer, torch.device("cpu"))
         device_memory.free_cached_memory(self.device)
 
     def offload_after_refit(self) -> None:
-        """Model and optimizer to host memory; weights that were shared with other processes are released."""
+        """Move model and optimizer to host memory, and free the weights that were shared with other processes."""
         self.trainer.refuse_open_step("offload_after_refit()")
         self.refitter.free_held()
         self.backend.move_model(torch.device("cpu"))
@@ -211,18 +211,18 @@ class PolicyWorker:
         self.offload_before_refit()
 
     def return_state_dict(self) -> dict[str, Tensor]:
-        """The weights by name: DTensors that share the model's memory, or the same on all ranks."""
+        """Return the weights by name: DTensors, or tensors alike on all ranks, that share the model's memory."""
         return self.backend.state()
 
     def return_model_config(self) -> Any:
-        """The model's configuration: transformers' or Megatron's object."""
+        """Return the model's configuration: transformers' or Megatron's object."""
         return self.model.config
 
     def is_alive(self) -> bool:
         return True
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """This rank's device by name, and its memory in MiB; on the CPU without."""
+        """Return this rank's device, its host and, on a GPU, its memory in MiB."""
         info = {"rank": self.rank, "world_size": dist.get_world_size(), "device": str(self.device)}
         info |= {"device_id": device_memory.device_id(self.device), "node": platform.node()}
         if self.device.type == "cuda":
@@ -244,7 +244,7 @@ class PolicyWorker:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def report_device_id(self) -> str:
-        """ "GPU-..." as NVML has it, or "CPU-" and the name of the host."""
+        """Return "GPU-..." as in NVML, or "CPU-" and the name of the host."""
         return device_memory.device_id(self.device)
 
     def reset_peak_memory_stats(self) -> None:
@@ -252,33 +252,33 @@ class PolicyWorker:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def start_gpu_profiling(self) -> None:
-        """Starts CUDA's profiler; does nothing on the CPU."""
+        """Start CUDA's profiler; do nothing on the CPU."""
         if self.device.type == "cuda":
             torch.cuda.profiler.start()
 
     def stop_gpu_profiling(self) -> None:
-        """Stops CUDA's profiler; does nothing on the CPU."""
+        """Stop CUDA's profiler; do nothing on the CPU."""
         if self.device.type == "cuda":
             torch.cuda.profiler.stop()
 
     def move_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
-        """The model, parameters and buffers, on `device`; the same object."""
+        """Move the model's parameters and buffers to `device`, and return the model."""
         return self.move_buffer_to_device(model, device).to(device)
 
     def move_to_cuda(self, model: nn.Module) -> nn.Module:
-        """The model on this rank's device: its GPU, or the CPU where the worker runs without one."""
+        """Move the model to this rank's device, its GPU or else the CPU, and return the model."""
         model = self.move_to_device(model, self.device)
         device_memory.free_cached_memory(self.device)
         return model
 
     def move_to_cpu(self, model: nn.Module) -> nn.Module:
-        """The model in host memory."""
+        """Move the model to host memory, and return it."""
         model = self.move_to_device(model, "cpu")
         device_memory.free_cached_memory(self.device)
         return model
 
     def move_buffer_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
-        """The model with its buffers on `device`, which FSDP2 leaves behind; the same object."""
+        """Move the model's buffers, which FSDP2 leaves behind, to `device`, and return the model."""
         device_memory.move_buffers(model, torch.device(device))
         return model
 
@@ -287,12 +287,12 @@ class PolicyWorker:
     @staticmethod
     @contextmanager
     def train_context(cp_context: AbstractContextManager[Any] | None = None) -> Iterator[None]:
-        """The context of a pass through the model: `cp_context`, of `create_context_parallel_ctx`, or an empty one."""
+        """Enter the context of a pass: `cp_context`, made by `create_context_parallel_ctx`, or an empty one."""
         with cp_utils.get_train_context(False, False, cp_context):
             yield
 
     def shutdown(self) -> None:
-        """Leaves nothing behind that outlives this process."""
+        """Free shared weights and the generator's copy, and close the backend's groups."""
         self.refitter.close()
         self.finish_generation()
         self.backend.close()

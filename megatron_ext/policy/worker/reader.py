@@ -1,18 +1,18 @@
-"""Numbers that are read of the model for the rows of a micro-batch, and the inputs that a loss function gets of them.
+"""Outputs of the model for the rows of a micro-batch, and the inputs of a loss function that are made of them.
 
-Without an `input_type` a loss function is called as `LossFunction` says. With one, of `LossInputType` or NeMo-RL's,
-which have the same values, as NeMo-RL calls its losses: `loss_fn(data=..., global_valid_seqs=..., ...)` with
+A loss function without an `input_type` is called as `LossFunction` says. With one, of `LossInputType` or of NeMo-RL's
+enum of the same values, it is called as by NeMo-RL: `loss_fn(data=..., global_valid_seqs=..., ...)` with
 
     "logprob"       next_token_logprobs `[B, S - 1]`
-    "logit"         logits `[B, S, V]`, of the whole vocabulary on every rank: they are made, and gathered
-                    of a reward model `[B, 1]`, of each row
+    "logit"         logits `[B, S, V]`, stored, and gathered to the whole vocabulary on every rank;
+                    of a reward model `[B, 1]`, one for each row
     "distillation"  student_topk_logprobs, teacher_topk_logprobs `[B, S - 1, K]`, and H_all `[B, S - 1]` (sums of
-                    p log p) or None, of the loss's `zero_outside_topk` and `kl_type`
+                    p log p) or None, depending on the loss's `zero_outside_topk` and `kl_type`
 
-The temperature has divided the logits of all. Under top-k or top-p log-probabilities of tokens that are not kept are 0,
-without a gradient, and where the loss has a `reference_policy_kl_penalty` the data get "curr_logprobs_unfiltered",
-those of the whole distribution. With `kept_token_ids` `[B, S, K]` among the data, the ids that the generator kept where
-it drew each token (-1 for none), log-probabilities are among these; tokens without any have 0.
+All logits are divided by the temperature. With top-k or top-p the log-probability of a token that is not kept is 0,
+without a gradient, and if the loss has a `reference_policy_kl_penalty` the data get "curr_logprobs_unfiltered", the
+log-probabilities of the unfiltered distribution. If the data have `kept_token_ids` `[B, S, K]`, the ids that the
+generator kept for each draw (-1 for none), probabilities are normalised over these; a token without any has 0.
 
 Legend: B rows, S positions, V vocabulary, K ids per token.
 """
@@ -31,25 +31,25 @@ from megatron_ext.policy.data.batch import KEPT_IDS, BatchedDataDict, Rows, insi
 from megatron_ext.policy.losses.worker_protocol import LossInputType, rows_together
 
 Divisors = Mapping[str, Tensor]  # `Counts` by name, in its order
-# Of what was read, its micro-batch, and the counts that the loss divides by: loss and metrics.
+# Called with the model's output, its micro-batch and the counts that the loss divides by; returns loss and metrics.
 MicroBatchLoss = Callable[[Tensor, BatchedDataDict, Divisors], Any]
 
 
 class MicroBatchReader:
-    """The model's outputs at the tokens of a micro-batch; all ranks of a model ask for the same."""
+    """Reader of the model's outputs for a micro-batch; all ranks that share the model must read the same."""
 
     def __init__(self, backend: Backend):
         self.backend, self.settings = backend, backend.settings
 
     def narrows(self, micro_batch: BatchedDataDict) -> bool:
-        """Return whether log-probabilities are of tokens that top-k and top-p leave, or that a generator kept. The
-        reference's are not: it would leave others."""
+        """Return whether log-probabilities are normalised over the tokens that top-k and top-p, or a generator, kept.
+        The reference's are not: its filters would keep other tokens."""
         filters = self.settings.top_k is not None or self.settings.top_p < 1
         return (filters or KEPT_IDS in micro_batch) and not self.backend.has_reference_weights
 
     def log_probs(self, micro_batch: BatchedDataDict, with_plain: bool = False) -> Tensor:
-        """fp32 `[B, S]`: of each token given those before it; 0 for the first, behind a row's end, and for tokens that
-        the filters do not keep. `with_plain`: `[B, S, 2]`, beside them those of the whole distribution.
+        """Return each token's log-probability, fp32 `[B, S]`; 0 for the first token, behind a row's end, and for tokens
+        that are not kept. `with_plain`: `[B, S, 2]`, with those of the unfiltered distribution as the second.
         """
         settings = self.settings
         if settings.gives_rewards:
@@ -70,7 +70,7 @@ class MicroBatchReader:
 
         labels = self._labels_that_count(rows, micro_batch)
         beside = None
-        if narrowed and KEPT_IDS in micro_batch:  # of what each position predicts: 0 for none, as where it pads
+        if narrowed and KEPT_IDS in micro_batch:  # ids of the next token, plus 1: 0 is none, as in padding
             beside = rows.laid(F.pad(micro_batch[KEPT_IDS][:, 1:].long() + 1, (0, 0, 0, 1)))
         found = self.backend.read_out(ReadRequest(rows, readouts, 1 + with_plain, beside, labels))
         if narrowed:
@@ -84,16 +84,16 @@ class MicroBatchReader:
         columns: int,
         beside: Tensor | None = None,
     ) -> Tensor:
-        """`[B, S, columns]`: at each position, of its label and of `beside` `[B, S, K]`; see `ReadRequest`. 0
-        behind a row's end, and with `beside`, which losses ask for, where the masks leave out what is predicted."""
+        """Return read-outs `[B, S, columns]` of each position's label and `beside` `[B, S, K]`; see `ReadRequest`. 0
+        behind a row's end; with `beside`, which losses pass, the labels that masks leave out may be skipped."""
         rows, given, labels = self.backend.rows(micro_batch), None, None
         if beside is not None:
             given, labels = rows.laid(beside), self._labels_that_count(rows, micro_batch)
         return rows.at_positions(self.backend.read_out(ReadRequest(rows, readouts, columns, given, labels)))
 
     def logits(self, micro_batch: BatchedDataDict) -> Tensor:
-        """fp32 `[B, S, V]`: the logits of each position, of the whole vocabulary on every rank, which holds them all;
-        of a reward model `[B, S, 1]`. 0 behind a row's end."""
+        """Return the logits, fp32 `[B, S, V]`, stored for the whole vocabulary on every rank; of a reward model
+        `[B, S, 1]`. 0 behind a row's end."""
         if (bits := self.settings.bits) not in (None, "fast"):
             raise ValueError(
                 f'bits is "{bits}", by that key or by batch_invariant_mode, and the loss asks for logits of the '
@@ -109,7 +109,7 @@ class MicroBatchReader:
         return rows.at_positions(self.backend.whole_logits(rows, columns))
 
     def last_tokens(self, data: Mapping[str, Any]) -> Tensor:
-        """`[B]`: the place whose number is a row's, as transformers has it: its last token that is not padding."""
+        """Return `[B]`, the position whose output is a row's reward, as in transformers: its last non-padding token."""
         config: Any = self.backend.model.config
         tokens_BS, counts_BS = data["input_ids"], inside_rows(data)
         if (padding := config.get_text_config().pad_token_id) is not None:
@@ -117,8 +117,8 @@ class MicroBatchReader:
         return (torch.arange(tokens_BS.shape[1], device=tokens_BS.device) * counts_BS).amax(1)
 
     def _labels_that_count(self, rows: Rows, micro_batch: BatchedDataDict) -> Tensor | None:
-        """The tokens, -100 where the masks leave one out, if products are to be of the others alone. A bound says how
-        many the masks leave, and nothing where there are none."""
+        """Return the tokens, -100 where masks leave one out, if `skip_masked_tokens` is set; else None. Without a
+        `token_mask` a bound skips nothing: it bounds the tokens that masks leave."""
         skip = self.settings.skip_masked_tokens
         bounded = not isinstance(skip, bool)
         return rows.labels_that_count(micro_batch) if skip and (not bounded or "token_mask" in micro_batch) else None
@@ -155,7 +155,7 @@ def _log_probs(reader: MicroBatchReader, loss_fn: Any, by_keywords: bool) -> Los
         return reader.log_probs(micro_batch, penalized and reader.narrows(micro_batch))
 
     def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
-        if by_keywords:  # NeMo-RL's have none of the first token
+        if by_keywords:  # NeMo-RL's losses take none for the first token
             found = found[:, 1:]
         if found.dim() == 3:
             micro_batch["curr_logprobs_unfiltered"], found = found[..., 1], found[..., 0]

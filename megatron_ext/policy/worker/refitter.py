@@ -18,7 +18,7 @@ from megatron_ext.policy.refit import weight_transfer
 
 
 class Refitter:
-    """The weights of a policy for generators, with what it has laid open for them, and the group they meet in."""
+    """The weights of a policy for generators, the bucket that is shared with them, and the group for broadcasts."""
 
     def __init__(self, backend: Backend):
         self.backend, self.settings = backend, backend.settings
@@ -26,20 +26,20 @@ class Refitter:
         self.to_generators: JobsGroup | None = None
 
     def prepare_refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Names, whole shapes and dtype of the weights that generators get, in order."""
+        """Return names, unsharded shapes and dtype of the weights that generators get, in order."""
         return {name: (x.shape, self.settings.dtype) for name, x in self.backend.exports().items()}
 
     @torch.no_grad()
     def iter_weights(self, hub_names: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Every weight that generators get, whole, in `precision`: its name and `[...]` on this rank's device.
+        """Yield the name of every weight that generators get, and the weight, unsharded in `precision` on the device.
 
-        For generators of other kinds than those that this module serves. Each is made when it is asked for, and all
-        ranks must take all of them. It may share the model's memory: copy what training must not change.
+        For generators that this module does not serve itself. Each weight is made when it is asked for, and all ranks
+        must iterate to the end. A weight may share memory with the model: copy it if it must outlive the next step.
 
         Args:
-            hub_names: the names that files on the Hugging Face Hub have, as vLLM's `load_weights` takes them: each
-                expert by itself. Else those of `prepare_refit_info()`. Queries, keys and values, gate and up
-                come each by itself in either case; who keeps them fused joins them.
+            hub_names: True: the names of files on the Hugging Face Hub, as vLLM's `load_weights` takes them, with each
+                expert by itself; False: those of `prepare_refit_info()`. Queries, keys and values, and gate and up, are
+                separate weights in both cases; a generator that keeps them fused must join them.
 
         Communicates: the all-gathers that make each weight whole.
         """
@@ -51,7 +51,7 @@ class Refitter:
     def iter_weight_buckets(
         self, buffer_bytes: int | None = None, hub_names: bool = True
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield weights in lists of at most `buffer_bytes` (None: `refit_buffer_bytes`); a larger one alone."""
+        """Yield weights in lists of at most `buffer_bytes` (None: `refit_buffer_bytes`); a larger weight is alone."""
         limit = self.settings.refit_buffer_bytes
         if buffer_bytes is not None:
             limit = check_positive("buffer_bytes", buffer_bytes)
@@ -70,7 +70,7 @@ class Refitter:
         return hub_rename(model_factories(settings.model, settings.gives_rewards, settings.config_overrides).make_empty)
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """The size of each weight in bytes, and how many of them should be asked for at a time."""
+        """Return the name and size in bytes of each weight, and the bytes that should be asked for at a time."""
         self.backend.move_model(self.backend.device)
         sizes = [(name, shape.numel() * dtype.itemsize) for name, (shape, dtype) in self.prepare_refit_info().items()]
         return sizes, float(self.settings.refit_buffer_bytes)
@@ -79,18 +79,18 @@ class Refitter:
     def get_weights_ipc_handles(
         self, keys: Iterable[str], devices: Collection[str] | None = None
     ) -> dict[str, weight_transfer.WeightsHandle]:
-        """Lays these weights open, whole, for processes on the same device: by its id what `load_weights` takes.
+        """Share these weights, unsharded, with processes on the same device; return `load_weights`'s handle by its id.
 
-        The last ones are gone then. One rank of each device shares them, and the others return {}.
+        Weights shared before are freed. One rank of each device shares the weights, and the others return {}.
 
         Args:
             keys: names of `prepare_refit_info()`.
-            devices: only on those of these ids (see `report_device_id`), the same on all ranks; None: on each.
+            devices: ids of the devices to share on (see `report_device_id`), the same on all ranks; None: all.
 
         Communicates: the all-gathers that make each weight whole; the ids of the devices, with the arguments.
 
         Raises:
-            ValueError: a name that the model lacks; or other arguments on another rank, on every rank.
+            ValueError: on every rank, if the model lacks a name, or another rank has other arguments.
         """
         self.backend.refuse_reference("get_weights_ipc_handles()")
         self.free_held()
@@ -128,10 +128,10 @@ class Refitter:
         return {here: self.held.handle}
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Rank 0 joins the generators, who call `join_collective`, in a group of `world_size`, as its rank 0.
+        """Let rank 0 join the generators, which call `join_collective`, as rank 0 of a group of `world_size`.
 
         Raises:
-            RuntimeError: they did not all come in time; on every rank.
+            RuntimeError: on every rank, if a generator did not come in time.
         """
 
         def join() -> None:
@@ -143,14 +143,14 @@ class Refitter:
 
     @torch.no_grad()
     def broadcast_weights_for_collective(self) -> None:
-        """Sends all weights to the generators, who call `receive_weights`.
+        """Send all weights to the generators, which call `receive_weights`.
 
         Communicates: the all-gathers that make each weight whole; one broadcast for each bucket of weights, of
         `refit_buffer_bytes` at most; two collectives of a few bytes.
 
         Raises:
-            ValueError: before `init_collective`, or a generator expects other buckets; on every rank.
-            RuntimeError: a generator did not come in time, on every rank; then `init_collective` must come again.
+            ValueError: on every rank, before `init_collective`, or if a generator expects other buckets.
+            RuntimeError: on every rank, if a generator did not come in time; call `init_collective` again then.
         """
         self.backend.refuse_reference("broadcast_weights_for_collective()")
         info, budget = self.prepare_refit_info(), self.settings.refit_buffer_bytes
@@ -173,7 +173,7 @@ class Refitter:
                 pass
 
     def free_held(self) -> None:
-        """Free the weights that were laid open for processes on the same device."""
+        """Free the weights that were shared with processes on the same device."""
         if self.held is not None:
             self.held.free()
             self.held = None

@@ -1,8 +1,8 @@
 """A sampler for transformers' `generate` that draws from the distribution that training scores.
 
-A token is drawn from the softmax of `logits / temperature`, of which top-k and then top-p keep some, ties of the last
-one included (as vLLM does): the distribution that `get_logprobs` scores. Every row draws from a random sequence of its
-own, so that what it gets depends neither on the rows beside it nor on the rank that it lies on.
+A token is drawn from the softmax of `logits / temperature` over the tokens that top-k and then top-p keep, ties of the
+last one included (as vLLM does): the distribution that `get_logprobs` scores. Every row draws from a random sequence of
+its own, so that its draws depend neither on the rows beside it nor on the rank.
 
 Legend: B rows, V vocabulary.
 """
@@ -20,11 +20,11 @@ from megatron_ext.reference import kept
 
 
 class Stopping(NamedTuple):
-    """NeMo-RL's `generation` part of a configuration, as far as it says where a row ends.
+    """The settings of NeMo-RL's `generation` configuration that say where a row ends.
 
     Attributes:
-        stop_token_ids: end a row, and count as its last token; empty: those of the model's own generation config.
-        pad_token_id: stands behind the end of a row.
+        stop_token_ids: ids that end a row, as its last token; empty: those of the model's own generation config.
+        pad_token_id: the id behind the end of a row.
     """
 
     max_new_tokens: int
@@ -33,7 +33,7 @@ class Stopping(NamedTuple):
 
 
 def stopping(config: Mapping[str, Any], tokenizer: Any) -> Stopping:
-    """Read it from a worker's configuration."""
+    """Read `Stopping` from a worker's configuration."""
     generation = config.get("generation") or {}
     if generation.get("stop_strings"):
         raise ValueError("generation.stop_strings are set: generate() stops at token ids; set stop_token_ids")
@@ -46,7 +46,7 @@ def stopping(config: Mapping[str, Any], tokenizer: Any) -> Stopping:
 
 
 def pad_token_of(config: Mapping[str, Any], tokenizer: Any) -> int:
-    """The configuration's, else the tokenizer's, else 0."""
+    """Return the id of padding: the configuration's, else the tokenizer's, else 0."""
     found = (config.get("generation") or {}).get("_pad_token_id")
     found = getattr(tokenizer, "pad_token_id", None) if found is None else found
     return 0 if found is None else found
@@ -55,10 +55,10 @@ def pad_token_of(config: Mapping[str, Any], tokenizer: Any) -> int:
 class Sampler:
     """A logits processor of transformers that draws the tokens itself: its scores are largest at the drawn ones.
 
-    So `generate` runs with `do_sample=False`. `log_probs(tokens)` is asked once at the end.
+    `generate` must run with `do_sample=False`. Call `log_probs()` at the end.
 
     Args:
-        seeds: of each row's random sequence; None: no sampling, the likeliest token.
+        seeds: the seed of each row's random sequence; None: no sampling, the likeliest token.
     """
 
     def __init__(self, settings: Settings, seeds: Sequence[int] | None, device: torch.device):
@@ -78,16 +78,16 @@ class Sampler:
         return torch.full_like(scores, -torch.inf).scatter(-1, drawn_B[:, None], 0.0)
 
     def log_probs(self) -> Tensor:
-        """fp32 `[B, steps]`: of the tokens that were drawn, also behind the end of a row."""
+        """Return the log-probabilities of the drawn tokens, fp32 `[B, steps]`, also behind the end of a row."""
         return torch.stack(self._log_probs, 1)
 
 
 def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
-    """Seeds that have nothing to do with each other, of rows by their numbers in the whole batch."""
+    """Make unrelated seeds for rows, of `seed` and the rows' numbers in the whole batch."""
     return [random.Random(f"{seed}, {row}").getrandbits(63) for row in rows]
 
 
 def _drawn(z_V: Tensor, generator: torch.Generator) -> Tensor:
-    """One token by its probability: the largest of `p / e`, e exponentially distributed (Gumbel's trick)."""
+    """Draw a token by its probability: the largest of `p / e`, e exponentially distributed (Gumbel's trick)."""
     noise_V = torch.empty_like(z_V).exponential_(generator=generator)
     return (z_V.softmax(-1) / noise_V).argmax()

@@ -18,7 +18,7 @@ from megatron_ext.policy.worker.reader import MicroBatchReader
 
 
 class Scorer:
-    """The numbers of rows that a policy gives without learning from them."""
+    """Scores of rows by a policy, without gradients."""
 
     def __init__(self, backend: Backend):
         self.backend, self.settings, self.reader = backend, backend.settings, MicroBatchReader(backend)
@@ -27,7 +27,7 @@ class Scorer:
     def get_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        """Log-probabilities of the tokens of right-padded rows.
+        """Compute the log-probabilities of the tokens of right-padded rows.
 
         Args:
             data: this data-parallel rank's `input_ids` `[B, S]` and `input_lengths` `[B]`. Ranks may have different B.
@@ -37,8 +37,8 @@ class Scorer:
 
         Returns:
             "logprobs", fp32 `[B, S]` on the CPU: at position t that of token t; 0 for the first, and for padding. With
-            `generation.top_k` or `top_p` of what these leave, and 0 for tokens that they do not keep; with
-            `kept_token_ids` among these instead, and 0 for tokens that have none: those were not sampled.
+            `generation.top_k` or `top_p` those of the filtered distribution, 0 for tokens that are not kept; with
+            `kept_token_ids` those of the distribution over these ids, 0 for tokens without any, which were not sampled.
 
         Communicates: beside the model, two collectives of a few bytes.
 
@@ -52,19 +52,19 @@ class Scorer:
     def get_topk_logits(
         self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        """The k largest logits of each position, over the temperature: what a student is distilled from.
+        """Compute the k largest logits of each position, divided by the temperature, for distillation.
 
         Args:
             data, micro_batch_size: as for `get_logprobs`.
-            k: how many; at most the vocabulary.
+            k: the number of logits, at most the vocabulary's size.
             timer: as NeMo-RL's, measures "get_topk_logits".
 
         Returns:
-            "topk_logits", fp32, and "topk_indices", int64, `[B, S, k]` on the CPU, falling, of what each position
-            predicts; 0 for padding.
+            "topk_logits", fp32, and "topk_indices", int64, `[B, S, k]` on the CPU, in descending order, of the token
+            after each position; 0 for padding.
 
         Raises:
-            ValueError: k that cannot be, or data that cannot be scored, on every rank.
+            ValueError: k is invalid, or data cannot be scored; on every rank.
         """
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= self.backend.vocabulary:
             raise ValueError(f"k is {k!r}: it must be an int from 1 to the vocabulary's size {self.backend.vocabulary}")
@@ -81,7 +81,7 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, data: Mapping[str, Any], timer: Timer | None = None) -> BatchedDataDict:
-        """The rewards of rows, by a reward model (`reward_model_cfg.enabled`).
+        """Compute the rewards of rows by a reward model (`reward_model_cfg.enabled`).
 
         Args:
             data, timer: as for `get_logprobs`; its label is "score".
@@ -95,8 +95,8 @@ class Scorer:
         """
         if not self.settings.gives_rewards:
             raise ValueError(
-                "score() is of reward models, and this worker has a causal language model: set "
-                "reward_model_cfg.enabled, or ask get_logprobs() for log-probabilities"
+                "score() needs a reward model, and this worker has a causal language model: set "
+                "reward_model_cfg.enabled, or call get_logprobs() for log-probabilities"
             )
         with timed(timer, "score"):
             found = self._scored(data, None, self.reader.logits)
@@ -105,8 +105,8 @@ class Scorer:
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        """Return `get_logprobs` of the reference policy, whose distribution is whole: top-k and top-p would leave other
-        tokens of it. Key and label are "reference_logprobs" and "get_reference_policy_logprobs".
+        """Return `get_logprobs` of the reference policy, without top-k and top-p, which would keep other tokens of it.
+        The key is "reference_logprobs", the timer's label "get_reference_policy_logprobs".
         """
         with timed(timer, "get_reference_policy_logprobs"), self.backend.use_reference_model():
             return BatchedDataDict(reference_logprobs=self.get_logprobs(data, micro_batch_size)["logprobs"])

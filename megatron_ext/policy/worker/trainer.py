@@ -1,6 +1,6 @@
 """Training steps on global batches, each at once or in parts: from their passes to the optimizer's step.
 
-The loss of a global batch is one once all ranks know that it is.
+The weights change only after all ranks know that the loss of the global batch is finite on every rank.
 
 In parts, by NeMo-RL's protocol:
 
@@ -50,7 +50,7 @@ class OpenStep:
     metrics: Metrics = field(default_factory=list)
 
     def add(self, counts: Counts, loss: float, metrics: Metrics) -> None:
-        """One more part of the step."""
+        """Add a part to the step."""
         self.parts += 1
         self.loss += loss
         self.counts = Counts(*(a + b for a, b in zip(self.counts, counts, strict=True)))
@@ -64,7 +64,7 @@ class OpenStep:
             of_rows = getattr(getattr(self.loss_fn, "loss_type", None), "value", None) == LossType.SEQUENCE_LEVEL.value
             kind = MetricNormalizer.SEQUENCES if of_rows else MetricNormalizer.TOKENS
         rows, tokens = self.counts
-        # By the names of NeMo-RL's own enum, too; where nothing counts 1, of sums that are 0.
+        # NeMo-RL's own enum has the same values. If nothing counts, the sums are 0, and 1 divides them.
         return 1 / {"tokens": tokens or 1.0, "sequences": rows or 1.0, "none": 1.0}[kind.value]
 
 
@@ -88,32 +88,32 @@ class Trainer:
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for every global batch in `data`; with `eval_mode` none, only losses.
+        """Take an optimizer step for every global batch in `data`; with `eval_mode` only compute losses.
 
-        Losses and gradients are those of the global batch in one piece, whatever the micro-batches and the layout.
+        Losses and gradients are those of the whole global batch, whatever the micro-batches and the layout of ranks.
 
         Args:
             data: this data-parallel rank's rows, right-padded: `input_ids` `[B, S]`, `sample_mask` `[B]` (which rows
                 count), `input_lengths` `[B]` (needed for dynamic or packed micro-batches), and what the loss reads;
                 `kept_token_ids` as for `get_logprobs`.
             loss_fn: see `megatron_ext.policy.losses`; it gets log-probabilities `[rows, S]`, 0 in the first column, or
-                what its `input_type` says: see `megatron_ext.policy.worker.reader`. NeMo-RL's own may be given.
+                what its `input_type` says: see `megatron_ext.policy.worker.reader`. It may be NeMo-RL's own.
             gbs: rows of a global batch over all data-parallel ranks; None: `train_global_batch_size`.
             mbs: rows of a micro-batch on this rank; None: `train_micro_batch_size`.
             timer: as NeMo-RL's, measures "train".
 
         Returns:
             "global_loss" `[steps]` on the CPU; "grad_norm" `[steps]`, before clipping (None with `eval_mode`); "rank";
-            "all_mb_metrics": for each name the numbers of this rank's micro-batches, made to be summed over these and
-            over data-parallel ranks, but for those whose name has "_min" or "_max" in it.
+            "all_mb_metrics": for each name the numbers of this rank's micro-batches, scaled to be summed over these and
+            over data-parallel ranks, except those whose name has "_min" or "_max" in it.
 
         Communicates: beside the model, three collectives of a few bytes and one for each step.
 
         Raises:
             ValueError: data that cannot be trained on, or a loss or gradient that is not finite, on every rank. The
                 weights are those after the last good step.
-            RuntimeError: `loss_fn` raised; on other ranks than its own, where that error appears itself. Or a step is
-                open, see `begin_train_step`.
+            RuntimeError: `loss_fn` raised on another rank; the rank on which it raised gets that error itself. Or a
+                step is open, see `begin_train_step`.
         """
         self.refuse_open_step("train()")
         if not eval_mode:
@@ -140,11 +140,11 @@ class Trainer:
         return self._report(losses, None if eval_mode else norms, metrics)
 
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
-        """Opens a step: gradients are 0.
+        """Open a step, with gradients of 0.
 
         Args:
             loss_fn: as for `train`.
-            gbs: what NeMo-RL's callers pass; a step has the rows that come before its end.
+            gbs: not read; NeMo-RL's callers pass it. A step has all the rows that come before its end.
             mbs: rows of a micro-batch on this rank; None: `train_micro_batch_size`.
 
         Raises:
@@ -170,7 +170,7 @@ class Trainer:
 
         Raises:
             RuntimeError: no step is open.
-            ValueError, RuntimeError: as `train`, on every rank. The step is over then, its gradients are gone.
+            ValueError, RuntimeError: as in `train`, on every rank. The step is aborted then, its gradients are gone.
         """
         step, backend = self._opened("train_microbatch()"), self.backend
         try:
@@ -186,13 +186,13 @@ class Trainer:
         step.add(part.counts, loss, found)
 
     def finish_train_step(self, timer: Timer | None = None) -> dict[str, Any]:
-        """Divides the gradients by the counts of all rows that came, updates the weights, and closes the step.
+        """Divide the gradients by the counts of all rows that came, update the weights, and close the step.
 
         Returns:
             What `train` returns of one global batch.
 
         Raises:
-            RuntimeError: no step is open, or nothing came.
+            RuntimeError: no step is open, or no rows came.
             ValueError: the gradients are not finite; on every rank. The step is over, the weights are as before it.
         """
         step = self._opened("finish_train_step()")
@@ -211,7 +211,7 @@ class Trainer:
         return self._report([step.loss * factor], [norm], metrics)
 
     def abort_train_step(self) -> None:
-        """Closes the step without an update, its gradients are gone. Without an open step it does nothing."""
+        """Close the step without an update, and clear its gradients. Do nothing without an open step."""
         if self.open_step is not None:
             self.open_step = None
             self.backend.zero_grad()
@@ -240,8 +240,8 @@ class Trainer:
     def _loss_pass(
         self, inputs: LossInputs, number: int, step: Step, batch: BatchedDataDict, counts: Counts
     ) -> tuple[float, Metrics]:
-        """Forward and backward over global batch `number`, or a part of it: its loss, and the metrics of this rank's
-        micro-batches. Gradients are of the loss times the scale of losses.
+        """Run forward and backward over global batch `number`, or a part of it; return its loss, and the metrics of
+        this rank's micro-batches. Gradients are those of the loss times the loss scale.
 
         Args:
             counts: divisors of the loss.
@@ -281,7 +281,7 @@ class Trainer:
             raise
 
     def _update(self, number: int, factor: float = 1.0) -> float:
-        """Multiplies the gradients by `factor`, clips them and steps the optimizer. The norm before clipping."""
+        """Multiply the gradients by `factor`, clip them and step the optimizer; return the norm before clipping."""
         assert self.optimizer is not None
         backend = self.backend
         backend.reduce_gradients()
@@ -309,7 +309,7 @@ class Trainer:
     def _add_metrics(
         self, metrics: MetricsByName, found: Metrics, counts: Counts, scale: Callable[[str], float]
     ) -> None:
-        """Add those of micro-batches, times `scale` of their names, without those of which no row counts."""
+        """Add metrics of micro-batches, times `scale` of their names; skip micro-batches in which no row counts."""
         for numbers in found:
             valid = numbers.pop("num_valid_samples", 1.0)
             if valid <= 0:
@@ -332,7 +332,7 @@ class Trainer:
 
 
 def _agreed_loss(backend: Backend, number: int, own: Tensor, fault: Exception | None) -> float:
-    """The sum of all data-parallel ranks' losses, unless one of them is none."""
+    """Return the sum of all data-parallel ranks' losses; raise on every rank if one failed or is not finite."""
     mine = torch.stack([own, own.new_tensor(float(fault is not None))])
     found = all_gather(mine[None], dist.group.WORLD)
     if fault is not None:

@@ -20,39 +20,39 @@ class ColumnParallelLinear(ParallelLayer):
 
     From Megatron-LM (https://arxiv.org/abs/1909.08053). Communicates, where R > 1: nothing forward and one all-reduce
     (of the input gradient) backward; with `config.sequence_parallel` one all-gather forward, one all-gather and one
-    reduce-scatter backward. Nothing for gradients that nobody wants. `gather_output` adds an all-gather forward.
+    reduce-scatter backward. Nothing for gradients that are not needed. `gather_output` adds an all-gather forward.
 
     Args:
         input_size: Number of input features.
         output_size: Number of output features, over all ranks; divides by R.
-        config: Megatron's `ModelParallelConfig`, or anything with those of its attributes that matter. With
-            `config.tp_comm_overlap` and sequence parallelism, matmuls and collectives become one, through symmetric
-            memory; where there is none a warning says so, and so does `repr`.
+        config: Megatron's `ModelParallelConfig`, or any object with the attributes of it that the layer reads. With
+            `config.tp_comm_overlap` and sequence parallelism, matmuls and collectives are fused through symmetric
+            memory; if there is none, a warning says so, and so does `repr`.
         init_method: Fills a tensor in place with first values; the bias starts at zero.
-        bias: Have one, `[output_size / R]`.
+        bias: Have a bias, `[output_size / R]`.
         gather_output: Return all features on every rank.
         stride: Number of equal blocks that the outputs consist of, each of which is sharded by itself.
         keep_master_weight_for_test: Keep the full first weight as `master_weight` (CPU initialisation only).
         skip_bias_add: Return the bias instead of adding it, for a caller that fuses the addition.
         skip_weight_param_allocation: Have no weight; `forward` is given one (tied embeddings).
         embedding_activation_buffer, grad_output_buffer: Lists that keep inputs and output gradients of deferred weight
-            gradients, where `config.defer_embedding_wgrad_compute`; at most `config.wgrad_deferral_limit` of them.
-        is_expert: The layer belongs to an expert: it is cut over the experts' tensor-parallel group, and where there is
-            such a group or expert parallelism, the token dispatcher does the communication.
+            gradients, if `config.defer_embedding_wgrad_compute` is set; at most `config.wgrad_deferral_limit` of them.
+        is_expert: The layer belongs to an expert: it is cut over the experts' tensor-parallel group, and if that has
+            several ranks, or there is expert parallelism, the token dispatcher does the communication.
         tp_comm_buffer_name: Accepted and not used, as in Megatron.
         disable_grad_reduce: Leave the input gradient unsummed, for a caller that sums it together with others.
         tp_group: The ranks that share the weight; None: Megatron's group.
-        name: Kept as the layer's attribute `name`, for who logs by it.
+        name: Stored as the layer's attribute `name`, for logs.
         output_dtype: dtype of the output; None: that of the matmul. float32 keeps the sums of 16-bit products.
-        pg_collection: An object with process groups; read is `gtp_remat` (of experts `expt_gtp_remat`), Megatron's own
-            where it has none, and `dp_cp` (`expt_dp`). Over more than one rank of `gtp_remat` the weight is cut once
-            more, by generalized tensor parallelism: an all-gather in forward and in backward, and a reduce-scatter of
+        pg_collection: An object with process groups. The layer reads `gtp_remat` (for experts `expt_gtp_remat`), by
+            default Megatron's own, and `dp_cp` (`expt_dp`). If `gtp_remat` has several ranks, generalized tensor
+            parallelism cuts the weight once more: an all-gather in forward and in backward, and a reduce-scatter of
             its gradient into `main_grad`.
 
     Raises:
         ValueError: `output_size` doesn't divide by R, several ranks run and the group cannot be known, sizes are no
-            whole numbers, `init_method` or `config` is none, or generalized tensor parallelism has more than one rank
-            and Megatron-Core has none.
+            whole numbers, `init_method` is no function, `config` is a dict, or generalized tensor parallelism has
+            several ranks and the installed Megatron-Core lacks it.
     """
 
     sharded_axes: ClassVar = {"weight": 0, "bias": 0}
@@ -80,7 +80,7 @@ class ColumnParallelLinear(ParallelLayer):
         output_dtype: torch.dtype | None = None,
         pg_collection: Any = None,
     ):
-        torch.nn.Module.__init__(self)  # what comes next may be Megatron's class of this name
+        torch.nn.Module.__init__(self)  # `super()` may be Megatron's class of this name
         self._read_config(config, require_tensor_parallel_group(tp_group, expert=is_expert), is_expert)
         self.name, self.output_dtype = name, output_dtype
         self.input_size, self.output_size = input_size, output_size
@@ -109,7 +109,7 @@ class ColumnParallelLinear(ParallelLayer):
     def plan(self) -> LinearPlan:
         layout: ActivationLayout = "sharded"
         if not self.explicit_expert_comm:
-            # Who turns sequence_parallel off later leaves allreduce_dgrad False, and means a gradient that is summed.
+            # If sequence_parallel is turned off later, allreduce_dgrad is still False, and the gradient must be summed.
             summed = self.allreduce_dgrad or not (self.disable_grad_reduce or group_size(self.tp_group) == 1)
             layout = "sequence" if self.sequence_parallel else "replicated" if summed else "sharded"
         deferral = None
@@ -129,12 +129,12 @@ class ColumnParallelLinear(ParallelLayer):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """`(output, bias)`; the bias is None unless the layer has `skip_bias_add`.
+        """Return `(output, bias)`; the bias is None unless the layer has `skip_bias_add`.
 
         Args:
             input_: `[..., input_size]`; with sequence parallelism `[S/R, ..., input_size]`, this rank's slice.
             weight: `[output_size / R, input_size]`, in place of the layer's own.
-            runtime_gather_output: In place of the layer's `gather_output`; None: that.
+            runtime_gather_output: Replaces the layer's `gather_output`; None: the layer's.
 
         Returns:
             output: `[..., output_size / R]`, or `[..., output_size]` if gathered.

@@ -22,13 +22,13 @@ from megatron_ext.numerics import cpu_products
 
 @dataclass(frozen=True, eq=False)
 class Deferral:
-    """Lists that keep pairs of input and output gradient, and how many at most.
+    """Lists that keep pairs of an input and an output gradient, and the most that they keep.
 
     Attributes:
         grad_outputs: output gradients, oldest first.
-        inputs: the inputs that belong to them (this rank's slice under sequence parallelism); None: the caller keeps
+        inputs: the inputs of the same calls (this rank's slice under sequence parallelism); None: the caller keeps
             them.
-        limit: number of pairs kept at most; 0 or None: any number.
+        limit: the most pairs to keep; 0 or None: any number.
     """
 
     grad_outputs: list[Tensor]
@@ -36,7 +36,7 @@ class Deferral:
     limit: int | None = 0
 
     def keep(self, x: Tensor, dy: Tensor) -> bool:
-        """Keep the pair for later; False where there is no room for it."""
+        """Keep the pair for later; return False if the limit is reached."""
         if self.limit and len(self.grad_outputs) >= self.limit:
             return False
         self.grad_outputs.append(dy)
@@ -46,7 +46,7 @@ class Deferral:
 
 
 def add_to_main_grad(weight: Tensor, dy_TN: Tensor, x_TD: Tensor) -> None:
-    """Add `dy.T @ x` to the weight's `main_grad`, which Megatron-FSDP lends anew, and unset, each time."""
+    """Add `dy.T @ x` to the weight's `main_grad`, which Megatron-FSDP provides anew and uninitialised each time."""
     buffer_ND = main_grad.buffer_of(weight)
     if hasattr(weight, "__fsdp_param__"):
         buffer_ND.zero_()
@@ -63,7 +63,7 @@ def drain_embedding_wgrad_compute(
 ) -> None:
     """Compute the weight gradients that were deferred, oldest first, and empty both lists.
 
-    Goes to `weight.main_grad` with `config.gradient_accumulation_fusion`, else to `weight.grad`. With
+    They go to `weight.main_grad` with `config.gradient_accumulation_fusion`, else to `weight.grad`. With
     `config.sequence_parallel` each input is gathered over `tp_group` (one all-gather a pair, under the matmul of the
     pair before); nothing is communicated otherwise.
 

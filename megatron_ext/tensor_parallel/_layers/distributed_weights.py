@@ -2,10 +2,10 @@
 
 Between the products every rank holds a piece of its tensor-parallel shard: the whole shard is gathered for a product,
 and a gradient of it is reduce-scattered into the pieces' `main_grad`. Megatron-Core (from 0.19 on, with Transformer
-Engine) has the parameter that does so, with buffers that it uses again, prefetches and CUDA graphs. It follows
-Transformer Engine's protocol of distributed weights, by which the layers here speak with it: the whole shard comes from
-`materialize_group_for_forward` and `_for_backward`, by an all-gather that may have been sent ahead, in a buffer that
-other weights use later.
+Engine) has the class of these parameters, with reused buffers, prefetches and CUDA graphs. The class follows
+Transformer Engine's protocol of distributed weights, which the layers here use: `materialize_group_for_forward` and
+`_for_backward` return the whole shard, by an all-gather that may have been sent ahead, in a buffer that other weights
+use later.
 
 Legend: N rows of the whole shard, D columns, T tokens.
 """
@@ -21,12 +21,12 @@ from megatron_ext.tensor_parallel import gtp_api
 
 
 def is_distributed(weight: Any) -> bool:
-    """True if a rank holds a piece of its shard only, by Transformer Engine's protocol."""
+    """Return whether a rank holds only a piece of its shard, by Transformer Engine's protocol."""
     return getattr(weight, "is_distributed_weight", False)
 
 
 def cut_weight(layer: Any, group: Group, replicas: Group, sent_ahead: bool) -> int:
-    """Make the weight of a layer one of which each rank of `group` holds a piece; return the number of pieces.
+    """Cut the weight of a layer into pieces, one for each rank of `group`; return the number of pieces.
 
     `replicas` hold copies of this rank's piece, for checkpoints; None: Megatron's data-parallel ranks outside of
     `group`. `sent_ahead`: the product before this layer's starts its all-gather.
@@ -47,14 +47,14 @@ def cut_weight(layer: Any, group: Group, replicas: Group, sent_ahead: bool) -> i
 
 
 def shape_of_shard(weight: Any) -> tuple[int, ...]:
-    """The shape of this rank's whole shard; that of the weight unless it is distributed."""
+    """Return the shape of this rank's whole shard: that of `weight` unless `weight` is distributed."""
     if not is_distributed(weight):
         return tuple(weight.shape)
     return (weight.shape[0] * weight.gtp_remat_size - weight.pad_length, *weight.shape[1:])
 
 
 def check_main_grad(weight: Any) -> None:
-    """Raises ValueError unless a distributed weight has the buffer that its gradient goes to."""
+    """Raise ValueError unless a distributed weight has the buffer that its gradient goes to."""
     if getattr(weight, "main_grad", None) is None:
         raise ValueError(
             "weight.main_grad is missing, and under generalized tensor parallelism a weight's gradient is added only "
@@ -63,20 +63,20 @@ def check_main_grad(weight: Any) -> None:
 
 
 def reduce_gradient(weight: Any, dy_TN: Tensor, x_TD: Tensor) -> Tensor | None:
-    """Add `dy.T @ x` of all ranks to the pieces' `main_grad`; what backward returns for the weight.
+    """Add `dy.T @ x` of all ranks to the pieces' `main_grad`; return what backward returns for the weight.
 
-    The product has the dtype of `main_grad`. Communicates: a reduce-scatter, which may end after the backward of
-    weights before; then None is returned.
+    The product has the dtype of `main_grad`. Communicates: a reduce-scatter, which may end only after the backward of
+    earlier weights; then None is returned.
     """
     dw_ND = weight.grad_buffer().zero_()
-    if not dy_TN.is_cuda:  # which has products of 16 bits with sums of 32
+    if not dy_TN.is_cuda:  # CUDA adds products of 16 bits in fp32
         dy_TN, x_TD = dy_TN.to(dw_ND.dtype), x_TD.to(dw_ND.dtype)
     main_grad.add_product(dw_ND, dy_TN, x_TD)
     return weight.finalize_group_grads(dw_ND)
 
 
 def table_of_lookup(weight: Any) -> Tensor:
-    """This rank's whole table for a lookup, with its gradient; the weight unless it is distributed.
+    """Return this rank's whole table for a lookup, with a gradient; `weight` itself unless it is distributed.
 
     Communicates: an all-gather forward, a reduce-scatter backward.
     """
@@ -86,7 +86,7 @@ def table_of_lookup(weight: Any) -> Tensor:
 
 
 def copies_of_piece(weight: Any) -> Group:
-    """The ranks that hold copies of this rank's piece of a distributed weight."""
+    """Return the group of ranks that hold copies of this rank's piece of a distributed weight."""
     own = getattr(weight, "gtp_replica_group", None)
     if own is not None:
         return own
@@ -105,5 +105,5 @@ def copies_of_piece(weight: Any) -> Group:
 
 
 def piece_of(weight: Any) -> tuple[int, int]:
-    """The piece of its shard that this rank holds of a distributed weight, and of how many; (0, 1) of any other."""
+    """Return this rank's piece of its shard of a distributed weight, and the number of pieces; (0, 1) of any other."""
     return (group_rank(weight.group), group_size(weight.group)) if is_distributed(weight) else (0, 1)

@@ -70,7 +70,7 @@ def initialize_on_cpu(
 def initialize_on_device(
     weight: Tensor, init_method: InitMethod, dim: int, stride: int, group: Group, *, is_expert: bool = False
 ) -> None:
-    """Fill the shard `weight` on its device, from where the top of this file says; not one without values (meta)."""
+    """Fill the shard `weight` on its device, drawing as the top of this file says; skip a meta tensor."""
     if not has_values(weight):
         return
     tracker = _initialized_tracker()
@@ -90,7 +90,7 @@ def _full_shape(weight: Tensor, dim: int, ranks: int) -> list[int]:
 
 
 def _initialized_tracker() -> Any:
-    """The RNG tracker that was seeded: ours, or among Megatron's groups its own; None where none was."""
+    """Return the RNG tracker that was seeded: ours or, if Megatron's groups exist, Megatron's; None: neither."""
     megatron = sys.modules.get("megatron.core.tensor_parallel.random") if parallel_state() is not None else None
     trackers = (Process.tracker, getattr(megatron, "_CUDA_RNG_STATE_TRACKER", None))
     return next((tracker for tracker in trackers if tracker is not None and tracker.get_states()), None)
@@ -125,8 +125,8 @@ def _initialize_affine_weight_cpu(
 ) -> Tensor | None:
     """Initialise a shard from a full `[output_size, input_size]` weight drawn on the CPU. Megatron's name for it.
 
-    `params_dtype` rounds the full weight before it is cut. `rank` and `world_size`: of Megatron's tensor-parallel group
-    where they are not given. Gives the full weight if `return_master_weight`.
+    The full weight is rounded to `params_dtype` before it is cut. `rank` and `world_size`: None: those of Megatron's
+    tensor-parallel group. Returns the full weight if `return_master_weight`.
 
     Raises:
         ValueError: the sizes don't fit each other.

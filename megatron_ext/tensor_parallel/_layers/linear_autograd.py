@@ -3,7 +3,7 @@
 A tensor is laid out over the tensor-parallel group in one of three ways:
 - "replicated": every rank holds all of it;
 - "sequence": every rank holds its slice of the first dimension (the tokens);
-- "sharded": every rank holds its part of the features. In a matmul that sums over them, its part of the sum.
+- "sharded": every rank holds its part of the features. A matmul that sums over them gives its part of the sum.
 
 A column-parallel layer goes from replicated or sequence to sharded, a row-parallel one the other way. What has to be
 communicated follows from the layouts alone; each collective of the backward pass is the dual of one forward:
@@ -60,16 +60,16 @@ class LinearPlan(NamedTuple):
 
     Attributes:
         group: the ranks that share the weight; None: this rank has all of it.
-        input: layout of the input. "sharded" also stands for an input whose gradient nobody wants summed.
+        input: layout of the input. "sharded" also stands for an input whose gradient is not to be summed.
         output: layout of the output.
         fuse_main_grad: add the weight gradient into `weight.main_grad` (see `megatron_ext.main_grad`).
-        deferral: where weight gradients wait; None: they are computed at once.
+        deferral: the lists in which weight gradients wait; None: they are computed at once.
         output_dtype: dtype of the output; None: that of the matmul.
         frozen: the weight gets no gradient, even if it asks for one.
-        symmetric: multiply and communicate in one, where a layout is "sequence" (and `output_dtype` is None).
-        invariant: a token's output has the same bits whatever other tokens there are: `batch_invariant_mode`. The sum
-            over more than two ranks is then an all-to-all, and for a "replicated" output an all-gather, whose parts are
-            added in one order: an all-reduce promises none.
+        symmetric: fuse matmul and collective, where a layout is "sequence" (and `output_dtype` is None).
+        invariant: a token's output has the same bits whatever other tokens there are: `batch_invariant_mode`. Over more
+            than two ranks an all-to-all then replaces the sum, and its parts are added in one order, which an
+            all-reduce does not promise; a "replicated" output takes an all-gather besides.
         in_pieces: the weight is one that generalized tensor parallelism cuts once more (`distributed_weights`).
     """
 
@@ -85,7 +85,7 @@ class LinearPlan(NamedTuple):
     in_pieces: bool = False
 
     def in_mode(self, config: Any = None) -> "LinearPlan":
-        """This one, or where `batch_invariant_mode` is on the one that keeps what it promises."""
+        """Return this plan or, if `batch_invariant_mode` is on, the plan that keeps the mode's promise."""
         if not is_on(config):
             return self
         say_once("batch_invariant_mode is on: the tensor-parallel layers take products and sums of one order")
@@ -93,7 +93,7 @@ class LinearPlan(NamedTuple):
 
     @property
     def communication(self) -> str:
-        """The collectives of a call, in words."""
+        """Name the collectives of a call."""
         if group_size(self.group) == 1:
             return "none"
         words = _COMMUNICATION[self.input, self.output]
@@ -105,11 +105,11 @@ class LinearPlan(NamedTuple):
 
     @property
     def adds_in_order(self) -> bool:
-        """True if the ranks' parts of the output are added in one order; of two parts there is no other."""
+        """Return whether the ranks' parts of the output are added in one order; two parts have only one."""
         return self.invariant and self.output != "sharded" and group_size(self.group) > 2
 
     def output_shape(self, x_shape: torch.Size, outputs: int) -> list[int]:
-        """`[..., N]` for an input `[..., D]`."""
+        """Return the shape `[..., N]` of the output for an input `[..., D]`."""
         shape = [*x_shape[:-1], outputs]
         if self.input == "sequence":
             shape[0] *= group_size(self.group)
@@ -118,7 +118,7 @@ class LinearPlan(NamedTuple):
         return shape
 
     def start_reduce_dgrad(self, dx_TD: Tensor) -> Pending:
-        """Begin what the input's layout asks of its gradient. `dx_TD` may be overwritten."""
+        """Start the collective that the input's layout needs for its gradient. `dx_TD` may be overwritten."""
         if self.input == "replicated":
             return collectives.start_all_reduce(dx_TD, self.group, in_place=True)
         if self.input == "sequence":
@@ -126,7 +126,7 @@ class LinearPlan(NamedTuple):
         return Pending(dx_TD)
 
     def reduce_output(self, y_TN: Tensor) -> Tensor:
-        """The output in its layout, from this rank's part of the sum. `y_TN` may be overwritten."""
+        """Bring this rank's part of the sum into the output's layout. `y_TN` may be overwritten."""
         if self.adds_in_order:
             ranks = group_size(self.group)
             sizes = [y_TN.shape[0] // ranks] * ranks if self.output == "sequence" else None
@@ -137,7 +137,7 @@ class LinearPlan(NamedTuple):
 
 
 def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """`[..., N]`: `x @ weight.T + bias` of `[..., D]` and this rank's shard `[N, D]`, by `plan`.
+    """Compute `x @ weight.T + bias`, `[..., N]`, of `x` `[..., D]` and this rank's shard `[N, D]`, by `plan`.
 
     The bias is added after the output is reduced. A weight that generalized tensor parallelism cuts once more is
     gathered forward and backward (see `distributed_weights`).
@@ -160,7 +160,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Linear
 
 
 def check_tensor(argument: str, x: Any) -> None:
-    """Raises ValueError unless `x` is a tensor, and a plain one."""
+    """Raise ValueError unless `x` is a plain tensor: no DTensor, and outside of torch.func's transforms."""
     if not isinstance(x, Tensor):
         raise ValueError(
             f"{argument} is {type(x).__name__}: it must be a tensor of floating numbers; make one by torch.tensor"
@@ -169,7 +169,7 @@ def check_tensor(argument: str, x: Any) -> None:
 
 
 class ParallelLinear(torch.autograd.Function):
-    """See `parallel_linear`."""
+    """Autograd function of `parallel_linear`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
@@ -196,7 +196,7 @@ class ParallelLinear(torch.autograd.Function):
                 y_tN = plan.reduce_output(_multiply(x_tD, w_DN, plan, early_bias))
             if bias is not None and early_bias is None:
                 y_tN.add_(bias)
-        # As matmul does it: not a view for autograd, so that callers may change the output in place.
+        # Like matmul's output, not a view for autograd, so that callers may change it in place.
         return _unsafe_view(y_tN, plan.output_shape(x.shape, shard.shape[0]))
 
     @staticmethod
@@ -256,7 +256,7 @@ class ParallelLinear(torch.autograd.Function):
 
 
 def _multiply(x_TD: Tensor, w_DN: Tensor, plan: LinearPlan, bias: Tensor | None = None) -> Tensor:
-    """`x @ w + bias`, in the plan's dtype: a wider one than the operands' keeps what the matmul accumulated."""
+    """Compute `x @ w + bias` in the plan's dtype: one wider than the operands' keeps the matmul's full sums."""
     dtype = plan.output_dtype or x_TD.dtype
     if plan.invariant:
         wide = torch.promote_types(dtype, x_TD.dtype)
@@ -274,7 +274,7 @@ def _multiply(x_TD: Tensor, w_DN: Tensor, plan: LinearPlan, bias: Tensor | None 
 def _gather_and_multiply(
     x_tD: Tensor, w_DN: Tensor, plan: LinearPlan, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`(x @ w + bias, x)` for the `x_TD` of all ranks. On CUDA the own rows are multiplied while the others travel."""
+    """Return `(x @ w + bias, x)` for all ranks' `x_TD`. On CUDA the own rows are multiplied during the all-gather."""
     if plan.symmetric:
         y_TN, x_TD = all_gather_matmul(x_tD, w_DN, plan.group)
         return y_TN if bias is None else y_TN.add_(bias), x_TD
@@ -299,13 +299,13 @@ def _own_rows_first(
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that torch.nn.functional.linear chooses under autocast: autocast's, or that of an input in fp64."""
+    """Return the dtype that torch.nn.functional.linear chooses under autocast: autocast's, or an fp64 input's."""
     cast = x.dtype != torch.float64 and x.is_floating_point()
     return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, which takes ten times as long to see that there is nothing to do."""
+    """Return `x.to(dtype)`, without that call if the dtype is right: it takes ten times as long as the comparison."""
     return x if x.dtype == dtype else x.to(dtype)
 
 

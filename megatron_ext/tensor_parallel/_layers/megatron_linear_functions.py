@@ -4,7 +4,7 @@ The input of these functions is replicated, or with `sequence_parallel` a slice 
 
 Their arguments stand in the order of Megatron-Core 0.17 and newer. Up to 0.16 `async_grad_allreduce`, an old name of
 `allreduce_dgrad` without effect, stood where `tp_group` (of a trainable weight) and `gtp_remat_size` (of a frozen one)
-stand: calls by position in that order are known by what they pass.
+stand: positional calls in that order are recognised by the types that they pass.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     output_dtype: torch.dtype | None = None,
     async_grad_allreduce: bool | None = None,
 ) -> Tensor:
-    """`input @ weight.T + bias`, whose backward pass communicates under the weight-gradient matmul.
+    """Compute `input @ weight.T + bias`; its backward pass communicates under the weight-gradient matmul.
 
     Args:
         input: `[..., D]`, any leading dimensions; with `sequence_parallel` this rank's slice of the first one.
@@ -40,14 +40,14 @@ def linear_with_grad_accumulation_and_async_allreduce(
         bias: `[N]`, or None.
         gradient_accumulation_fusion: Add the weight gradient into `weight.main_grad` (see `megatron_ext.main_grad`;
             Apex is not needed).
-        allreduce_dgrad: Sum the input gradient over the ranks: one all-reduce, none where no gradient is wanted.
+        allreduce_dgrad: Sum the input gradient over the ranks: one all-reduce, or none if no gradient is needed.
         sequence_parallel: Gather the input, and reduce-scatter its gradient: one all-gather forward; one all-gather
             (for a trainable weight) and one reduce-scatter (for a gradient of the input) backward.
         grad_output_buffer: A list that keeps output gradients of weight gradients to be computed later, as Megatron's
             deferred embedding gradient does; the caller keeps the inputs. None: nothing is deferred.
-        wgrad_deferral_limit: How many of them it may hold; 0 or None: any number.
+        wgrad_deferral_limit: The most gradients that the list may hold; 0 or None: any number.
         tp_group: The ranks that share the weight; None: Megatron's tensor-parallel group.
-        gtp_remat_size: Ranks over which generalized tensor parallelism shares out the weight once more.
+        gtp_remat_size: The number of ranks over which generalized tensor parallelism cuts the weight once more.
         output_dtype: dtype of the result; None: the matmul's. float32 for 16-bit inputs keeps the full sums (on CUDA by
             one matmul with fp32 output; elsewhere the operands are converted first). Gradients flow in the input's.
         async_grad_allreduce: An old name of `allreduce_dgrad`, without effect, as in Megatron.
@@ -56,8 +56,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
         `[..., N]`, with `sequence_parallel` of the whole sequence.
 
     Raises:
-        ValueError: as `parallel_linear`; `allreduce_dgrad` and `sequence_parallel` are both set; or `gtp_remat_size` is
-            not that of the weight.
+        ValueError: as in `parallel_linear`; `allreduce_dgrad` and `sequence_parallel` are both set; or
+            `gtp_remat_size` is not that of the weight.
     """
     if not isinstance(gtp_remat_size, int):  # (async_grad_allreduce, tp_group): the order up to 0.16
         tp_group, gtp_remat_size = gtp_remat_size, 1
@@ -90,13 +90,13 @@ def linear_with_frozen_weight(
     output_dtype: torch.dtype | None = None,
     async_grad_allreduce: bool | None = None,
 ) -> Tensor:
-    """`input @ weight.T + bias` for a weight without gradient: the input is not saved, nor gathered again backward.
+    """Compute `input @ weight.T + bias` for a weight without gradient; the input is not saved nor gathered again.
 
     Arguments as of `linear_with_grad_accumulation_and_async_allreduce`; `gradient_accumulation_fusion` has no effect.
     The bias gets its gradient.
 
     Raises:
-        ValueError: as there; or something is to be deferred, though there is no weight gradient.
+        ValueError: as in that function; or a weight gradient is to be deferred, though there is none.
     """
     for name, value in (("grad_output_buffer", grad_output_buffer), ("wgrad_deferral_limit", wgrad_deferral_limit)):
         if value is not None:

@@ -5,8 +5,8 @@ times as many pieces as there are ranks (pieces go to the ranks in turn). Gradie
 these.
 `is_qkv`, `qkv_split_shapes` and `expert_tp` are set by others and travel along.
 
-Generalized tensor parallelism, which is Megatron's on Transformer Engine's layers, marks its own: `is_gtp_weight_remat`
-on a weight that it shares out, `allreduce=False` on an expert's.
+Megatron's generalized tensor parallelism marks parameters too: `is_gtp_weight_remat` on a weight that it cuts,
+`allreduce=False` on an expert's.
 """
 
 from collections.abc import Iterable
@@ -32,10 +32,10 @@ _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS: dict[str, Any] = {
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Say how `tensor` is sharded. Saying the same again changes nothing.
+    """Record on `tensor` how it is sharded. Recording the same again changes nothing.
 
     Raises:
-        ValueError: it already says otherwise: two layers would disagree about one tensor.
+        ValueError: `tensor` has another record: two layers would disagree about one tensor.
     """
     new = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
     for name, value in new.items():
@@ -50,7 +50,7 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Give `tensor` those of the attributes that it lacks, saying that it is not sharded."""
+    """Give `tensor` the attributes that it lacks, with defaults that say that it is not sharded."""
     for name, value in _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)
@@ -87,7 +87,7 @@ def copy_gtp_attributes(destination: Tensor, source: Tensor) -> None:
 
 
 def copy_attributes(names: Iterable[str], destination: Tensor, source: Tensor) -> None:
-    """Give `destination` those of the attributes that `source` has."""
+    """Give `destination` those of the attributes `names` that `source` has."""
     for name in names:
         if hasattr(source, name):
             setattr(destination, name, getattr(source, name))

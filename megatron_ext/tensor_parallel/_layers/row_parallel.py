@@ -22,12 +22,12 @@ class RowParallelLinear(ParallelLayer):
     Args:
         input_size: Number of input features, over all ranks; divides by R.
         output_size: Number of output features.
-        bias: Have one, `[output_size]`, the same on every rank.
+        bias: Have a bias, `[output_size]`, the same on every rank.
         input_is_parallel: The input is this rank's `[..., input_size / R]`; False: it is whole and is cut here.
         stride: Number of equal blocks that the inputs consist of, each of which is sharded by itself.
-        is_expert: The layer belongs to an expert: it is cut over the experts' tensor-parallel group, and where there is
-            such a group or expert parallelism, the output stays this rank's part of the sum (with its part of the bias)
-            for the token dispatcher to add up.
+        is_expert: The layer belongs to an expert: it is cut over the experts' tensor-parallel group, and if that has
+            several ranks, or there is expert parallelism, the output stays this rank's part of the sum (with its part
+            of the bias) for the token dispatcher to add up.
         config, init_method, skip_bias_add, keep_master_weight_for_test, tp_comm_buffer_name, tp_group, name,
             pg_collection: As of `ColumnParallelLinear`.
 
@@ -56,7 +56,7 @@ class RowParallelLinear(ParallelLayer):
         name: str | None = None,
         pg_collection: Any = None,
     ):
-        torch.nn.Module.__init__(self)  # what comes next may be Megatron's class of this name
+        torch.nn.Module.__init__(self)  # `super()` may be Megatron's class of this name
         self._read_config(config, require_tensor_parallel_group(tp_group, expert=is_expert), is_expert)
         self.name = name
         self.input_size, self.output_size = input_size, output_size
@@ -76,8 +76,8 @@ class RowParallelLinear(ParallelLayer):
         self._make_bias(bias, output_size)
         if bias:
             # Under sequence parallelism each rank sees its tokens only: Megatron sums such gradients over the dense
-            # layers' tensor-parallel ranks. An expert's layer that adds its bias itself sees all tokens. Of whole
-            # experts the ranks have different ones, or copies, whose gradients data parallelism sums.
+            # layers' tensor-parallel ranks. An expert's layer that adds its bias itself sees all tokens. If experts are
+            # not cut, ranks have different ones, or copies, whose gradients data parallelism sums.
             complete = is_expert and (group_size(self.tp_group) == 1 or not skip_bias_add)
             self.bias.sequence_parallel = self.sequence_parallel and not complete  # type: ignore[attr-defined]
         self._mark_for_gradient_sums()
@@ -95,7 +95,7 @@ class RowParallelLinear(ParallelLayer):
         ).in_mode(self.config)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`(output, bias)`; the bias is None unless the layer has `skip_bias_add`.
+        """Return `(output, bias)`; the bias is None unless the layer has `skip_bias_add`.
 
         Args:
             input_: `[..., input_size / R]`, or `[..., input_size]` unless `input_is_parallel`.

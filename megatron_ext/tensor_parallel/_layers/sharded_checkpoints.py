@@ -1,8 +1,8 @@
 """The sharded state dict of the layers, for Megatron's dist_checkpointing.
 
 Its `ShardedTensor` says where in the whole tensor a rank's piece lies, and `replica_id` which of several equal pieces
-is written: the one that is all zeros. Megatron's own classes are used. Whoever saves a sharded checkpoint has imported
-them; we look them up where he left them and import nothing.
+is written: the one that is all zeros. The classes are Megatron's own. A program that saves a sharded checkpoint has
+imported them; they are looked up in `sys.modules`, and nothing is imported here.
 """
 
 import sys
@@ -30,10 +30,11 @@ class LayerPlacement(NamedTuple):
     """A layer's place in the model, and its ranks.
 
     Attributes:
-        offsets: (axis, this piece, number of pieces), of axes that lie before the tensors'.
-        metadata: its `dp_cp_group` are the ranks that hold copies of this rank's parameters; without one Megatron's.
+        offsets: (axis, this piece, number of pieces), for axes that precede the tensors' own.
+        metadata: its `dp_cp_group` is the group that holds copies of this rank's parameters; by default Megatron's.
         tp_group: the layer's tensor-parallel ranks.
-        copy: which copy of what generalized tensor parallelism does not cut this is, and of how many.
+        copy: this rank's number among the copies of a tensor that generalized tensor parallelism does not cut, and the
+            number of copies.
     """
 
     offsets: Iterable[tuple[int, int, int]]
@@ -47,7 +48,7 @@ class LayerPlacement(NamedTuple):
         return data_parallel_group() if given is None else given
 
     def layer(self, state: Mapping[str, Any], axes: Mapping[str, int], prefix: str) -> dict[str, Any]:
-        """Every entry of a layer's `state`, those in `axes` cut along that axis; extra state as an object."""
+        """Convert a layer's `state`: entries in `axes` are cut along that axis; extra state becomes an object."""
         place = self._replace(copy=piece_of(state.get("weight")))
         shards = {}
         for name, value in state.items():
@@ -57,7 +58,7 @@ class LayerPlacement(NamedTuple):
         return shards
 
     def tensor(self, tensor: Tensor, key: str, axis: int | None, **options: Any) -> Any:
-        """Megatron's ShardedTensor of `tensor`, cut along `axis` over `tp_group`; None: the ranks hold copies."""
+        """Make Megatron's ShardedTensor of `tensor`, cut along `axis` over `tp_group`; None: the ranks hold copies."""
         rank, ranks = group_rank(self.tp_group), group_size(self.tp_group)
         number, copies = (0, 1) if is_distributed(tensor) else self.copy
         pieces = {} if axis is None else {axis: (rank, ranks)}
@@ -66,7 +67,7 @@ class LayerPlacement(NamedTuple):
     def pieces(
         self, tensor: Tensor, key: str, pieces: Mapping[int, tuple[int, int]], copy: int = 0, **options: Any
     ) -> Any:
-        """Megatron's ShardedTensor of a tensor cut along axes: `{axis: (this piece, number of pieces)}`.
+        """Make Megatron's ShardedTensor of a tensor cut along axes: `{axis: (this piece, number of pieces)}`.
 
         A DTensor was cut before, along dimension 0 over the data-parallel ranks (PyTorch's FSDP2); so was a weight
         under generalized tensor parallelism. `copy` numbers equal pieces, besides those of the data-parallel ranks.
@@ -88,7 +89,7 @@ class LayerPlacement(NamedTuple):
         )
 
     def object(self, value: Any, key: str) -> Any:
-        """Megatron's ShardedObject of `value`, of which every rank of `tp_group` holds a copy."""
+        """Make Megatron's ShardedObject of `value`, of which every rank of `tp_group` holds a copy."""
         offsets = sorted(self.offsets)
         shape = tuple(pieces for _, _, pieces in offsets) or (1,)
         position = tuple(piece for _, piece, _ in offsets) or (0,)
@@ -98,6 +99,6 @@ class LayerPlacement(NamedTuple):
 
 
 def _cut_once_more(pieces: Mapping[int, tuple[int, int]], rank: int, ranks: int) -> tuple[int, int]:
-    """The piece along dimension 0, and of how many, where each of `pieces` there is cut over `ranks` ranks."""
+    """Return the piece along dimension 0, and the number of pieces, if each of `pieces` is cut over `ranks` ranks."""
     position, number = pieces.get(0, (0, 1))
     return position * ranks + rank, number * ranks

@@ -39,7 +39,7 @@ from megatron_ext.tensor_parallel.mappings import (
 
 
 def check_config(config: Any) -> None:
-    """Raises ValueError for a dict, whose keys nobody would look at."""
+    """Raise ValueError for a dict: the layers read attributes, not keys."""
     if isinstance(config, Mapping):
         raise ValueError(
             f"config is a {type(config).__name__}: it must have the config's attributes; pass Megatron's "
@@ -51,7 +51,7 @@ class ShardedLayer(torch.nn.Module):
     """A layer with a weight that is cut over `tp_group`.
 
     Attributes:
-        gtp_remat_size: ranks over which generalized tensor parallelism cuts it once more.
+        gtp_remat_size: the number of ranks over which generalized tensor parallelism cuts the weight once more.
     """
 
     config: Any
@@ -61,7 +61,7 @@ class ShardedLayer(torch.nn.Module):
     gtp_remat_size = 1
 
     def _cut_weight_once_more(self, pg_collection: Any, *, sent_ahead: bool = True) -> None:
-        """Keep this rank's piece of the weight where there is generalized tensor parallelism (see `cut_weight`)."""
+        """Keep only this rank's piece of the weight if there is generalized tensor parallelism (see `cut_weight`)."""
         group = generalized_tensor_parallel_group(pg_collection, expert=self.is_expert)
         replicas = getattr(pg_collection, "expt_dp" if self.is_expert else "dp_cp", None)
         self.gtp_remat_size = cut_weight(self, group, replicas, sent_ahead)
@@ -69,7 +69,7 @@ class ShardedLayer(torch.nn.Module):
     def _make_weight(
         self, rows: int, columns: int, dim: int, init_method: InitMethod, stride: int = 1
     ) -> Tensor | None:
-        """Give the layer its `[rows, columns]` shard of a weight cut along `dim`. On CPU, gives the full weight."""
+        """Make the layer's `[rows, columns]` shard of a weight cut along `dim`. On CPU, return the full weight."""
         check_size("stride", stride, 1)
         weight = self._new_parameter(rows, columns)
         set_tensor_model_parallel_attributes(weight, True, dim, stride)
@@ -117,9 +117,9 @@ class ParallelLayer(ShardedLayer):
     """The base of the column-parallel and the row-parallel layer.
 
     Attributes:
-        symmetric: the layer multiplies and communicates in one, through symmetric memory.
-        path: which way its communication takes, in words; `repr` shows it.
-        sharded_axes: along which dim each parameter is cut; the others are whole on every rank.
+        symmetric: the layer fuses matmuls and collectives, through symmetric memory.
+        path: the means of its communication, in words; `repr` shows it.
+        sharded_axes: the dim along which each parameter is cut; parameters not named are whole on every rank.
     """
 
     sharded_axes: ClassVar[Mapping[str, int]] = {}
@@ -131,13 +131,13 @@ class ParallelLayer(ShardedLayer):
         self.tp_group = group
         self.is_expert = is_expert
         self.expert_parallel = getattr(config, "expert_model_parallel_size", 1) > 1
-        # The experts' token dispatcher does what the layers would do otherwise.
+        # The experts' token dispatcher then does the layers' communication.
         self.explicit_expert_comm = is_expert and (group_size(group) > 1 or self.expert_parallel)
         self.gradient_accumulation_fusion = bool(getattr(config, "gradient_accumulation_fusion", False))
         self.master_weight: Tensor | None = None
 
     def _choose_path(self) -> None:
-        """Decide about symmetric memory. Where it is asked for and cannot be had, say so."""
+        """Choose between symmetric memory and collectives; warn if symmetric memory is asked for and unavailable."""
         self.symmetric, self.path = False, "collectives"
         if not getattr(self.config, "tp_comm_overlap", False) or group_size(self.tp_group) == 1:
             return
@@ -176,10 +176,10 @@ class ParallelLayer(ShardedLayer):
             torch.nn.init.zeros_(self.bias)
 
     def _mark_for_gradient_sums(self) -> None:
-        """`allreduce=False` has experts' gradients summed over the ranks that hold the same part of the same experts.
+        """Set `allreduce`; False: gradients are summed over the ranks that hold the same part of the same experts.
 
-        Those are others than the dense layers' data-parallel ranks where ranks hold other experts (expert parallelism),
-        and where experts are cut into more or fewer parts than dense layers are, by generalized tensor parallelism too.
+        These differ from the dense layers' data-parallel ranks if ranks hold different experts (expert parallelism), or
+        experts are cut into another number of parts than dense layers, by generalized tensor parallelism too.
         """
         dense = getattr(self.config, "tensor_model_parallel_size", 1)
         cut_alike = getattr(self.config, "expert_tensor_parallel_size", None) in (None, dense)
@@ -190,17 +190,17 @@ class ParallelLayer(ShardedLayer):
             parameter.allreduce = not elsewhere  # type: ignore[attr-defined]
 
     def _mark_for_offloading(self, x: Tensor) -> None:
-        """Within Megatron's CPU offloading context, say whether the saved input shall leave the device."""
+        """Record on `x`, in Megatron's CPU offloading context, whether the saved input shall leave the device."""
         context = getattr(self.config, "_cpu_offloading_context", None)
         if context is not None and getattr(context, "inside_context", False):
             x.activation_offloading = getattr(self.config, "cpu_offloading_activations", True)  # type: ignore[attr-defined]
 
     def plan(self) -> LinearPlan:
-        """The layouts and options of the next call."""
+        """Return the layouts and options of the next call."""
         raise NotImplementedError
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The matmul by Megatron's arguments, for subclasses to replace: `forward` goes through it where one does."""
+        """Multiply, by Megatron's arguments. Called only if a subclass or a user's linear function replaces ours."""
         frozen = not weight.requires_grad
         function = linear_with_frozen_weight if frozen else linear_with_grad_accumulation_and_async_allreduce
         return (users_linear_function(frozen) or function)(input, weight, *args, **kwargs)
@@ -208,7 +208,7 @@ class ParallelLayer(ShardedLayer):
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
         """`x @ weight.T + bias` by `plan`.
 
-        A user's `_forward_impl` or linear function is called as Megatron's layers would, and nothing is deferred.
+        A user's `_forward_impl` or linear function is called as by Megatron's layers, and nothing is deferred.
         """
         if "sequence" in (plan.input, plan.output):
             note_layer_group(None)
@@ -239,12 +239,12 @@ class ParallelLayer(ShardedLayer):
         return output if bias is None else output + bias
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that were put off, if there are any."""
+        """Compute the deferred weight gradients, if there are any."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The layer's tensors for Megatron's dist_checkpointing, cut along `sharded_axes`.
+        """Return the layer's tensors for Megatron's dist_checkpointing, cut along `sharded_axes`.
 
         Raises:
             ValueError: Megatron's dist_checkpointing is not imported.
@@ -253,7 +253,7 @@ class ParallelLayer(ShardedLayer):
         return LayerPlacement(sharded_offsets, metadata, self.tp_group).layer(state, self.sharded_axes, prefix)
 
     def get_extra_state(self) -> None:
-        """Nothing; the entry is there because Transformer Engine's layers have one, and checkpoints serve both."""
+        """Return None; the entry exists because Transformer Engine's layers have one, and checkpoints serve both."""
 
     def set_extra_state(self, state: Any) -> None:
         """Ignore the extra state of another kind of layer."""

@@ -21,12 +21,12 @@ from megatron_ext.tensor_parallel.mappings import (
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int, make_vocab_size_divisible_by: int = 1) -> int:
-    """The smallest size of at least `vocab_size` of which each of `tp_size` ranks gets an equal share.
+    """Return the smallest size of at least `vocab_size` that `tp_size` ranks can share equally.
 
     Each share is a multiple of `make_vocab_size_divisible_by` (Megatron-LM pads to 128, for the matmul's sake).
 
     Raises:
-        ValueError: numbers that are not whole, or too small.
+        ValueError: a number is not whole, or too small.
     """
     check_size("vocab_size", vocab_size)
     check_size("tp_size", tp_size, 1)
@@ -81,11 +81,11 @@ class VocabParallelEmbedding(ShardedLayer):
         self.vocab = VocabShard.equal(self.num_embeddings_per_partition, self.tp_group)
         self.vocab_start_index, self.vocab_end_index = self.vocab.start, self.vocab.stop
         self._make_weight(self.num_embeddings_per_partition, embedding_dim, 0, init_method)
-        self._cut_weight_once_more(pg_collection, sent_ahead=False)  # the first of the model
-        del self.config  # of which nothing is left to read, and which a copy of the layer would copy
+        self._cut_weight_once_more(pg_collection, sent_ahead=False)  # it is the model's first weight
+        del self.config  # not read any more, and a copy of the layer would copy it
 
     def forward(self, input_: Tensor) -> Tensor:
-        """The embeddings of token ids.
+        """Look up the embeddings of token ids.
 
         Args:
             input_: integers `[B, S]` (any shape without `reduce_scatter_embeddings`), the same on every rank.
@@ -94,9 +94,9 @@ class VocabParallelEmbedding(ShardedLayer):
             `[B, S, D]`; with `reduce_scatter_embeddings` `[S/R, B, D]`.
 
         Raises:
-            ValueError: a token id outside the vocabulary, on every rank where one is given it. On CUDA, where reading
-                it would stall the device, a device-side assert on that rank. With `reduce_scatter_embeddings` fewer
-                than 2 dims.
+            ValueError: on every rank, if one is given a token id outside the vocabulary (on CUDA, where the host would
+                have to wait for the ids, a device-side assert on that rank instead). With `reduce_scatter_embeddings`
+                fewer than 2 dims.
             RuntimeError: a function was replaced that Megatron's embedding looks up, and this one does not call.
         """
         refuse_replaced("embeddings")
@@ -126,7 +126,7 @@ class VocabParallelEmbedding(ShardedLayer):
         if fault is not None:
             raise fault
         if not alone and on_host(output) and output.numel():
-            # What a rank sends that was given wrong ids: infinity, for every number of every token.
+            # A rank that was given wrong ids sends infinity, for every number of every token.
             numbers = output.detach().reshape(-1)
             if numbers[0].item() == torch.inf and (numbers == torch.inf).all():
                 raise ValueError(
@@ -138,13 +138,13 @@ class VocabParallelEmbedding(ShardedLayer):
     def _look_up(self, rows: Tensor, weight: Tensor) -> Tensor:
         # On CUDA the gradient of F.embedding adds in no fixed order, that of indexing in a fixed one.
         if self.deterministic_mode:
-            return weight[rows.flatten()].view(*rows.shape, self.embedding_dim)  # of no dims indexing makes a view
+            return weight[rows.flatten()].view(*rows.shape, self.embedding_dim)  # a 0-d index would make a view
         return F.embedding(rows, weight)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The table for Megatron's dist_checkpointing, cut along dimension 0; one that was padded otherwise loads too.
+        """Return the table for Megatron's dist_checkpointing, cut along dimension 0; one padded otherwise loads too.
 
         Raises:
             ValueError: Megatron's dist_checkpointing is not imported.
@@ -163,9 +163,9 @@ class VocabParallelEmbedding(ShardedLayer):
 
 
 def token_id_fault(ids: Tensor, size: int) -> ValueError | None:
-    """The fault of `ids` that one rank alone may have been given: some outside [0, size), see `check_within`.
+    """Return the fault of `ids` outside [0, size), which one rank alone may have been given; see `fault_within`.
 
-    Raises ValueError unless they are integers.
+    Raises ValueError unless the ids are integers.
     """
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__

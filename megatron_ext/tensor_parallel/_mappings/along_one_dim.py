@@ -82,7 +82,7 @@ def _split_along_last_dim(input_: Tensor, group: Group) -> Tensor:
 
 
 def _split_along_first_dim(input_: Tensor, group: Group, input_split_sizes: Sizes = None) -> Tensor:
-    """This rank's piece `[S/R, ...]` of `[S, ...]`, or as many rows as `input_split_sizes` give it. Nothing is sent."""
+    """This rank's piece `[S/R, ...]` of `[S, ...]`, or its number of rows in `input_split_sizes`. Nothing is sent."""
     group = find_group(group)
     sizes = _rows_of_each(input_, input_split_sizes, group)
     pieces = input_.chunk(group_size(group)) if sizes is None else input_.split(sizes)
@@ -123,7 +123,7 @@ def _gather_along_first_dim(
 def _reduce_scatter_along_first_dim(
     input_: Tensor, group: Group, input_split_sizes: Sizes = None, use_global_buffer: bool = False
 ) -> Tensor:
-    """This rank's piece `[S/R, ...]` of the sum of every rank's `[S, ...]`. One reduce-scatter, also of uneven ones."""
+    """This rank's piece `[S/R, ...]` of the sum of every rank's `[S, ...]`. One reduce-scatter."""
     group = find_group(group)
     sizes = _rows_of_each(input_, input_split_sizes, group)
     return collectives.reduce_scatter(input_, group, sizes=sizes)

@@ -1,8 +1,8 @@
 """This process's RNG tracker, and all of its generator states saved and restored together.
 
-Whoever draws, seeds or recomputes asks `get_cuda_rng_tracker()`. The tracker is made at the first call and stays.
-Asking later for what it does not have is an error: part of the program would go on with streams that the rest no longer
-sees.
+All code that draws, seeds or recomputes calls `get_cuda_rng_tracker()`. The tracker is made at the first call and
+stays. Asking later for options that it lacks is an error: part of the program would go on with streams that the rest no
+longer sees.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class TrackerOptions(NamedTuple):
 
 
 class Process:
-    """This process's tracker (None until somebody asks for it) and its kind."""
+    """This process's tracker (None until it is asked for) and the options with which it was made."""
 
     tracker: Tracker | None = None
     kind = TrackerOptions()
@@ -52,20 +52,20 @@ def initialize_rng_tracker(
     *,
     device: Device | None = None,
 ) -> None:
-    """Make this process's RNG tracker. Called again it changes nothing; what is asked for has to be there then.
+    """Make this process's RNG tracker. If there is one already, nothing changes, and it must have the options given.
 
-    False asks for nothing, so that seeding by default keeps a tracker that was made with options. But where
-    `inference_rng_tracker` is False, a tracker without streams does not do.
+    False asks for nothing, so that seeding by default keeps a tracker that was made with options. But with
+    `inference_rng_tracker` False a tracker without streams is refused.
 
     Args:
         use_te_rng_tracker: Transformer Engine's tracker (CUDA, graph-safe) instead of ours.
-        inference_rng_tracker: One without streams, whose forks change nothing; goes before `use_te_rng_tracker`.
+        inference_rng_tracker: A tracker without streams, whose forks change nothing; overrides `use_te_rng_tracker`.
         use_cudagraphable_rng: States that CUDA graphs can be registered with.
-        force_reset: Throw the present tracker away first, with its streams.
-        device: Whose generator draws; None: the current CUDA device's where the process has one, else the CPU's.
+        force_reset: Discard the present tracker first, with its streams.
+        device: The device whose generator draws; None: the current CUDA device if the process has one, else the CPU.
 
     Raises:
-        ValueError: there is a tracker already, which lacks what is asked for, or is on another device.
+        ValueError: there is a tracker already, which lacks an option given, or is on another device.
         ImportError: Transformer Engine's tracker is asked for and missing.
     """
     kind = TrackerOptions(bool(use_te_rng_tracker), bool(inference_rng_tracker), bool(use_cudagraphable_rng))
@@ -89,7 +89,7 @@ def initialize_rng_tracker(
 
 
 def _lacks(kind: TrackerOptions) -> bool:
-    """True if the tracker that there is was made without something that is asked for."""
+    """Return whether the existing tracker was made without an option that is asked for."""
     return any(asked and not has for asked, has in zip(kind, Process.kind, strict=True))
 
 
@@ -98,12 +98,12 @@ def get_cuda_rng_tracker(
     inference_rng_tracker: bool = False,
     use_cudagraphable_rng: bool = False,
 ) -> Tracker:
-    """This process's RNG tracker; one is made if there is none.
+    """Return this process's RNG tracker; one is made if there is none.
 
-    False says nothing about an existing tracker: `get_cuda_rng_tracker()` returns whichever there is.
+    False asks for nothing: `get_cuda_rng_tracker()` returns whichever tracker there is.
 
     Raises:
-        ValueError: something is asked for that the existing tracker does not have.
+        ValueError: an option is asked for that the existing tracker does not have.
     """
     kind = TrackerOptions(bool(use_te_rng_tracker), bool(inference_rng_tracker), bool(use_cudagraphable_rng))
     if Process.tracker is None or _lacks(kind):
@@ -112,7 +112,7 @@ def get_cuda_rng_tracker(
 
 
 def get_all_rng_states() -> dict[str, State]:
-    """The named states of this process's tracker, themselves: what to register with a CUDA graph.
+    """Return the named states of this process's tracker, and no copies, to be registered with a CUDA graph.
 
     Raises:
         RuntimeError: there is no tracker yet.
@@ -130,13 +130,13 @@ def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: Tracker) -> bool:
 class RandomMoment:
     """The states of all generators that a function may draw from: the CPU's, the tracker's, those of CUDA `devices`.
 
-    And the streams of Megatron's own tracker, from which its layers draw where ours is not in its place.
+    Megatron's own tracker is included, from which Megatron's layers draw if ours does not replace it.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()):
         self._devices = [device for device in devices if device.type == "cuda"]
         self._tracker = Process.tracker
-        # As torch.get_rng_state has it: with a device emulated, the host's, which is no longer torch.default_generator.
+        # The host's, as in torch.get_rng_state: if a device is emulated, torch.default_generator is another one.
         generators = [torch.random.default_generator, *map(generator_of, self._devices)]
         if self._tracker is not None:
             self._streams = self._tracker.moment()
@@ -152,7 +152,7 @@ class RandomMoment:
         self._megatrons_streams = {name: copy_state(state) for name, state in named.items()}
 
     def restore(self) -> None:
-        """Set them all back. Generators that were busy with capturing a CUDA graph stay as they are."""
+        """Set all states back. Generators that were capturing a CUDA graph stay as they are."""
         for generator, state in self._states:
             generator.set_state(state)
         if self._tracker is not None:
@@ -176,12 +176,12 @@ class RandomMoment:
 
 
 def fork_rng() -> contextlib.AbstractContextManager[None]:
-    """Put all generators and streams back afterwards, whatever is drawn or seeded inside."""
+    """Return a context that sets all generators and streams back afterwards, whatever is drawn or seeded inside."""
     return RandomMoment().again()
 
 
 def get_all_states() -> tuple[Tensor, State, dict[str, State]]:
-    """The CPU generator's state, that of the tracker's device, and the tracker's streams, all as they stand now.
+    """Return the present states of the CPU's generator, of the tracker's device's, and of the tracker's streams.
 
     While a CUDA graph is captured the last two are the states themselves, since they cannot be copied then.
     """
@@ -191,7 +191,7 @@ def get_all_states() -> tuple[Tensor, State, dict[str, State]]:
 
 
 def set_all_states(cpu_rng_state: Tensor, cuda_rng_state: State, cuda_rng_state_tracker: Mapping[str, State]) -> None:
-    """Set what `get_all_states()` returned."""
+    """Set the states that `get_all_states()` returned."""
     tracker = get_cuda_rng_tracker()
     torch.set_rng_state(cpu_rng_state)
     set_rng_state(cuda_rng_state, tracker.device, graph_safe=is_graph_safe_cuda_rng_tracker(tracker))

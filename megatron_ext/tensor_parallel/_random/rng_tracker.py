@@ -7,8 +7,8 @@ out. So each rank has named streams, seeded apart, and `fork(name)` lets the gen
         dropout(partial_hidden)
     dropout(hidden)                          # the default stream: the same on all ranks
 
-One stream is in use, the others are parked; the default stream is one like the others. An idea of Megatron-LM
-(https://arxiv.org/abs/1909.08053), names as there. Nothing here communicates.
+One stream is in use, the others are parked; the default stream is one like the others. The idea and the names are
+Megatron-LM's (https://arxiv.org/abs/1909.08053). Nothing here communicates.
 """
 
 import contextlib
@@ -39,17 +39,17 @@ DEFAULT = "default-rng"  # what the generator draws from outside any fork; has n
 
 
 def get_data_parallel_rng_tracker_name() -> str:
-    """The stream that is the same on all tensor-parallel ranks."""
+    """Name the stream that is the same on all tensor-parallel ranks."""
     return DATA_PARALLEL
 
 
 def get_expert_parallel_rng_tracker_name() -> str:
-    """The experts' stream."""
+    """Name the experts' stream."""
     return EXPERT_PARALLEL
 
 
 def get_gtp_remat_rng_tracker_name(is_expert: bool = False) -> str:
-    """The stream of first values under generalized tensor parallelism; there is none where that has one rank."""
+    """Name the stream of first values under generalized tensor parallelism, which exists if that has several ranks."""
     return EXPERT_GENERALIZED if is_expert else GENERALIZED
 
 
@@ -66,8 +66,8 @@ class CudaRNGStatesTracker:
 
     Args:
         use_cudagraphable_rng: States are `torch.Generator`s, for registration with CUDA graphs, instead of tensors.
-        is_inference_rng_tracker: Only remembered, for callers who ask; see `InferenceCudaRNGStatesTracker`.
-        device: Whose generator; None: the current CUDA device's where the process has one, else the CPU's.
+        is_inference_rng_tracker: Only stored, for callers that read it; see `InferenceCudaRNGStatesTracker`.
+        device: The device whose generator draws; None: the current CUDA device if the process has one, else the CPU.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class CudaRNGStatesTracker:
     def reset(self) -> None:
         """Forget all streams. The generator stays as it is; a fork that is open ends without touching it."""
         self._is_initialized = False
-        self.states_: dict[str, State] = {}  # of the stream in use: as it was parked last
+        self.states_: dict[str, State] = {}  # that of the stream in use is as it was parked last
         self.seeds_: set[int] = set()
         self._in_use = DEFAULT
         self._default: State | None = None  # as it was parked last
 
     def get_states(self) -> dict[str, State]:
-        """A copy of every named stream's present state, which does not move on with the tracker."""
+        """Return a copy of every named stream's present state, which does not move on with the tracker."""
         if self._in_use != DEFAULT:
             self._park()
         return {name: copy_state(state) for name, state in self.states_.items()}
@@ -109,7 +109,7 @@ class CudaRNGStatesTracker:
         self.states_ = {name: self._adopt(self.states_.get(name), copy_state(state)) for name, state in states.items()}
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream `name`, seeded with `seed`.
+        """Add a stream `name`, seeded with `seed`.
 
         Raises:
             ValueError: the tracker has a stream of this name, or one of this seed, which would draw the same numbers.
@@ -152,7 +152,7 @@ class CudaRNGStatesTracker:
                 self._use(before)
 
     def moment(self) -> Moment | None:
-        """The states of all streams; None while a CUDA graph is captured, when states cannot be read."""
+        """Return the states of all streams; None while a CUDA graph is captured, when states cannot be read."""
         if capturing(generator_of(self.device)):
             return None
         self._park()
@@ -189,7 +189,7 @@ class CudaRNGStatesTracker:
         self._in_use = name
 
     def _adopt(self, own: State | None, state: State) -> State:
-        """`state` in this tracker's form; a graph-safe one in the object `own`, if there is one."""
+        """Convert `state` to this tracker's form; write a graph-safe one into the object `own`, if there is one."""
         if not isinstance(state, Tensor | Generator) or (isinstance(state, Generator) and capturing(state)):
             return state
         if not self.use_cudagraphable_rng:
@@ -200,14 +200,14 @@ class CudaRNGStatesTracker:
 
 
 class InferenceCudaRNGStatesTracker(CudaRNGStatesTracker):
-    """No streams: what is served draws no random numbers that depend on the sharding, and forks cost nothing."""
+    """Tracker without streams: inference draws no numbers that depend on the sharding, and forks cost nothing."""
 
     def add(self, name: str, seed: int) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def set_states(self, states: Mapping[str, State]) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def fork(self, name: str = MODEL_PARALLEL) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        """Changes nothing."""
+        """Return a context that changes nothing."""
         return contextlib.nullcontext()

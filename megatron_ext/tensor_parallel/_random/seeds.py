@@ -74,14 +74,14 @@ def model_parallel_cuda_manual_seed(
     Args:
         seed: The base; in Megatron `seed + 100 * pp_rank`.
         te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, device: As `initialize_rng_tracker` takes them.
-        tp_rank, ep_rank, etp_rank, pp_rank: This rank's places; None: where Megatron's groups put it.
-        gtp_remat_rank, egtp_remat_rank, gtp_remat_world_size, egtp_remat_world_size: This rank's places in generalized
-            tensor parallelism and its sizes, of experts too; None: as Megatron's groups say. Where it has several ranks
-            the tracker gets a stream for their first values.
-        force_reset_rng: Make a new tracker even if there is one. Up to Megatron-Core 0.19 it stood where
-            `gtp_remat_rank` stands: a bool there is taken for it.
-        tp_size: Number of tensor-parallel ranks; None: as Megatron's groups say. Who gives ranks and has no groups
-            gives it too: replicas of an expert on several of them must agree where Megatron's seeds collide.
+        tp_rank, ep_rank, etp_rank, pp_rank: This rank's numbers in these groups; None: those in Megatron's groups.
+        gtp_remat_rank, egtp_remat_rank, gtp_remat_world_size, egtp_remat_world_size: This rank's numbers in, and the
+            sizes of, generalized tensor parallelism, of dense layers and of experts; None: those of Megatron's groups.
+            If it has several ranks the tracker gets a stream for their first values.
+        force_reset_rng: Make a new tracker even if there is one. Up to Megatron-Core 0.19 this argument had the place
+            of `gtp_remat_rank`: a bool there is taken for it.
+        tp_size: Number of tensor-parallel ranks; None: that of Megatron's groups. Pass it with the ranks if there are
+            no groups: replicas of an expert on several ranks must agree where Megatron's seeds collide.
         unique_streams: Give every (pp, ep, etp) an expert stream of its own. By default some meet, as in Megatron.
 
     Raises:

@@ -36,7 +36,7 @@ def is_loaded() -> bool:
 
 
 def transformer_engine(module: str, needed_for: str) -> ModuleType:
-    """`transformer_engine.pytorch.<module>`; an ImportError where it is missing or broken."""
+    """Import `transformer_engine.pytorch.<module>`; raise ImportError if it is missing or broken."""
     try:
         return import_module(f"transformer_engine.pytorch.{module}")
     except ModuleNotFoundError as error:
@@ -44,7 +44,7 @@ def transformer_engine(module: str, needed_for: str) -> ModuleType:
             f"{needed_for} needs Transformer Engine, which is not installed ({error}): "
             f"pip install transformer-engine[pytorch], or do without {needed_for}"
         ) from error
-    except Exception as error:  # of a broken installation: RuntimeError, FileNotFoundError
+    except Exception as error:  # a broken installation raises RuntimeError, FileNotFoundError
         raise ImportError(
             f"{needed_for} needs Transformer Engine, and {why_not_loaded('transformer_engine', error)}: "
             f"install the build for this torch and this CUDA, or do without {needed_for}"
@@ -52,15 +52,15 @@ def transformer_engine(module: str, needed_for: str) -> ModuleType:
 
 
 def is_te_tracker(tracker: Any) -> bool:
-    """True for Transformer Engine's tracker, or a class made of it."""
+    """Return whether the class of `tracker` is Transformer Engine's or derived from it."""
     distributed = sys.modules.get("transformer_engine.pytorch.distributed")
     return distributed is not None and isinstance(tracker, distributed.CudaRNGStatesTracker)
 
 
 def make_te_tracker() -> Any:
-    """Transformer Engine's tracker with the methods that Megatron's callers and our recomputation expect of one.
+    """Make Transformer Engine's tracker with the methods that Megatron's callers and our recomputation expect of one.
 
-    Where Megatron's own class around it is loaded, ours is one of these: Megatron's CUDA graphs look for it.
+    If Megatron's own class derived from it is loaded, ours is derived from that: Megatron's CUDA graphs look for it.
     """
     distributed = transformer_engine("distributed", needed_for="use_te_rng_tracker=True")
     base = getattr(sys.modules.get(MEGATRON_SIDE), "TECudaRNGStatesTracker", None)
@@ -108,7 +108,7 @@ class Fp8Recompute:
     """The fp8 settings of a forward, for its recomputation. Transformer Engine then quantizes both runs alike.
 
     Args:
-        told: Tell Transformer Engine of both runs also where the forward runs without fp8.
+        told: Tell Transformer Engine of both runs even if the forward runs without fp8.
     """
 
     def __init__(self, told: bool) -> None:
@@ -121,18 +121,18 @@ class Fp8Recompute:
         self._is_on, enabled = state.is_fp8_enabled, state.is_fp8_enabled()
         self._was_on, self._told = enabled, told or enabled
         recipe, group = (state.get_fp8_recipe(), state.get_fp8_group()) if enabled else (None, None)
-        if hasattr(fp8, "autocast"):  # which deprecates the other one
+        if hasattr(fp8, "autocast"):  # fp8_autocast is deprecated then
             self._autocast = partial(fp8.autocast, enabled=enabled, recipe=recipe, amax_reduction_group=group)
         else:
             self._autocast = partial(fp8.fp8_autocast, enabled=enabled, fp8_recipe=recipe, fp8_group=group)
 
     def first(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the first run."""
+        """Return the context of the first run."""
         return self._in_phase(recompute_phase=False)
 
     @contextlib.contextmanager
     def second(self) -> Iterator[None]:
-        """Around the second."""
+        """Enter the context of the second run."""
         with self._autocast() if self._was_on or self._is_on() else contextlib.nullcontext():
             with self._in_phase(recompute_phase=True):
                 yield

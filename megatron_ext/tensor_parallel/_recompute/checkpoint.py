@@ -27,7 +27,7 @@ from megatron_ext.tensor_parallel.utils import gather_split_1d_tensor, split_ten
 def checkpoint(
     function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """`function(*args, **kwargs)`; of its forward only the inputs are kept, and its backward runs it again first.
+    """Call `function(*args, **kwargs)`; only its inputs are kept for backward, which runs the function again first.
 
     The second run draws the same random numbers (of the CPU, of the tensors' devices and of the streams of our RNG
     tracker and Megatron's) under the same autocast settings, torch's and Transformer Engine's, and the same default
@@ -40,10 +40,10 @@ def checkpoint(
             other objects among them. Tensors inside other objects pass through, without gradient.
         distribute_saved_activations: Keep only this rank's part of the first argument, a tensor of any shape that is
             equal on all tensor-parallel ranks (so not under sequence parallelism). As in Megatron the caller's tensor
-            itself becomes that part, flat, and the memory of the rest is free: do not read it after this call. It stays
-            whole where it is a view, and where the function has it as another argument too. The ranks are those of the
+            itself becomes that part, flat, and the memory of the rest is free: do not read it after this call. The
+            tensor stays whole if it is a view, or another argument of the function too. The ranks are those of the
             linear layers of ours that the function runs, else Megatron's; over layers of several groups, or with
-            sequence parallelism, it is kept whole.
+            sequence parallelism, the tensor is kept whole.
 
     Gradients flow to tensor arguments and to parameters that the function holds, also where only the latter need any.
     With gradients off this is the plain call.
@@ -69,7 +69,7 @@ def checkpoint(
     return call.unflatten(CheckpointFunction.apply(call, distribute_saved_activations, *tensors))
 
 
-class _Notes(threading.local):  # which torch.compile can trace, as it cannot a ContextVar
+class _Notes(threading.local):  # torch.compile can trace this, and not a ContextVar
     groups: list[Any] | None = None
 
 
@@ -78,7 +78,7 @@ _notes = _Notes()
 
 @contextlib.contextmanager
 def layer_groups() -> Iterator[list[Any]]:
-    """The tensor-parallel groups of the linear layers that run in the block, as `note_layer_group` takes them."""
+    """Collect the tensor-parallel groups of the linear layers that run in the block; see `note_layer_group`."""
     before, inside = _notes.groups, list[Any]()
     _notes.groups = inside
     try:
@@ -90,19 +90,19 @@ def layer_groups() -> Iterator[list[Any]]:
 
 
 def note_layer_group(group: Any) -> None:
-    """Take once the group whose ranks all give a layer that runs now the same input; None: each gives its own."""
+    """Note the group whose ranks all give the same input to a layer that runs now; None: each gives its own."""
     if (notes := _notes.groups) is not None and all(known is not group for known in notes):
         notes.append(group)
 
 
 class CheckpointFunction(torch.autograd.Function):
-    """The autograd side of `checkpoint`, which see."""
+    """Autograd function of `checkpoint`."""
 
     @staticmethod
     def forward(
         ctx: Any, run_function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any
     ) -> Any:
-        """Run it without a graph, and keep the tensors among `args`."""
+        """Run the function without a graph, and keep the tensors among `args`."""
         ctx.rerun = Rerun(run_function, args)
         with layer_groups() as groups:
             results = ctx.rerun.first(ctx, args)
@@ -127,7 +127,7 @@ class CheckpointFunction(torch.autograd.Function):
         if ctx.distributed_shape is not None:
             shape = ctx.distributed_shape
             tensors[0] = gather_split_1d_tensor(tensors[0], tp_group=ctx.group)[: shape.numel()].view(shape)
-            if getattr(ctx, "cut_leaf", None) is not None:  # whose gradient must have its shape
+            if getattr(ctx, "cut_leaf", None) is not None:  # a leaf's gradient must have its shape
                 ctx.cut_leaf.data = tensors[0]
         with checkpointing():
             inputs, results = ctx.rerun.second(tensors, ctx.needs_input_grad[2:])

@@ -1,8 +1,8 @@
 """`CheckpointWithoutOutput`: the output is freed after its use, and recomputed just before backward reads it.
 
 `checkpoint` frees what happens inside a function; what comes out stays, because the next layer saves it. For a function
-that is cheap next to its output, a norm or an activation, the output is the memory. So it is emptied in place, all who
-saved it keep their reference, and the recomputation writes the same numbers back into the same storage.
+that is cheap next to its output, a norm or an activation, the output is the memory. So it is emptied in place, all
+references to it stay valid, and the recomputation writes the same numbers back into the same storage.
 
     recompute = CheckpointWithoutOutput()
     normed = recompute.checkpoint(norm, hidden)
@@ -18,7 +18,7 @@ manager:
     out = mlp(normed)
     manager.discard_all_outputs_and_register_unified_recompute(out)   # both are empty until out's gradient arrives
 
-An idea of Megatron-Core (its selective recomputation of norms and activations, and of hyper-connections).
+The idea is Megatron-Core's (its selective recomputation of norms and activations, and of hyper-connections).
 """
 
 import functools
@@ -40,13 +40,13 @@ from megatron_ext.tensor_parallel._recompute.replay_forward import (
 
 
 class CheckpointWithoutOutputFunction(torch.autograd.Function):
-    """The autograd side of `CheckpointWithoutOutput`, which see."""
+    """Autograd function of `CheckpointWithoutOutput`."""
 
     @staticmethod
     def forward(
         ctx: Any, run_function: Callable[..., Any], checkpoint_without_output_obj: "CheckpointWithoutOutput", *args: Any
     ) -> Any:
-        """Run it without a graph, and keep the tensors among `args`; the object gets `ctx`, for the second run."""
+        """Run the function without a graph, keep the tensors among `args`, and give the object `ctx`."""
         ctx.rerun = Rerun(run_function, args, checkpoint_without_output_obj.fp8)
         results = ctx.rerun.first(ctx, args)
         ctx.save_for_backward(*(arg for arg in args if isinstance(arg, Tensor)))
@@ -56,7 +56,7 @@ class CheckpointWithoutOutputFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *args: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Go back through the second run. `args`: the gradients of the function's results."""
+        """Backpropagate through the second run. `args`: the gradients of the function's results."""
         inputs, results = ctx.second_run or run_again(ctx)
         ctx.second_run = None  # its graph serves once
         with checkpointing():
@@ -64,8 +64,8 @@ class CheckpointWithoutOutputFunction(torch.autograd.Function):
 
 
 def run_again(ctx: Any) -> tuple[list[Any], tuple[Any, ...]]:
-    """The second run of the function that `ctx` keeps: its inputs and results."""
-    if cuda_graph_phase() != "capture":  # whose backward is a torch.autograd.grad() that knows what it does
+    """Run the function that `ctx` keeps for the second time; return its inputs and results."""
+    if cuda_graph_phase() != "capture":  # a capture calls torch.autograd.grad() on purpose
         check_backward_call()
     with checkpointing():
         return ctx.rerun.second(ctx.saved_tensors, ctx.needs_input_grad[2:])
@@ -75,14 +75,14 @@ class CheckpointWithoutOutput:
     """One call of a function whose output is freed after use and recomputed for the backward.
 
     Args:
-        fp8: Whether the function uses Transformer Engine's fp8 (any true value, such as Megatron's "hybrid"). Where
-            Transformer Engine is loaded it is told of both runs in any case but None, as by Megatron's own: its name
-            says fp8, and Megatron's generalized tensor parallelism asks it too. Inside its autocast it always is.
-        ckpt_manager: A manager that discards this call's outputs together with those of others. None: this object does.
+        fp8: Whether the function uses Transformer Engine's fp8 (any true value, such as Megatron's "hybrid"). If
+            Transformer Engine is loaded it is told of both runs unless `fp8` is None, as by Megatron, whose generalized
+            tensor parallelism asks it about them. Inside its autocast it is always told.
+        ckpt_manager: A manager that discards this call's outputs together with others'. None: this object discards.
         retain_input_tensors: Accepted and not needed: an output that shares memory with an input always stays.
 
-    Random numbers, autocast, arguments and gradients are treated as by `checkpoint`. Nothing is communicated but what
-    the function itself communicates, twice.
+    Random numbers, autocast, arguments and gradients are treated as by `checkpoint`. Communicates: twice what the
+    function itself communicates.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class CheckpointWithoutOutput:
         self._inputs_at: set[int] = set()
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`run_function(*args, **kwargs)`.
+        """Call `run_function(*args, **kwargs)`, and keep only its inputs and outputs.
 
         Raises:
-            ImportError: `fp8`, and Transformer Engine is missing.
+            ImportError: `fp8` is true, and Transformer Engine is missing.
         """
         if cuda_graph_phase() == "warmup":  # its backward is never run as a whole
             return run_function(*args, **kwargs)
@@ -115,13 +115,13 @@ class CheckpointWithoutOutput:
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
         """Free the outputs' memory until the gradient of `hook_tensor` is known; then they are recomputed into it.
 
-        Call it when the outputs were used for the last time in the forward. `hook_tensor` is a result of theirs whose
-        gradient the backward computes before it needs them. An output stays as it is where it shares memory with an
-        input or with `hook_tensor`; all do where only one side needs a gradient: nothing would bring them back. With a
-        manager nothing happens here: it discards.
+        Call it after the last use of the outputs in forward. `hook_tensor` is computed from the outputs, and backward
+        computes its gradient before it needs them. An output stays as it is if it shares memory with an input or with
+        `hook_tensor`; all stay if only the outputs, or only `hook_tensor`, need a gradient: nothing would bring them
+        back. With a manager nothing happens here: the manager discards.
 
         Raises:
-            RuntimeError: there was no `checkpoint()` since the last time.
+            RuntimeError: there was no `checkpoint()` since the last call.
         """
         if cuda_graph_phase() == "warmup" or self.ckpt_manager is not None:
             return
@@ -150,8 +150,8 @@ class CheckpointWithoutOutputManager:
     """Calls of `CheckpointWithoutOutput` whose outputs are discarded and recomputed together, for chains of them.
 
     Attributes:
-        is_last_layer_in_recompute_block: Megatron's transformer block sets it for its layers, which then leave what
-            they return to the next block alone.
+        is_last_layer_in_recompute_block: Megatron's transformer block sets it for its layers, which then do not discard
+            what they return to the next block.
     """
 
     def __init__(self) -> None:
@@ -159,10 +159,10 @@ class CheckpointWithoutOutputManager:
         self.is_last_layer_in_recompute_block = False
 
     def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
-        """Take a call that was made. `ckpt.checkpoint()` does so by itself where it was given this manager.
+        """Add a call that was made. `ckpt.checkpoint()` does so by itself if `ckpt` was given this manager.
 
         Raises:
-            TypeError: it is something else.
+            TypeError: `ckpt` is no `CheckpointWithoutOutput`.
             ValueError: its `checkpoint()` was not called yet.
         """
         if not isinstance(ckpt, CheckpointWithoutOutput):
@@ -174,7 +174,7 @@ class CheckpointWithoutOutputManager:
     def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:
         """Free the outputs of all calls until the gradient of `hook_tensor` is known; then recompute them in order.
 
-        `hook_tensor`, and what stays: as of `CheckpointWithoutOutput.discard_output_and_register_recompute`. The
+        For `hook_tensor` and outputs that stay see `CheckpointWithoutOutput.discard_output_and_register_recompute`. The
         manager may be used for other calls afterwards.
         """
         if cuda_graph_phase() == "warmup":
@@ -185,9 +185,9 @@ class CheckpointWithoutOutputManager:
 
 
 def _fill_again(ctx: Any, freed: list[tuple[int, torch.UntypedStorage, int]], grad: Tensor) -> None:
-    """Hook: the second run, for whose results the rest of the backward is about to ask.
+    """Hook: run the function again, and fill the freed outputs, which the rest of backward is about to read.
 
-    `freed`: outputs' places among the results, where they lay, and how many bytes they took there.
+    `freed`: each output's index among the results, its storage, and the bytes of that storage.
     """
     if cuda_graph_phase() == "warmup":
         return

@@ -2,7 +2,7 @@
 
 All recomputation here has in common: arguments and results as flat tensors, which is what autograd sees; the random
 states, the autocast settings (torch's and Transformer Engine's) and the default device of the first run, entered again
-for the second; and the flag that one is running.
+for the second; and the flag that a checkpointed function is running.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def unset_checkpointing() -> None:
 
 @contextlib.contextmanager
 def checkpointing() -> Iterator[None]:
-    """`is_checkpointing()` inside; afterwards as before, however the block ends."""
+    """Make `is_checkpointing()` true inside the block, and as before afterwards, however the block ends."""
     before = Depth.now
     Depth.now = before + 1
     try:
@@ -74,7 +74,7 @@ class FlatCall:
     def flatten(
         cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple["FlatCall", list[Tensor]]:
-        """The call, and the tensors to call it with.
+        """Return the call, and the tensors to call it with.
 
         Where gradients are on but no tensor argument needs one, the function may still hold parameters that do: LoRA on
         a frozen input. Autograd has nothing to hold on to then, so there is one more tensor, an edge, which the call
@@ -96,7 +96,7 @@ class FlatCall:
         return tuple(result for result in results if isinstance(result, Tensor))
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
-        """The results of the function, with these tensors in the places of its own."""
+        """Return the results of the function, with these tensors in place of its own."""
         assert self._result is not None
         results, spec = self._result
         return _unflatten(_with_tensors(results, tensors), spec)
@@ -107,7 +107,7 @@ def _without_tensors(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _with_tensors(leaves: Sequence[Any], tensors: Iterable[Tensor]) -> list[Any]:
-    """`leaves` of `_without_tensors`, with these tensors in the places of their own."""
+    """Put these tensors back into `leaves`, which `_without_tensors` made."""
     remaining = iter(tensors)
     return [next(remaining) if leaf is _TENSOR else leaf for leaf in leaves]
 
@@ -131,7 +131,7 @@ _KINDS = ("cpu", "cuda")
 
 
 def _autocast(kind: str) -> tuple[str, torch.dtype, bool, bool]:
-    """The present settings for devices of a kind, as `torch.autocast` takes them."""
+    """Return the present settings for devices of a kind, as `torch.autocast` takes them."""
     cache = torch.is_autocast_cache_enabled()
     return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache
 
@@ -139,7 +139,7 @@ def _autocast(kind: str) -> tuple[str, torch.dtype, bool, bool]:
 class Rerun:
     """A function between its two runs, in an `autograd.Function` whose context `ctx` keeps this and the tensors.
 
-    The random states, autocast settings and default device that hold where this is made hold in the second run.
+    The second run has the random states, autocast settings and default device of the moment when this is made.
     Transformer Engine is told of both runs inside its autocast, and with `fp8` in any case.
     """
 
@@ -154,7 +154,7 @@ class Rerun:
         self._autocast = [_autocast(kind) for kind in (*_KINDS, *filter(torch.amp.is_autocast_available, others))]
 
     def first(self, ctx: Any, args: Sequence[Any]) -> Any:
-        """Run it without keeping a graph; returns what `forward` may return."""
+        """Run the function without keeping a graph; return what an autograd function's `forward` may return."""
         ctx.set_materialize_grads(False)
         look_for_gradients = isinstance(self._function, FlatCall) and self._function.edge
         fp8 = self._fp8.first() if self._fp8 else contextlib.nullcontext()
@@ -170,9 +170,10 @@ class Rerun:
         return tuple(aliases) if listed is results else aliases[0]
 
     def second(self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[list[Any], tuple[Any, ...]]:
-        """Run it again on detached `tensors`, with a graph: the inputs, which will hold gradients, and the results.
+        """Run the function again on detached `tensors`, with a graph; return the inputs, which will hold gradients, and
+        the results.
 
-        Raises RuntimeError if the first run has changed one of them.
+        Raises RuntimeError if the first run has changed an argument in place.
         """
         if self._changed:
             raise RuntimeError(
@@ -198,14 +199,14 @@ class Rerun:
 
 
 def _versions(args: Sequence[Any]) -> list[int]:
-    """Numbers that change with what the tensors among `args` hold; none while compiling."""
+    """Return the version counters of the tensors among `args`, which in-place writes change; none while compiling."""
     if torch.compiler.is_compiling():
         return []
     return [arg._version for arg in args if isinstance(arg, Tensor) and not arg.is_inference()]
 
 
 def backpropagate(results: Sequence[Any], grads: Sequence[Tensor | None], inputs: Sequence[Any]) -> list[Tensor | None]:
-    """The gradients of `inputs`, from those of `results`; gradients of parameters on the way are accumulated."""
+    """Return the gradients of `inputs`, from those of `results`; parameters on the way accumulate theirs."""
     if len(results) != len(grads):
         raise RuntimeError(
             f"the checkpointed function returned {len(grads)} values in the forward and {len(results)} in its "
@@ -218,7 +219,7 @@ def backpropagate(results: Sequence[Any], grads: Sequence[Tensor | None], inputs
 
 
 def check_backward_call() -> None:
-    """Raises RuntimeError in the backward passes that recomputation cannot serve.
+    """Raise RuntimeError in the backward passes that recomputation cannot serve.
 
     In `torch.autograd.grad(...)` parameters' gradients would go into their `.grad` and not to the caller; and gradients
     of gradients would silently be those of constants.
@@ -237,6 +238,6 @@ def check_backward_call() -> None:
 
 @contextlib.contextmanager
 def _graph_without_tensors() -> Iterator[None]:
-    """Gradients on, but no tensor is saved for them: enough to see what depends on what."""
+    """Record a graph without saving tensors for it: enough to see what depends on what."""
     with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
         yield
