@@ -50,6 +50,8 @@ BAD_DATA = {
     f"input_ids are .* 0 to {VOCAB - 1}": lambda data: BatchedDataDict(data, input_ids=data["input_ids"] + VOCAB - 9),
     "input_ids are -9 to": lambda data: BatchedDataDict(data, input_ids=data["input_ids"] - 9),
     r"sample_mask is a list: .* \[rows\]": lambda data: BatchedDataDict(data, sample_mask=[1.0] * data.size),
+    "token_mask has a number below 0": lambda data: BatchedDataDict(data, token_mask=data["token_mask"] - 1),
+    "sample_mask has a number below 0": lambda data: BatchedDataDict(data, sample_mask=-data["sample_mask"]),
     r"token_mask is \[4\]: .* \[rows, positions\]": lambda data: BatchedDataDict(data, token_mask=data["sample_mask"]),
 }
 
