@@ -26,7 +26,7 @@ LINES = {
     "megatron_ext/experimental": 2552,
     "megatron_ext/head": 10739,
     "megatron_ext/integrations": 709,
-    "megatron_ext/losses": 1397,
+    "megatron_ext/losses": 1398,
     "megatron_ext/megatron": 4597,
     "megatron_ext/memory": 674,
     "megatron_ext/model_utils": 1482,
