@@ -6,7 +6,7 @@ In parts, by NeMo-RL's protocol:
 
     begin_train_step(loss_fn) -> train_microbatch(data), any number of times -> finish_train_step()
 
-Until the end nobody knows how many rows and tokens the global batch has. So the loss function is called with 1 in place
+Only at the end are the rows and tokens of the global batch counted. So the loss function is called with 1 in place
 of these counts, gradients add up undivided, and the end divides them, the loss and the metrics, each of these by the
 count that the loss function names in `metric_normalizations`.
 
@@ -40,7 +40,7 @@ MetricsByName = defaultdict[str, list[float]]
 
 @dataclass
 class OpenStep:
-    """Step that is not finished, with what it has gathered. Rows and tokens are those of all data-parallel ranks."""
+    """Step that is not finished, with its sums so far. Rows and tokens are those of all data-parallel ranks."""
 
     loss_fn: LossFunction
     bounds: MicroBatchBounds
@@ -351,7 +351,7 @@ def _agreed_loss(backend: Backend, number: int, own: Tensor, fault: Exception | 
 
 
 def _validated(returned: Any) -> tuple[Tensor, dict[str, float]]:
-    """Return what a loss function returned, if it can be trained on and its metrics are numbers."""
+    """Check what a loss function returned; return the loss, and the metrics as Python numbers."""
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise ValueError(
             f"loss_fn returned {_kinds(returned)}: it must return the loss, a 0-d tensor, and a dict of metrics"
