@@ -220,10 +220,9 @@ def statistics_pass(
     sizes: list[int] | None,
     keep: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """What a rank has from its logits alone: the statistics of its columns, with a place more in each row for the
-    exchange; and of each leaf of the weight `w` the exponentials (or logits) that are kept, `[T, 0]` if no gradient is
-    wanted, and what they are relative to, `[T]`. `sizes`, `keep`, and what is communicated: see `LinearHead`, which has
-    the exchange of statistics besides."""
+    """Return the statistics of this rank's columns, with a place more in each row for the exchange; and of each leaf of
+    the weight `w` the exponentials (or logits) that are kept, `[T, 0]` if no gradient is wanted, and what they are
+    relative to, `[T]`. `sizes`, `keep`, and what is communicated: see `LinearHead`, which has the exchange besides."""
     call, tokens, columns = plan.call, plan.tokens, leaves[0].w_VD.shape[0]
     dtype = accumulation_dtype(hidden_TD.dtype)
     arithmetic, on_gpu = plan.arithmetic, hidden_TD.is_cuda
@@ -310,10 +309,12 @@ def statistics_pass(
             run(full_TD[span], span)
     if len(leaves) == 1:
         return stats[0], exps, shifts
-    stats_NKT = torch.stack(stats)
-    own_KT = stats_NKT.amax(0)  # of the softcap's slope at the label, which is one leaf's
-    joined_KT = statistics.joined(stats_NKT[..., :-1], call)
+    own_KT = statistics.new_statistics(tokens, plan.shared_rows, plan.ranks, dtype, hidden_TD.device)
+    stats_NKT = torch.stack([each_KT[:, :-1] for each_KT in stats])
+    joined_KT = statistics.joined(stats_NKT, call)
     own_KT[: len(joined_KT), :-1] = joined_KT
+    if call.softcap is not None:  # its slope at the label is one leaf's
+        own_KT[len(joined_KT), :-1] = stats_NKT[:, len(joined_KT)].amax(0)
     return own_KT, exps, shifts
 
 
