@@ -21,6 +21,7 @@ _lock = threading.Lock()
 _entered = 0  # how many `with megatron_on_cpu()` are open in this process
 _undo = ExitStack()
 _with_engine = False  # whether the outermost one emulates Transformer Engine
+_rules: NcclRules | None = None  # the outermost one's
 
 
 @contextmanager
@@ -54,16 +55,22 @@ def megatron_on_cpu(transformer_engine: bool = False, nccl_rules: NcclRules | No
     Raises:
         RuntimeError: CUDA is initialised in this process; two devices cannot both be "cuda". With `transformer_engine`:
             Megatron was imported before without it, its compiled module is loaded, or an emulation without it is open.
+            With `nccl_rules`: an emulation without them, or with others, is open.
         ModuleNotFoundError: `transformer_engine` is asked for, and its Python package is not installed.
     """
-    global _entered, _undo, _with_engine
+    global _entered, _undo, _with_engine, _rules
     with _lock:
         if _entered == 0:
-            _undo, _with_engine = _enter(transformer_engine, nccl_rules), transformer_engine
+            _undo, _with_engine, _rules = _enter(transformer_engine, nccl_rules), transformer_engine, nccl_rules
         elif transformer_engine and not _with_engine:
             raise RuntimeError(
                 "megatron_on_cpu(transformer_engine=True) was entered inside of megatron_on_cpu() without it; ask for "
                 "Transformer Engine in the outermost one"
+            )
+        elif nccl_rules not in (None, _rules):
+            raise RuntimeError(
+                f"megatron_on_cpu(nccl_rules={nccl_rules}) was entered inside of megatron_on_cpu(nccl_rules={_rules}), "
+                f"whose groups go on: give the rules to the outermost one"
             )
         _entered += 1
     try:

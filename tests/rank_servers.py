@@ -33,7 +33,10 @@ PRELOAD = [
     "torch.distributed.tensor",
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
+    "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
+    "megatron_ext.head",
+    "megatron_ext.dtensor",
 ]
 INTERPRETING = ["torch", "triton.language", "triton.runtime.interpreter"]
 _environment: dict[str, str] = {}

@@ -18,7 +18,6 @@ import megatron_ext
 from megatron_ext import __main__ as programs
 from megatron_ext import head
 from tests.marks import slow
-from tests.programs import alone
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,28 +68,31 @@ def test_programs_get_the_arguments_behind_their_name(capsys):
     assert "--cpu is of use with --model alone" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("program", ["memory --tokens 8 --hidden 8 --vocab 64", *slow("doctor")])
-def test_programs_end_quietly_once_nobody_reads(program):
-    """Programs that write to a closed pipe, as with `| head`, have exit code 1 and say nothing of it."""
+FIRST_IMPORTS = """
+import runpy, sys, megatron_ext
+assert 'megatron_ext.integrations' not in sys.modules and 'megatron_ext.dtensor' not in sys.modules
+assert callable(megatron_ext.integrations.trl.apply)
+assert callable(megatron_ext.integrations.nemo_rl.restore)
+assert megatron_ext.losses.GRPOLoss
+assert not {'megatron', 'trl', 'transformers'} & set(sys.modules)
+"""
+PROGRAM = "runpy.run_module('megatron_ext', run_name='__main__', alter_sys=True)"
+MEMORY = ["-c", FIRST_IMPORTS + PROGRAM, "memory", "--tokens", "8", "--hidden", "8", "--vocab", "64"]
+
+
+@pytest.mark.parametrize("words", [pytest.param(MEMORY, id="memory"), *slow(["-m", "megatron_ext", "doctor"])])
+def test_programs_end_quietly_and_first_imports_are_few(words):
+    """Programs that write to a closed pipe, as with `| head`, have exit code 1 and say nothing of it.
+
+    The same new process shows which packages come with the first import: other tests have imported them in this one.
+    """
     from_pipe, to_pipe = os.pipe()
     os.close(from_pipe)
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_ext", *program.split()]
     with open(to_pipe) as closed:
-        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", *words], stdout=closed, stderr=subprocess.PIPE, text=True
+        )
     assert (done.returncode, done.stderr) == (1, "")
-
-
-def test_packages_come_with_the_first_import():
-    """Packages are imported in a new process, since other tests have imported them in this one."""
-    code = (
-        "import sys, megatron_ext\n"
-        "assert 'megatron_ext.integrations' not in sys.modules and 'megatron_ext.dtensor' not in sys.modules\n"
-        "assert callable(megatron_ext.integrations.trl.apply)\n"
-        "assert callable(megatron_ext.integrations.nemo_rl.restore)\n"
-        "assert megatron_ext.losses.GRPOLoss\n"
-        "assert not {'megatron', 'trl', 'transformers'} & set(sys.modules)\n"
-    )
-    alone("-c", code)
 
 
 def test_an_editable_install_serves_the_folder_above_the_clone(tmp_path):

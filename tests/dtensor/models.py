@@ -213,19 +213,25 @@ def family_config(name, tied=False, **overrides):
     return config(**options | overrides, tie_word_embeddings=tied)
 
 
-def _class(prefix):
-    return getattr(transformers, f"{prefix}{'LMHeadModel' if prefix == 'GPT2' else 'ForCausalLM'}", None)
+def _class_name(prefix):
+    return f"{prefix}{'LMHeadModel' if prefix == 'GPT2' else 'ForCausalLM'}"
 
 
 def _family(name):
-    return lambda tied: _class((BASIC | FAMILIES | MORE)[name][0])(family_config(name, tied))
+    prefix, _ = (BASIC | FAMILIES | MORE)[name]
+    return lambda tied: getattr(transformers, _class_name(prefix))(family_config(name, tied))
 
 
-# transformers 4.51 lacks some, and has two whose attention is outside of its interface.
-STACKED = _class("GptOss") is not None  # whether experts are one parameter
+# transformers 4.51 lacks some, and has two whose attention is outside of its interface. The names do not import the
+# classes: imports of all of them would take a third of a second of every process of ranks.
+CLASS_NAMES = set(transformers.__all__)
+STACKED = _class_name("GptOss") in CLASS_NAMES  # whether experts are one parameter
 OLD_ATTENTION = () if STACKED else ("nemotron", "qwen2_moe")
-FAMILIES = {name: family for name, family in FAMILIES.items() if _class(family[0]) and name not in OLD_ATTENTION}
-MORE = {name: family for name, family in MORE.items() if _class(family[0])}
+FAMILIES = {name: family for name, family in FAMILIES.items() if name not in OLD_ATTENTION}
+FAMILIES, MORE = (
+    {name: family for name, family in families.items() if _class_name(family[0]) in CLASS_NAMES}
+    for families in (FAMILIES, MORE)
+)
 
 
 def of_family(name):

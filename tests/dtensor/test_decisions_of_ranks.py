@@ -241,7 +241,7 @@ def test_later_steps_send_what_the_model_sends(way):
     assert counts[1] == counts[2]
 
 
-@pytest.mark.parametrize("wrap", ["parallelize", "fsdp2", "fsdp2, the head by itself"])
+@pytest.mark.parametrize("wrap", ["parallelize", "fsdp2", *slow("fsdp2, the head by itself")])
 @pytest.mark.parametrize("when", ["at the first call", "later"])
 @ranks(2)
 def test_data_parallel_ranks_prove_alone(wrap, when):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron_ext.dtensor import use_fused_loss
 from tests.dtensor.models import batch, check_step, loss_and_gradients, make, meshes, parallelize
 from tests.dtensor.test_decisions_of_ranks import _CHANGED, CHANGES
+from tests.marks import slow
 from tests.ranks import ranks
 
 
@@ -53,10 +54,10 @@ def of_some_labels(logits, labels, vocab_size, **others):
 @pytest.mark.parametrize(
     "loss, options",
     [
-        *((loss, "") for loss in (shifted, chosen_by_a_mask, of_the_last, smoothed, by_a_list, by_a_list_with_repeats)),
-        *((loss, "skip") for loss in (of_the_last, by_a_list)),
-        *((loss, "slices") for loss in (shifted, by_a_list_with_repeats)),
-        *((loss, "slices, skip") for loss in (of_some_labels, by_a_list)),
+        *((loss, "") for loss in (shifted, chosen_by_a_mask, smoothed)),
+        *((of_the_last, "skip"), (by_a_list_with_repeats, "slices"), (of_some_labels, "slices, skip")),
+        *slow((of_the_last, ""), (by_a_list, ""), (by_a_list_with_repeats, "")),
+        *slow((shifted, "slices"), (by_a_list, "skip"), (by_a_list, "slices, skip")),
     ],
 )
 @ranks(2)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import MutableMapping
+from contextlib import ExitStack
 from types import ModuleType
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from megatron_on_cpu import context, megatron_on_cpu, random_numbers, redirections
+from megatron_on_cpu.nccl_rules import NcclRules
 from tests.ranks import TIMEOUT_S
 
 # All that the emulation replaces something in, the environment and the modules.
@@ -113,6 +115,16 @@ def test_nests():
             raise ZeroDivisionError
         assert torch.zeros is inside
     assert torch.zeros is outside
+
+
+@pytest.mark.parametrize("outer", [None, NcclRules(eager=True)], ids=["gloo", "eager"])
+def test_rules_of_nccl_are_those_of_the_outermost(monkeypatch, outer):
+    monkeypatch.setattr(context, "_enter", lambda *options: ExitStack())
+    with megatron_on_cpu(nccl_rules=outer):
+        with megatron_on_cpu(), megatron_on_cpu(nccl_rules=outer):
+            pass
+        with pytest.raises(RuntimeError, match=r"nccl_rules=NcclRules\(eager=False.*outermost"):
+            megatron_on_cpu(nccl_rules=NcclRules()).__enter__()
 
 
 @pytest.mark.usefixtures("untouched")

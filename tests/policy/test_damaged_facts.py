@@ -113,7 +113,7 @@ def test_facts_of_the_same_kind_are_taken():
     check_like("here", "state", own | {"rates": [2], "fused": 0.5, "last_epoch": -1, "milestones": Counter()}, own)
 
 
-@pytest.mark.parametrize("trained, most", [(True, 12), *slow((True, 60), (False, 30))])
+@pytest.mark.parametrize("trained, most", [(True, 6), *slow((True, 60), (False, 30))])
 @ranks(2)
 def test_damaged_fact_is_told_on_every_rank_and_changes_nothing(trained, most):
     folder = shared_folder()

@@ -91,21 +91,18 @@ def test_teacher_ids_of_one_rank_that_cannot_be():
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize(
-    "gbs, mbs, message",
-    [
+@ranks(2)
+def test_sizes_that_do_not_divide():
+    worker, data = made()
+    for gbs, mbs, message in [
         (5, None, "must divide by 2"),
         (8, 3, "multiple of it"),
         (None, 0, r"mbs \(micro_batch_size\) is 0: it must be a positive integer"),
         (0, None, "gbs is 0"),
         (-8, None, "gbs is -8"),
-    ],
-)
-@ranks(2)
-def test_sizes_that_do_not_divide(gbs, mbs, message):
-    worker, data = made()
-    with pytest.raises(ValueError, match=message):
-        worker.train(data, NLLLoss(), gbs=gbs, mbs=mbs)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            worker.train(data, NLLLoss(), gbs=gbs, mbs=mbs)
 
 
 @pytest.mark.parametrize("kind", ["tp", "cp"])

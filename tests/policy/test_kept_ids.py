@@ -63,8 +63,8 @@ def config(kind="fixed", generation=None, **layout):
     "backend, layout, kind",
     [
         (DTensorPolicyWorker, "cp", "packed"),
-        (DTensorPolicyWorker, "dp", "dynamic"),
         *slow(
+            (DTensorPolicyWorker, "dp", "dynamic"),
             (DTensorPolicyWorker, "tp_sp", "fixed"),
             (MegatronPolicyWorker, "tp_sp", "packed"),
             (MegatronPolicyWorker, "cp", "packed"),

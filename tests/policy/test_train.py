@@ -59,8 +59,8 @@ def test_one_rank():
 @pytest.mark.parametrize("layout, rows", [("tp", 4), *slow(("dp", 1), ("cp", 2))])
 @ranks(2)
 def test_two_ranks(layout, rows):
-    """Every kind of micro-batches in every layout; of every fixed size in one."""
-    check(LAYOUTS[layout], [("fixed", rows), ("dynamic", 2), ("packed", 2)])
+    """Every kind of micro-batches in every layout, dynamic ones with tensor parallel on four ranks."""
+    check(LAYOUTS[layout], [("fixed", rows), ("packed", 2)] + [("dynamic", 2)] * (layout != "tp"))
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_eval_mode_gives_the_loss_and_changes_nothing():
     torch.testing.assert_close(found["global_loss"], worker.train(mine, GRPO)["global_loss"])
 
 
-@ranks(2)
+@ranks(1)
 def test_weights_are_fp32_whatever_the_config_says():
     worker = DTensorPolicyWorker(tiny_config(tiny_model(dtype="bfloat16")), init_reference_model=False)
     assert {x.dtype for x in worker.return_state_dict().values()} == {torch.float32}

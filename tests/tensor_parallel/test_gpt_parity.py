@@ -90,8 +90,7 @@ def test_one_rank(options):
         (TP2, SEQUENCE | SELECTIVE),
         *slow((TP2, {}), (TP2, FULL), (TP2, SELECTIVE), (TP2, SEQUENCE | FULL), (TP2, UNTIED)),
         *slow((TP2, ON_DEVICE | UNTIED), (TP2, FUSED | UNTIED | SEQUENCE)),
-        (PP2, {}),
-        *slow((PP2, FULL)),
+        *slow((PP2, {}), (PP2, FULL)),
         # With multi-token prediction the last stage looks embeddings up too: those gradients were dropped.
         (PP2, FUSED | {"mtp_num_layers": 1}),
         *slow((PP2, FUSED), (PP2, FUSED | UNTIED | DEFERRED | {"wgrad_deferral_limit": 0})),
