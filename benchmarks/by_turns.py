@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks import loss_cases, losses
-from benchmarks.measure import MIB, cpu_times
-from benchmarks.meter import measure as metered
+from benchmarks.measure import cpu_times
+from benchmarks.meter import peak_mib
 from benchmarks.record import Found, Rows
 from megatron_ext import linear_cross_entropy
 from megatron_ext.head import KL, Logits
@@ -57,12 +57,8 @@ def divergence_steps() -> dict[str, Step]:
 
 def measured(steps: dict[str, Step], base: str) -> Rows:
     """Peak MiB, milliseconds, and their ratio to those of `base` in the same turn."""
-    rows: Rows = []
-    for name, step in steps.items():
-        with metered() as costs:
-            step()
-        rows.append((name, "peak", "MiB", [costs.peak_bytes / MIB]))
-    return rows + cpu_times(steps, 0.0, base, "base", least=TURNS)
+    peaks: Rows = [(name, "peak", "MiB", [peak_mib(step)]) for name, step in steps.items()]
+    return peaks + cpu_times(steps, 0.0, base, "base", least=TURNS)
 
 
 def measure(seconds: float = 0.0) -> Iterator[Found]:

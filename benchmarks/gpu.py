@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import gpu_in_a_row, gpu_numerics, gpu_probes, gpu_reads, record
 from benchmarks.cases import GPU_CASES, Case
-from benchmarks.gpu_run import NOT_MEASURED, Run, cuda, one_rank
+from benchmarks.gpu_run import NOT_MEASURED, Run, one_rank
 from benchmarks.implementations import Implementation, available
 
 REHEARSAL = [Case("rehearsal", 8, 32, 301, 1, torch.bfloat16)]
@@ -31,7 +31,7 @@ def stage_of(impl: Implementation) -> int:
 
 def heads(run: Run, cases: list[Case], more: Iterable[Implementation] = ()) -> None:
     """`more`: heads beside those that `available` knows."""
-    with one_rank("nccl" if run.machine.device == "cuda" else "gloo") as group:
+    with one_rank() as group:
         for stage in (0, 1, 2):
             for case in cases:
                 impls, absent = available(case, on_gpu=True)
@@ -40,7 +40,7 @@ def heads(run: Run, cases: list[Case], more: Iterable[Implementation] = ()) -> N
             if stage == 1:
                 for case in cases:
                     gpu_reads.measure(run, case)
-                gpu_numerics.measure(run)
+                gpu_numerics.measure(run, cases[0].device)
 
 
 PARTS: dict[str, Callable[[Run, list[Case]], None]] = {
@@ -59,15 +59,13 @@ def main(
         if rehearse:
             from benchmarks.stand_in import stood_in_for_cuda
 
-            machine, cases = stack.enter_context(stood_in_for_cuda()), REHEARSAL
-            out, origin = (
-                out or record.RESULTS / "rehearsal.csv",
-                replace(record.Origin.here("cpu"), device="rehearsal"),
-            )
+            stack.enter_context(stood_in_for_cuda())
+            cases, out = REHEARSAL, out or record.RESULTS / "rehearsal.csv"
+            origin = replace(record.Origin.here("cpu"), device="rehearsal")
         else:
-            machine, cases, origin = cuda(), GPU_CASES, record.Origin.here("cuda")
+            cases, origin = GPU_CASES, record.Origin.here("cuda")
             out = out or record.RESULTS / f"{record.file_name(origin.device)}.csv"
-        run = Run(machine, origin, out, seconds)
+        run = Run(origin, out, seconds)
         for part in parts:
             part(run, cases)
     rows = record.read(out)

@@ -38,11 +38,11 @@ def three_products(inputs: Inputs) -> Callable[[], object]:
     return step
 
 
-def in_a_row(machine: gpu_run.Machine, card: Any, step: Callable[[], object], seconds: float) -> list[gpu_run.Row]:
+def in_a_row(card: Any, step: Callable[[], object], seconds: float) -> list[gpu_run.Row]:
     """Rows of one step, repeated for so long; the clock and what holds it are read while steps run: the share of the
     readings in which each reason was there, of the power limit even if it never was."""
     step()
-    machine.synchronize()
+    torch.cuda.synchronize()
     clocks, held, steps = [], {"power limit": 0}, 0
     joules, began = card.joules(), time.perf_counter()
     while not steps or time.perf_counter() - began < seconds:
@@ -51,7 +51,7 @@ def in_a_row(machine: gpu_run.Machine, card: Any, step: Callable[[], object], se
         clocks.append(card.megahertz())
         for reason in card.held_by():
             held[reason] = held.get(reason, 0) + 1
-        machine.synchronize()
+        torch.cuda.synchronize()
         steps += 3
     elapsed, spent = time.perf_counter() - began, card.joules() - joules
     return [
@@ -87,9 +87,9 @@ def measured_of(cases: list[Case]) -> list[tuple[Case, float]]:
 
 def measure(run: gpu_run.Run, cases: list[Case]) -> None:
     """Rows of each step, as far as `run` lacks them."""
-    card = Nvml() if run.machine.device == "cuda" else STAND_IN
+    card = Nvml() if cases[0].device == "cuda" else STAND_IN
     for case, size in measured_of(cases):
         for name, step in steps_of(case, size).items():
             row = f"in a row: {name}"
             if not run.measured(case, row):
-                run.attempt(case, row, lambda step=step: in_a_row(run.machine, card, step, run.seconds))
+                run.attempt(case, row, lambda step=step: in_a_row(card, step, run.seconds))

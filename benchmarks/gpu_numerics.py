@@ -4,6 +4,7 @@ As `tests/head/test_precision.py` has them on a CPU: root mean square, against f
 same type. On a GPU dW is one product, rounded before the labels' terms are added to it.
 """
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,21 +20,16 @@ CACHES = (1, 0)
 REHEARSED = [(8, 16, 40)], (1.0,)
 
 
-def measure(run: Run) -> None:
+def measure(run: Run, device: str) -> None:
     """Rows "dx, error / plain" and "dW, error / plain" of each case, as far as `run` lacks them."""
-    device = run.machine.device
     sizes, of_logits = (SIZES, LOGITS) if device == "cuda" else REHEARSED
-    for tokens, width, vocab in sizes:
-        for size in of_logits:
-            for likeliest in (False, True):
-                name = f"numerics {tokens} x {width} x {vocab}, logits of {size:g}"
-                case = Case(
-                    f"{name}, likeliest labels" if likeliest else name, tokens, width, vocab, 1, torch.bfloat16, device
-                )
-                missing = [cache for cache in CACHES if not run.measured(case, ours(cache).name)]
-                inputs = with_labels(drawn(case, size), likeliest) if missing else None
-                for cache in missing:
-                    run.attempt(case, ours(cache).name, lambda case=case, x=inputs, c=cache: errors(case, x, c))
+    for (tokens, width, vocab), size, likeliest in product(sizes, of_logits, (False, True)):
+        name = f"numerics {tokens} x {width} x {vocab}, logits of {size:g}{', likeliest labels' * likeliest}"
+        case = Case(name, tokens, width, vocab, 1, torch.bfloat16, device)
+        missing = [cache for cache in CACHES if not run.measured(case, ours(cache).name)]
+        inputs = with_labels(drawn(case, size), likeliest) if missing else None
+        for cache in missing:
+            run.attempt(case, ours(cache).name, lambda case=case, x=inputs, c=cache: errors(case, x, c))
 
 
 def with_labels(inputs: Inputs, likeliest: bool) -> Inputs:

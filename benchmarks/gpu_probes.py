@@ -5,6 +5,7 @@ of three sizes, or are read where the product is made. `--only profile` writes a
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -76,16 +77,13 @@ def measure(run: gpu_run.Run, cases: list[Case]) -> None:
         for probes in (dx_five_ways, log_probs_by_chunks):
             steps = {name: step for name, step in probes(case).items() if not run.measured(case, name)}
             for name, step in steps.items():
-                run.attempt(case, name, lambda step=step: _times(run, step))
-
-
-def _times(run: gpu_run.Run, step: Callable[[], object]) -> list[gpu_run.Row]:
-    return [("time", "ms", gpu_run.by_turns(run.machine, {"it": step}, run.seconds)["it"])]
+                by_turns = partial(gpu_run.by_turns, {"it": step}, run.seconds)
+                run.attempt(case, name, lambda by_turns=by_turns: [("time", "ms", by_turns()["it"])])
 
 
 def profile(run: gpu_run.Run, cases: list[Case]) -> None:
     """The kernels of one step at cache 1 and 0, by time: `PROFILE` beside the rows."""
-    on_gpu, kinds = run.machine.device == "cuda", torch.profiler.ProfilerActivity
+    on_gpu, kinds = cases[0].device == "cuda", torch.profiler.ProfilerActivity
     with run.out.with_name(PROFILE).open("a") as file:
         for case, cache in product(cases, (1, 0)):
             inputs, step = drawn(case), ours(cache).build(case, None)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from benchmarks.gpu_run import Run, by_turns
-from benchmarks.measure import MIB, drawn
+from benchmarks.measure import drawn
+from benchmarks.meter import MIB
 from megatron_ext import head
 
 CHUNK, K, TOP_K, TOP_P = 1024, 64, 50, 0.9
@@ -79,7 +80,7 @@ def _rows(run: Run, ours: Callable[[], Any], theirs: Callable[[], Tensor]) -> li
         found = found if isinstance(found, Tensor) else found[0]
         error = _difference(found if found.dim() == 1 else found.t(), results[1])
         del results, found
-        times = by_turns(run.machine, {"ours": ours, "theirs": theirs}, run.seconds)
+        times = by_turns({"ours": ours, "theirs": theirs}, run.seconds)
     ratios = [theirs / ours for ours, theirs in zip(times["ours"], times["theirs"], strict=True)]
     return [
         ("time", "ms", times["ours"]),

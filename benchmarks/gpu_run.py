@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from benchmarks import record
 from benchmarks.cases import Case
 from benchmarks.implementations import Implementation, ours
 from benchmarks.measure import (
-    MIB,
     Inputs,
     Results,
     baselines,
@@ -26,6 +24,7 @@ from benchmarks.measure import (
     run_once,
     truth,
 )
+from benchmarks.meter import MIB
 from megatron_ext.head.call.gpu_properties import device_of, product_seconds
 
 NOT_MEASURED, NOT_INSTALLED = "not measured", "not installed"
@@ -33,61 +32,36 @@ ENDED, ENDED_TWICE = "the program ended while this was measured", "the program e
 _WARM_UPS, _ROUNDS, _STEPS = 2, 20, 3
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Functions that a measurement asks of a device beside running on it."""
-
-    device: str
-    event: Callable[[], Any]  # has `record()` and `elapsed_time(later)`, in ms
-    synchronize: Callable[[], None]
-    reset_peak: Callable[[], None]
-    allocated: Callable[[], int]
-    peak: Callable[[], int]
-    free_unused: Callable[[], None]
-
-
-def cuda() -> Machine:
-    return Machine(
-        "cuda",
-        lambda: torch.cuda.Event(enable_timing=True),
-        torch.cuda.synchronize,
-        torch.cuda.reset_peak_memory_stats,
-        torch.cuda.memory_allocated,
-        torch.cuda.max_memory_allocated,
-        torch.cuda.empty_cache,
-    )
-
-
 @contextmanager
-def one_rank(backend: str) -> Iterator[dist.ProcessGroup]:
+def one_rank() -> Iterator[dist.ProcessGroup]:
     """A process group of this process alone: Megatron's head takes no other."""
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
 
 
-def by_turns(machine: Machine, steps: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+def by_turns(steps: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
     """Milliseconds of a step, a value for each round: the steps take turns, each several times between two events."""
     for step in steps.values():
         for _ in range(_WARM_UPS):
             step()
-    machine.synchronize()
+    torch.cuda.synchronize()
     found: dict[str, list[float]] = {name: [] for name in steps}
     began = time.perf_counter()
-    while not found[next(iter(found))] or (
-        time.perf_counter() - began < seconds and len(found[next(iter(found))]) < _ROUNDS
-    ):
+    for round_ in range(_ROUNDS):
+        if round_ and time.perf_counter() - began >= seconds:
+            break
         marks = {}
         for name, step in steps.items():
-            start, stop = machine.event(), machine.event()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for _ in range(_STEPS):
                 step()
             stop.record()
             marks[name] = start, stop
-        machine.synchronize()
+        torch.cuda.synchronize()
         for name, (start, stop) in marks.items():
             found[name].append(start.elapsed_time(stop) / _STEPS)
     return found
@@ -118,8 +92,8 @@ Row = tuple[str, str, list[float]]  # metric, unit, values
 class Run:
     """One run over `cases`, whose rows go to `out` at once. `measured` heads are not measured again."""
 
-    def __init__(self, machine: Machine, origin: record.Origin, out: Path, seconds: float):
-        self.machine, self.origin, self.out, self.seconds = machine, origin, out, seconds
+    def __init__(self, origin: record.Origin, out: Path, seconds: float):
+        self.origin, self.out, self.seconds = origin, out, seconds
         self.began = time.perf_counter()
 
     def measured(self, case: Case, name: str) -> bool:
@@ -136,7 +110,7 @@ class Run:
         return [row for row in found if (row.case, row.impl, row.device, row.versions, row.commit) == here]
 
     def write(self, case: Case, name: str, rows: list[Row]) -> None:
-        record.add(self.out, [self.origin.row(case.name, name, *row) for row in rows])
+        record.write(self.out, [self.origin.row(case.name, name, *row) for row in rows], by=record.ONE_HEAD)
         print(f"{time.perf_counter() - self.began:4.0f} s  {case.name}: {name}", flush=True)
 
     def attempt(self, case: Case, name: str, measure: Callable[[], list[Row]]) -> None:
@@ -150,8 +124,8 @@ class Run:
         except Exception as failure:
             rows = [(NOT_MEASURED, f"{type(failure).__name__}: {failure}"[:300].replace("\n", " "), [1.0])]
         try:
-            self.machine.synchronize()
-            self.machine.free_unused()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
         except RuntimeError as lost:
             self.write(case, name, rows)
             raise SystemExit(f"the device is lost to this process ({lost}): run this again, it goes on") from None
@@ -176,16 +150,16 @@ class Run:
 
     def allocated(self, step: Callable[[], Any]) -> tuple[Any, int]:
         """Return what `step` gives, and the peak bytes of the allocator beyond what was there."""
-        self.machine.synchronize()
-        self.machine.reset_peak()
-        before = self.machine.allocated()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         answer = step()
-        self.machine.synchronize()
-        return answer, self.machine.peak() - before
+        torch.cuda.synchronize()
+        return answer, torch.cuda.max_memory_allocated() - before
 
     def product(self, inputs: Inputs, step: Callable[[], object], sizes: tuple[int, int, int, int]) -> list[Row]:
         m, n, k, element = sizes
-        found = by_turns(self.machine, {"it": step}, self.seconds / 10)["it"]
+        found = by_turns({"it": step}, self.seconds / 10)["it"]
         rows: list[Row] = [("time", "ms", found), ("rate", "TFLOP/s", [2 * m * n * k / ms / 1e9 for ms in found])]
         device = device_of(inputs.x_TD)
         if device.rated:
@@ -211,6 +185,6 @@ class Run:
             return [*rows, (NOT_MEASURED, reason[:300], [1.0])]
         first = ours(1).build(case, group)
         steps = {"ours": lambda: run_once(first, inputs), "it": lambda: run_once(head, inputs)}
-        times = by_turns(self.machine, steps, self.seconds)
+        times = by_turns(steps, self.seconds)
         ratios = [it / our for it, our in zip(times["it"], times["ours"], strict=True)]
         return [*rows, ("time", "ms", times["it"]), ("time / ours, cache 1, by turns", "1", ratios)]

@@ -8,13 +8,12 @@ import argparse
 
 import torch
 
+from benchmarks import record
 from benchmarks.cases import Case
-from benchmarks.implementations import UNFUSED
+from benchmarks.implementations import UNFUSED, ours
 from benchmarks.plan import plan
 
-HEADS = {"Megatron-Core": UNFUSED, "megatron_ext": None, "megatron_ext, `cache=0`": 0}
-
-
+HEADS = {"Megatron-Core": UNFUSED, "megatron_ext": ours(None), "megatron_ext, `cache=0`": ours(0)}
 # Tokens, and tensor-parallel ranks.
 SIZES = {"8192 tokens": (8192, 1), "32768 tokens": (32768, 1), "8192 tokens, a rank of TP 8": (8192, 8)}
 
@@ -26,11 +25,11 @@ def case(name: str) -> Case:
 
 def table() -> str:
     """Return a table in Markdown: a row for each head, a column for each of `SIZES`."""
-    lines = ["| GiB at | " + " | ".join(SIZES) + " |", "|---" * (len(SIZES) + 1) + "|"]
+    lines = []
     for name, head in HEADS.items():
         gib = [plan(case(size), head)[1] / 2**30 for size in SIZES]
-        lines.append(f"| {name} | " + " | ".join(f"{x:.2f}" if x < 1 else f"{x:.1f}" for x in gib) + " |")
-    return "\n".join(lines)
+        lines.append([name, *(f"{x:.2f}" if x < 1 else f"{x:.1f}" for x in gib)])
+    return record.markdown(["GiB at", *SIZES], lines)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Implementation:
 
     `error_limit`: how many times plain PyTorch's error in the same dtype is still right; beyond it no time counts.
     `through`: the dtype that its logits' gradient passes through, and plain PyTorch's beside it; None: its own.
-    `products`: FLOPs over NVH, of the products alone.
+    `products`: FLOPs over NVH, of the products alone; None: what the default keeps decides.
     `slow`: its time is taken once, so that all heads together do not take too long.
     `foreign`: of a package that may not run here: it is left out then, and the others are measured.
     """
@@ -38,23 +38,23 @@ class Implementation:
     build: Callable[[Case, Group], Head]
     error_limit: float = 1.5
     through: torch.dtype | None = None
-    products: float = 6.0
+    products: float | None = 6.0
     slow: bool = False
     foreign: bool = False
 
 
-def _ours(name: str, slow: bool = False, **options: Any) -> Implementation:
+def _ours(name: str, slow: bool = False, products: float | None = 6.0, **options: Any) -> Implementation:
     def build(case: Case, group: Group) -> Head:
         return lambda x, w, y: linear_cross_entropy(x, w, y, group, **options)
 
-    return Implementation(name, build, slow=slow)
+    return Implementation(name, build, products=products, slow=slow)
 
 
 def ours(cache: float | None) -> Implementation:
     """`cache` None: as it is by default."""
     if cache is None:
-        return _ours("ours, default")
-    return _ours(f"ours, cache {cache:g}", slow=0 < cache < 1, cache=cache)
+        return _ours("ours, default", products=None)
+    return _ours(f"ours, cache {cache:g}", slow=0 < cache < 1, products=8 - 2 * cache, cache=cache)
 
 
 def of_bits(bits: Bits) -> Implementation:

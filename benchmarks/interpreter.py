@@ -6,6 +6,7 @@ By itself it cuts fp32 off where bf16 is written, and rounds the product of a fu
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 
@@ -46,8 +47,5 @@ def counted_reads() -> Iterator[list[int]]:
         found.append(element * int(mask.data.sum()))
         return load(self, pointers, mask, *arguments, **options)
 
-    InterpreterBuilder.create_masked_load = counting
-    try:
+    with mock.patch.object(InterpreterBuilder, "create_masked_load", counting):
         yield found
-    finally:
-        InterpreterBuilder.create_masked_load = load

@@ -141,15 +141,12 @@ class Recorder(TorchDispatchMode):
             read, written = read + values, values
         tensors = [x for _, x in given if isinstance(x, Tensor)]
         if packet in PRODUCTS:
-            self._product(packet.__name__, args, results[0], read, written)
+            name, (left, right) = packet.__name__, [x for x in args if isinstance(x, Tensor)][-2:]
+            result_bytes = _bytes(results[0]) * (2 if name.startswith("addmm") else 1)
+            self._multiplied(name, left, right, results[0], (read, written), result_bytes)
         else:
             tensors += [x for x in new if not tensors]
             self._add(packet.__name__, tensors, read, written, _SEVERAL.get(packet, 1))
-
-    def _product(self, name: str, args: Any, out: Tensor, read: int, written: int) -> None:
-        left, right = [x for x in args if isinstance(x, Tensor)][-2:]
-        result_bytes = _bytes(out) * (2 if name.startswith("addmm") else 1)
-        self._multiplied(name, left, right, out, (read, written), result_bytes)
 
     def _multiplied(
         self, name: str, left: Tensor, right: Tensor, out: Tensor, traffic: tuple[int, int], result_bytes: int
@@ -228,24 +225,21 @@ def planned(
         yield recorder, group
 
 
+def _total(given: dict[str, Any], names: str) -> int:
+    """Count the bytes of these arguments, each as often as it is named: of a descriptor its tensor's, none of None."""
+    found = [given[name] for name in names.split()]
+    return sum(_bytes(x if isinstance(x, Tensor) else x.base) for x in found if x is not None)
+
+
 def _once(read: str, written: str) -> Callable[[dict[str, Any]], Traffic]:
-    """These arguments, each as often as it is named."""
-
-    def touched(given: dict[str, Any]) -> Traffic:
-        return sum(_bytes(given[name]) for name in read.split()), _bytes(given[written]), 0
-
-    return touched
-
-
-def _whole_rows(given: dict[str, Any]) -> Traffic:
-    kept = 0 if given["exp_ptr"] is None else _bytes(given["exp_ptr"])
-    return _bytes(given["z_ptr"]), kept + _bytes(given["stats_ptr"]), 0
+    """Make the traffic of a kernel that reads and writes these arguments."""
+    return lambda given: (_total(given, read), _total(given, written), 0)
 
 
 def _long_rows(given: dict[str, Any]) -> Traffic:
     """Logits are read again where exponentials are kept of them, unless relative to a sample, which is taken to do."""
     z_TV, again = given["z_ptr"], 0 if given["SAMPLED"] else given["kept_columns"]
-    return _bytes(z_TV) + _bytes(z_TV[:, :again]), _whole_rows(given)[1], 0
+    return _bytes(z_TV) + _bytes(z_TV[:, :again]), _total(given, "exp_ptr stats_ptr"), 0
 
 
 def _owned(given: dict[str, Any], tokens: int) -> int:
@@ -274,19 +268,14 @@ def _fixed_product(given: dict[str, Any]) -> Traffic:
     """Return the traffic of a product as of an operator: operands are read once."""
     out = _bytes(given["out_ptr"])
     again = out if given["GOES_ON"] or given["ADDS"] else 0
-    return _bytes(given["a_ptr"]) + _bytes(given["b_ptr"]) + again, out, 0
-
-
-def _product_statistics(given: dict[str, Any]) -> Traffic:
-    kept = 0 if given["kept"] is None else _bytes(given["kept"].base)
-    return _bytes(given["x"].base) + _bytes(given["w"].base), kept + _bytes(given["parts_ptr"]), 0
+    return _total(given, "a_ptr b_ptr") + again, out, 0
 
 
 def _product_gradient(given: dict[str, Any]) -> Traffic:
     """Return the traffic; with a sample that of shifts alone: no row is taken to be far from the sample."""
     if given["sample_ptr"] is not None:
         return 2 * _bytes(given["shift_ptr"]), 0, 0
-    return _bytes(given["x"].base) + _bytes(given["w"].base), _bytes(given["out"].base), 0
+    return _total(given, "x w"), _total(given, "out"), 0
 
 
 def _finish_dx(given: dict[str, Any]) -> Traffic:
@@ -301,11 +290,6 @@ def _of_tokens(given: dict[str, Any]) -> Traffic:
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     written = sum(_bytes(x) for name, x in tensors.items() if name in ("facts_ptr", "loss_ptr", "out_ptr"))
     return sum(map(_bytes, tensors.values())) - written, written, 0
-
-
-def _nucleus(given: dict[str, Any]) -> Traffic:
-    """Return the traffic of normally distributed logits, read for the maximum, twice for sums, and for a short list."""
-    return 4 * _bytes(given["z_ptr"]), sum(_bytes(given[name]) for name in ("cut_ptr", "peak_ptr", "sum_ptr")), 0
 
 
 def _exchange_checks(given: dict[str, Any]) -> Traffic:
@@ -324,10 +308,10 @@ def _first_columns(given: dict[str, Any]) -> Traffic:
 
 
 KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
-    "whole_row_kernel": _whole_rows,
+    "whole_row_kernel": _once("z_ptr", "exp_ptr stats_ptr"),
     "long_row_kernel": _long_rows,
     "_row_gradient_kernel": _once("source_ptr", "out_ptr"),
-    "product_statistics_kernel": _product_statistics,
+    "product_statistics_kernel": _once("x w", "kept parts_ptr"),
     "product_gradient_kernel": _product_gradient,
     "joined_parts_kernel": _once("parts_ptr parts_ptr", "stats_ptr"),
     "_label_parts_kernel": _label_parts,
@@ -341,7 +325,8 @@ KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
     "columns_kernel": _once("ids_ptr", "out_ptr"),
     "ids_checksum_kernel": _once("ids_ptr", "out_ptr"),
     "_token_gradient_kernel": _of_tokens,
-    "nucleus_kernel": _nucleus,
+    # Of normally distributed logits: read for the maximum, twice for sums, and for a short list.
+    "nucleus_kernel": _once("z_ptr z_ptr z_ptr z_ptr", "cut_ptr peak_ptr sum_ptr"),
     "group_maxima_kernel": _once("z_ptr", "out_ptr"),
     "first_columns_kernel": _first_columns,
     # The candidates alone: no row has equals of its k-th beyond them.

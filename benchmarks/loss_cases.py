@@ -102,25 +102,9 @@ CACHES: dict[str, dict[str, Any]] = {
 CHUNKED: dict[str, dict[str, Any]] = {"256 tokens at a time": {"chunk_tokens": 256}}
 
 
-def _grpo(given: Inputs, **options: Any) -> Tensor:
-    loss, _ = GRPOLoss(beta=GRPO_BETA, **options)(
-        *given[:3],
-        given.advantages_B,
-        mask=given.mask_BS,
-        old_log_probs=given.old_BS,
-        reference_log_probs=given.ref_BS,
-    )
-    return loss
-
-
 def _whole(given: Inputs, of_other: bool = False) -> Tensor:
     """Log-probabilities from whole logits, of the model or the other one; tests hold what losses make of them."""
     return reference.log_probs(reference.logits(*(given[-2:] if of_other else given[:2])), given.targets_BS)
-
-
-def _true_grpo(given: Inputs) -> Tensor:
-    others = {"old_log_probs": given.old_BS, "reference_log_probs": given.ref_BS}
-    return GRPOLoss(beta=GRPO_BETA).from_log_probs(_whole(given), given.advantages_B, given.mask_BS, **others)[0]
 
 
 def _liger_grpo(liger: Any) -> dict[str, LossOfInputs]:
@@ -140,26 +124,25 @@ def _of_reference_model(given: Inputs) -> Tensor:
     return found
 
 
-def _preference(kind: type, given: Inputs, with_reference: bool = False, **options: Any) -> Tensor:
-    more = {"reference_log_probs": _of_reference_model(given)} if with_reference else {}
-    return kind(**options)(*given[:2], given.targets_BS, **more)[0]
+# Arguments of a loss beside the head and the labels: those by place, and those by name. They are given the inputs and a
+# function that makes the log-probabilities of the reference model.
+Arguments = Callable[[Inputs, LossOfInputs], tuple[tuple[Tensor, ...], dict[str, Any]]]
 
 
-def _kto(given: Inputs, **options: Any) -> Tensor:
-    return KTOLoss(beta=BETA, **options)(
-        *given[:2], given.targets_BS, given.desirable_B, reference_log_probs=_of_reference_model(given), kl=KL
-    )[0]
+def _of_log_probs(
+    name: str, kind: Any, liger: Callable[[Any], dict[str, LossOfInputs]], arguments: Arguments, **fixed: Any
+) -> LossCase:
+    """A case of one of our losses of log-probabilities, which are the fused head's or those of whole logits."""
 
+    def ours(given: Inputs, **options: Any) -> Tensor:
+        placed, named = arguments(given, _of_reference_model)
+        return kind(**fixed, **options)(*given[:2], given.targets_BS, *placed, **named)[0]
 
-def _true_preference(kind: Any, given: Inputs, with_reference: bool = False, **options: Any) -> Tensor:
-    more = {"reference_log_probs": _whole(given, of_other=True)} if with_reference else {}
-    return kind(**options).from_log_probs(_whole(given), mask=given.mask_BS, **more)[0]
+    def true(given: Inputs) -> Tensor:
+        placed, named = arguments(given, functools.partial(_whole, of_other=True))
+        return kind(**fixed).from_log_probs(_whole(given), *placed, mask=given.mask_BS, **named)[0]
 
-
-def _true_kto(given: Inputs) -> Tensor:
-    return KTOLoss(beta=BETA).from_log_probs(
-        _whole(given), given.desirable_B, given.mask_BS, reference_log_probs=_whole(given, of_other=True), kl=KL
-    )[0]
+    return LossCase(name, true, ours, CACHES, liger)
 
 
 # Beside their own defaults: a reference model that they leave out by themselves, a likelihood that they add.
@@ -211,12 +194,12 @@ def _liger_distillation(beta: float, liger: Any) -> dict[str, LossOfInputs]:
     return {"": functools.partial(way, alone()), ", 256 tokens at a time": chunked}
 
 
-def _of_pairs(name: str, kind: type, with_reference: bool = False, **options: Any) -> LossCase:
-    ours, true = (
-        functools.partial(way, kind, with_reference=with_reference, beta=BETA, **options)
-        for way in (_preference, _true_preference)
-    )
-    return LossCase(name, true, ours, CACHES, functools.partial(_liger_preference, name, with_reference))
+def _of_pairs(name: str, kind: Any, with_reference: bool = False, **fixed: Any) -> LossCase:
+    def arguments(given: Inputs, of_reference: LossOfInputs) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        return (), {"reference_log_probs": of_reference(given)} if with_reference else {}
+
+    liger = functools.partial(_liger_preference, name, with_reference)
+    return _of_log_probs(name, kind, liger, arguments, beta=BETA, **fixed)
 
 
 def _apart(name: str, divergence: str, beta: float) -> LossCase:
@@ -224,11 +207,24 @@ def _apart(name: str, divergence: str, beta: float) -> LossCase:
     return LossCase(name, true, ours, CHUNKED, functools.partial(_liger_distillation, beta), None)
 
 
-GRPO = LossCase("GRPO", _true_grpo, _grpo, CACHES | {"cache=3/16": {"cache": 3 / 16}}, _liger_grpo)
+GRPO = _of_log_probs(
+    "GRPO",
+    GRPOLoss,
+    _liger_grpo,
+    lambda given, _: ((given.advantages_B,), {"old_log_probs": given.old_BS, "reference_log_probs": given.ref_BS}),
+    beta=GRPO_BETA,
+)
+KTO = _of_log_probs(
+    "KTO",
+    KTOLoss,
+    functools.partial(_liger_preference, "KTO", True),
+    lambda given, of_reference: ((given.desirable_B,), {"reference_log_probs": of_reference(given), "kl": KL}),
+    beta=BETA,
+)
 CASES = [
-    GRPO,
+    GRPO._replace(options=CACHES | {"cache=3/16": {"cache": 3 / 16}}),
     _of_pairs("DPO", DPOLoss, with_reference=True),
-    LossCase("KTO", _true_kto, _kto, CACHES, functools.partial(_liger_preference, "KTO", True)),
+    KTO,
     _of_pairs("ORPO", ORPOLoss),
     _of_pairs("SimPO", SimPOLoss, gamma=GAMMA),
     _apart("Forward KL", "forward", 0.0),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.loss_cases import CASES, Inputs, LossCase, LossOfInputs, inputs
 from benchmarks.measure import cpu_times
-from benchmarks.meter import measure as metered
+from benchmarks.meter import peak_mib
 from benchmarks.record import Found, Rows
 
 HEAD = "linear_log_probs, cache=1"
@@ -82,11 +82,8 @@ def measure_losses(
             ways[name] = way
         else:
             remarks.append(f"{name}: its error is {error:.3g}, so its time does not count")
-    for name, way in ways.items():
-        with metered() as costs:
-            run_once(way, given)
-        rows.append((name, "peak", "MiB", [costs.peak_bytes / 2**20]))
     steps = {name: functools.partial(run_once, way, given) for name, way in ways.items()}
+    rows += [(name, "peak", "MiB", [peak_mib(step)]) for name, step in steps.items()]
     return rows + cpu_times(steps, budget_s, HEAD, "head", least=TURNS), remarks
 
 

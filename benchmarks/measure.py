@@ -18,13 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import MEGATRON, Case
 from benchmarks.implementations import Head, Implementation
-from benchmarks.meter import Costs, measure
+from benchmarks.meter import MIB, Costs, measure
 from benchmarks.record import Rows
 from megatron_ext import reference
 from megatron_ext.distributed.groups import Group
 
 TRUTH_CHUNK = 512  # tokens whose fp64 logits are alive at a time
-MIB = 2**20
 Answer = TypeVar("Answer")
 # Errors of loss, dx and dW, by the dtype that the logits' gradient passes through; None: its own.
 Baselines = dict[torch.dtype | None, tuple[float, float, float]]

@@ -4,7 +4,7 @@ Works on real tensors and, at any size on any machine, on fake ones with the `fa
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.memory.byte_counter import ByteCounter, one_rank_of
 
-__all__ = ["Costs", "measure", "one_rank_of"]
+__all__ = ["MIB", "Costs", "measure", "one_rank_of", "peak_mib"]
+
+MIB = 2**20
 
 aten = torch.ops.aten
 
@@ -51,3 +53,10 @@ def measure() -> Iterator[Costs]:
     with count_collectives() as counts, Costs() as costs:
         yield costs
     costs.collectives = counts.copy()
+
+
+def peak_mib(step: Callable[[], object]) -> float:
+    """Return the most MiB of all tensors that `step` makes, at any moment."""
+    with measure() as costs:
+        step()
+    return costs.peak_bytes / MIB

@@ -5,10 +5,10 @@ table in `megatron_ext/head/call/gpu_properties.py`: matrix products by whole wa
 Beside it is what the same launches take at the limit of the card's power, and what was measured.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import gpu_reads, record
 from benchmarks.cases import GPU_CASES, Case
-from benchmarks.implementations import MEAN, UNFUSED, Implementation, fused_epilogue, kept_by_default, of_bits, ours
+from benchmarks.implementations import MEAN, OURS, UNFUSED, Implementation, fused_epilogue, kept_by_default, of_bits
 from benchmarks.launches import Launch, Plan, planned
 from benchmarks.measure import empty
 from benchmarks.meter import measure
@@ -24,7 +24,8 @@ from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.call.gpu_properties import DEVICES, Device
 from megatron_ext.memory.byte_counter import fake_world
 
-A = Case("A", 8192, 4096, 128256, 1, torch.bfloat16)
+# The second is what a GPU has measured of B with `bits="tensor_parallel"`: one rank that sums all eight leaves.
+A, EIGHT_LEAVES = GPU_CASES
 B = Case("B, one rank of 8", 16384, 8192, 152064, 8, torch.bfloat16)
 CASES = [
     A,
@@ -38,11 +39,8 @@ CASES = [
     Case("8192 x 2048 x 131072, one rank of 8", 8192, 2048, 131072, 8, torch.bfloat16),
     Case("8192 x 4096 x 262144", 8192, 4096, 262144, 1, torch.bfloat16),
 ]
-# What a GPU has measured of B with `bits="tensor_parallel"`: one rank that sums all eight leaves.
-EIGHT_LEAVES = Case("B, one shard of 8", 16384, 8192, 152064 // 8, 1, torch.bfloat16)
 TENSOR_PARALLEL = of_bits("tensor_parallel")
-CACHES = (1, 0.5, 0)
-Cache = float | None  # None: as the head has it by default
+WHOLE, HALF, NONE, DEFAULT = OURS
 PEERS = (fused_epilogue(1), fused_epilogue(0), of_bits("batch"), TENSOR_PARALLEL, UNFUSED)
 MILLISECONDS, FLOOR, ABOVE = "planned time", "floor", "above the floor"
 EPILOGUES, WORST = "of it epilogues", "planned time, worst labels"
@@ -52,42 +50,38 @@ BESIDE, PEAK, LAUNCHES = "beside the products / (T V / R)", "peak / (T V / R)", 
 
 
 def plan(
-    case: Case, cache: Cache | Implementation, device: Device = DEVICES["H200"], worst_labels: bool = False
+    case: Case, head: Implementation, device: Device = DEVICES["H200"], worst_labels: bool = False
 ) -> tuple[Plan, int]:
-    """Forward and backward of one rank, and the peak of bytes beyond the inputs, both gradients in it.
-
-    `cache`: that of our head, None as it is by default, or another head that consists of torch's operations.
-    """
-    implementation = _implementation(cache)
-    alone = isinstance(cache, Implementation) and case.ranks == 1
-    with fake_world(1) if alone else nullcontext(), planned(device, case.ranks, worst_labels) as (recorder, group):
+    """Forward and backward of one rank of a head that consists of torch's operations and our kernels, and the peak of
+    bytes beyond the inputs, both gradients in it."""
+    with (
+        fake_world(1) if case.ranks == 1 else nullcontext(),
+        planned(device, case.ranks, worst_labels) as (recorder, group),
+    ):
         inputs = empty(case)
         upstream_T = torch.empty(case.tokens)
-        head = implementation.build(case, group)
+        build = head.build(case, group)
         with torch.autograd.set_multithreading_enabled(False), measure() as costs, recorder:
-            loss = head(*inputs)
+            loss = build(*inputs)
             recorder.phase = "backward"
             given = upstream_T if loss.dim() else upstream_T[0]
             torch.autograd.grad(loss, inputs[:2], given)  # `backward` would copy fake gradients into `.grad`
     return recorder.plan, costs.peak_bytes
 
 
-def floor_seconds(case: Case, cache: Cache | Implementation, device: Device) -> float:
+def floor_seconds(case: Case, head: Implementation, device: Device) -> float:
     """The products alone at the device's rate: 6 to 8 NVH, 6 where the logits are kept."""
-    return products(case, cache) * case.nvh / device.flops
-
-
-def products(case: Case, cache: Cache | Implementation) -> float:
-    """FLOPs over NVH."""
-    if isinstance(cache, Implementation):
-        return cache.products
-    return 8 - 2 * (kept_by_default(case) if cache is None else cache)
+    products = 8 - 2 * kept_by_default(case) if head.products is None else head.products
+    return products * case.nvh / device.flops
 
 
 def folded(launches: Iterable[Launch]) -> Iterator[tuple[Launch, int]]:
-    """Launches that repeat, as one that has all their bytes and time, and their number."""
-    for _, same in groupby(_by_turns(list(launches)), key=lambda launch: (launch.phase, launch.name, launch.shapes)):
-        found = list(same)
+    """Launches that repeat, as in the loop over chunks: each kind, in the order in which the kinds begin, as one launch
+    that has all their bytes and time, and their number."""
+    kinds: dict[tuple[str, str, str], list[Launch]] = defaultdict(list)
+    for launch in launches:
+        kinds[launch.phase, launch.name, launch.shapes].append(launch)
+    for found in kinds.values():
         totals = {
             name: sum(getattr(launch, name) for launch in found)
             for name in ("read", "written", "flops", "waves", "seconds", "epilogue")
@@ -95,26 +89,18 @@ def folded(launches: Iterable[Launch]) -> Iterator[tuple[Launch, int]]:
         yield replace(found[0], **totals), len(found)
 
 
-def _by_turns(launches: list[Launch]) -> list[Launch]:
-    """The loop over chunks repeats a product and what follows it: each kind of them together, where it first stood."""
-    first: dict[tuple[str, str, str], int] = {}
-    for at, launch in enumerate(launches):
-        first.setdefault((launch.phase, launch.name, launch.shapes), at)
-    return sorted(launches, key=lambda launch: first[launch.phase, launch.name, launch.shapes])
-
-
-def rows(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H200"]) -> record.Rows:
+def rows(case: Case, head: Implementation, device: Device = DEVICES["H200"]) -> record.Rows:
     """Return the rows that are committed: totals, then a row for each kind of launch, in order."""
-    found, peak = plan(case, cache, device)
-    impl, logits = f"{_implementation(cache).name}, {device.name}", case.tokens * case.columns
-    floor = floor_seconds(case, cache, device)
+    found, peak = plan(case, head, device)
+    impl, logits = f"{head.name}, {device.name}", case.tokens * case.columns
+    floor = floor_seconds(case, head, device)
     made: record.Rows = [
         (impl, MILLISECONDS, "ms", [found.seconds * 1e3]),
         (impl, FLOOR, "ms", [floor * 1e3]),
         (impl, ABOVE, "%", [(found.seconds / floor - 1) * 100]),
         (impl, EPILOGUES, "ms", [sum(launch.epilogue for launch in found.launches) * 1e3]),
-        (impl, WORST, "ms", [plan(case, cache, device, worst_labels=True)[0].seconds * 1e3]),
-        *_powered(impl, found, measured_rows(case, _implementation(cache).name, device)),
+        (impl, WORST, "ms", [plan(case, head, device, worst_labels=True)[0].seconds * 1e3]),
+        *_powered(impl, found, measured_rows(case, head.name, device)),
         (impl, BESIDE, "bytes", [found.elementwise_bytes / logits]),
         (impl, PEAK, "bytes", [peak / logits]),
         (impl, LAUNCHES, "1", [float(len(found.launches))]),
@@ -160,16 +146,12 @@ def read_rows(case: Case, device: Device) -> record.Rows:
     return made
 
 
-def _implementation(cache: Cache | Implementation) -> Implementation:
-    return cache if isinstance(cache, Implementation) else ours(cache)
-
-
-def text(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H200"]) -> str:
-    """The launches of one case, for reading."""
-    found, peak = plan(case, cache, device)
-    floor = floor_seconds(case, cache, device)
+def text(case: Case, head: Implementation, device: Device = DEVICES["H200"]) -> str:
+    """The launches of one case, for reading, and what was measured on that device, if anything was."""
+    found, peak = plan(case, head, device)
+    floor = floor_seconds(case, head, device)
     lines = [
-        f"{case.name}, {_implementation(cache).name}, {device.name}",
+        f"{case.name}, {head.name}, {device.name}",
         "     ms      GB read  written   TFLOP  waves  launch",
     ]
     for launch, times in folded(found.launches):
@@ -185,37 +167,36 @@ def text(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H2
         f"{floor * 1e3:.3f}; {found.elementwise_bytes / logits:.2f} bytes a logit beside the products; peak "
         f"{peak / logits:.2f} bytes a logit; {len(found.launches)} launches"
     )
+    lines += [f"measured on {row.device}: {row.p50:.3f} ms" for row in measured_rows(case, head.name, device)]
     return "\n".join(lines)
 
 
 def summary(path: Path) -> str:
     """The totals of the rows in `path` as a table in Markdown: the one in docs/head.md."""
     metrics = (MILLISECONDS, EPILOGUES, WORST, FLOOR, ABOVE, BESIDE, PEAK, LAUNCHES)
-    lines = [
-        "| T x D x V | ours by `cache`, or another | ms | of it epilogues | with worst labels | floor | above, % "
-        "| bytes a logit beside products | peak bytes a logit | launches |"
-    ]
-    lines.append("|" + "---|" * 10)
+    heads = "T x D x V|ours by `cache`, or another|ms|of it epilogues|with worst labels|floor|above, %"
+    heads += "|bytes a logit beside products|peak bytes a logit|launches"
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in record.read(path):
         if row.impl.startswith("read: "):
             continue
         head = row.impl.rsplit(", ", 1)[0].removeprefix("ours, ").removeprefix("cache ")
         found.setdefault((row.case, head), {})[row.metric] = row.p50
-    for (case, cache), totals in found.items():
-        numbers = [f"{totals[metric]:.2f}" for metric in metrics[:-1]] + [f"{totals[LAUNCHES]:.0f}"]
-        lines.append(f"| {case} | {cache} | {' | '.join(numbers)} |")
-    return "\n".join(lines)
+    lines = [
+        [*names, *(f"{totals[metric]:.2f}" for metric in metrics[:-1]), f"{totals[LAUNCHES]:.0f}"]
+        for names, totals in found.items()
+    ]
+    return record.markdown(heads.split("|"), lines)
 
 
-def heads(case: Case) -> list[Cache | Implementation]:
+def heads(case: Case) -> list[Implementation]:
     """Ours at each cache, by default and for a mean where the default is another than 1, and at A and B what stands
     beside ours."""
     if case == EIGHT_LEAVES:
         return [TENSOR_PARALLEL]
-    found: list[Cache | Implementation] = [*CACHES] if case in (A, B) else [1]
+    found = [WHOLE, HALF, NONE] if case in (A, B) else [WHOLE]
     if kept_by_default(case) < 1:
-        found += [None, MEAN]
+        found += [DEFAULT, MEAN]
     return [*found, *PEERS] if case in (A, B) else found
 
 
@@ -224,33 +205,23 @@ def main(out: Path | None, device: Device) -> None:
     out = out or (record.RESULTS / "plan.csv" if device.name == "H200" else None)
     origin = replace(record.Origin.here("cpu"), device=f"planned for {device.name}", commit="", date="")
     for case in (*CASES, EIGHT_LEAVES):
-        for cache in heads(case):
-            print(text(case, cache, device) + measured_beside(case, cache, device) + "\n", flush=True)
+        for head in heads(case):
+            print(text(case, head, device) + "\n", flush=True)
             if out is not None:
-                record.add(out, [origin.row(case.name, *row) for row in rows(case, cache, device)])
+                record.write(out, [origin.row(case.name, *row) for row in rows(case, head, device)], by=record.ONE_HEAD)
         if case in (A, B) and out is not None:
-            record.add(out, [origin.row(case.name, *row) for row in read_rows(case, device)])
-
-
-def measured_beside(case: Case, cache: Cache | Implementation, device: Device) -> str:
-    """Return what was measured on that device, if anything was, for reading."""
-    found = measured_rows(case, _implementation(cache).name, device)
-    return "".join(f"\nmeasured on {row.device}: {row.p50:.3f} ms" for row in found)
+            record.write(out, [origin.row(case.name, *row) for row in read_rows(case, device)], by=record.ONE_HEAD)
 
 
 def measured_rows(case: Case, name: str, device: Device) -> list[record.Row]:
     """Times of that device: its rows are in a file that is named for it. None of one rank's leaf."""
     if name == TENSOR_PARALLEL.name and case.ranks > 1:
         return []
+    sizes = case.tokens, case.width, case.columns
+    measured = [one.name for one in GPU_CASES if (one.tokens, one.width, one.columns) == sizes]
     return [
         row
         for path in sorted(record.RESULTS.glob(f"*{device.name.lower()}*.csv"))
         for row in record.read(path)
-        if row.impl == name and row.metric == "time" and _same_sizes(row.case, case)
+        if row.impl == name and row.metric == "time" and row.case in measured
     ]
-
-
-def _same_sizes(name: str, case: Case) -> bool:
-    """Tell whether a measured case has the sizes of one rank of a planned case."""
-    sizes = {other.name: (other.tokens, other.width, other.columns) for other in GPU_CASES}
-    return sizes.get(name) == (case.tokens, case.width, case.columns)

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.meter import measure as metered
+from benchmarks.meter import peak_mib
 from benchmarks.record import Found, Rows
 from megatron_ext.policy import BatchedDataDict, DTensorPolicyWorker, NLLLoss
 
-MIB = 2**20
 SIZES = {"rows": 4, "positions": 256, "vocab": 32000}
 
 
@@ -44,7 +43,7 @@ def full_logits(model: torch.nn.Module, data: BatchedDataDict) -> torch.Tensor:
     return log_probs_BSV.gather(-1, data["input_ids"][:, 1:, None])[..., 0]
 
 
-def peaks_mib(rows: int, positions: int, vocab: int) -> dict[str, dict[str, float]]:
+def measure_policy(rows: int, positions: int, vocab: int) -> Rows:
     """Measure for each way the peak of scoring a micro-batch of `rows`, and of a training step on it."""
     data = batch(rows, positions, vocab)
     config = {
@@ -74,19 +73,12 @@ def peaks_mib(rows: int, positions: int, vocab: int) -> dict[str, dict[str, floa
             "train": lambda: worker.train(data, NLLLoss()),
         },
     }
-    found: dict[str, dict[str, float]] = {}
+    found: Rows = []
     for way, acts in ways.items():
         for what, act in acts.items():
             act()  # what is allocated once is alive before the count
-            with metered() as costs:
-                act()
-            found.setdefault(way, {})[what] = costs.peak_bytes / MIB
+            found.append((way, f"peak, {what}", "MiB", [peak_mib(act)]))
     return found
-
-
-def measure_policy(rows: int, positions: int, vocab: int) -> Rows:
-    found = peaks_mib(rows, positions, vocab)
-    return [(way, f"peak, {what}", "MiB", [peak]) for way, peaks in found.items() for what, peak in peaks.items()]
 
 
 def measure(seconds: float = 0.0) -> Iterator[Found]:

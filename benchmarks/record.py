@@ -8,10 +8,11 @@ import re
 import shutil
 import statistics
 import subprocess
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from datetime import date
 from importlib import metadata
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 Rows = list[tuple[str, str, str, list[float]]]  # implementation, metric, unit, values
 Found = tuple[str, Rows, list[str]]  # a case, its rows, what else there is to say
+ONE_HEAD = ("case", "impl")  # the columns that rows of one head have in common
 MEASURED = ("megatron_ext/**/*.py", "benchmarks/*.py")  # the code whose times and errors rows have
 
 
@@ -79,14 +81,12 @@ def read(path: Path) -> list[Row]:
         ]
 
 
-def write(path: Path, rows: Iterable[Row]) -> None:
-    """Writes `rows`; those of cases that were not measured this time stay."""
-    _replace(path, list(rows), lambda row: row.case)
-
-
-def add(path: Path, rows: Iterable[Row]) -> None:
-    """Writes `rows`; those of other cases and of other implementations stay."""
-    _replace(path, list(rows), lambda row: (row.case, row.impl))
+def write(path: Path, rows: Iterable[Row], by: Sequence[str] = ("case",)) -> None:
+    """Writes `rows`; others stay, but for those that have the same values in the columns `by` as one of these."""
+    rows, key = list(rows), attrgetter(*by)
+    measured = {key(row) for row in rows}
+    kept = [row for row in read(path) if key(row) not in measured] if path.exists() else []
+    _store(path, kept + rows)
 
 
 def drop(path: Path, unwanted: Callable[[Row], bool]) -> None:
@@ -97,12 +97,6 @@ def drop(path: Path, unwanted: Callable[[Row], bool]) -> None:
 def file_name(device: str) -> str:
     """Return the name of a device's file of results, without its ending."""
     return re.sub(r"\W+", "-", device.lower())
-
-
-def _replace(path: Path, rows: list[Row], key: Callable[[Row], Hashable]) -> None:
-    measured = {key(row) for row in rows}
-    kept = [row for row in read(path) if key(row) not in measured] if path.exists() else []
-    _store(path, kept + rows)
 
 
 def _store(path: Path, rows: list[Row]) -> None:
@@ -136,6 +130,11 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" if line else "|" + "---|" * len(head) for line in (head, (), *lines))
+
+
 def by_device(rows: Iterable[Row], metric: str) -> str:
     """The medians of one metric in Markdown: a block for each case, a line for each head, a column for each device."""
     found: dict[str, dict[str, dict[str, float]]] = {}
@@ -145,11 +144,9 @@ def by_device(rows: Iterable[Row], metric: str) -> str:
     lines = []
     for case, impls in found.items():
         devices = sorted({device for medians in impls.values() for device in medians})
-        lines += [f"{case}: {metric}", "", f"| head | {' | '.join(devices)} |", "|" + "---|" * (1 + len(devices))]
-        for impl, medians in impls.items():
-            cells = [f"{medians[device]:.4g}" if device in medians else "" for device in devices]
-            lines.append(f"| {impl} | {' | '.join(cells)} |")
-        lines.append("")
+        cells = [[f"{of[device]:.4g}" if device in of else "" for device in devices] for of in impls.values()]
+        body = [[impl, *row] for impl, row in zip(impls, cells, strict=True)]
+        lines += [f"{case}: {metric}", "", markdown(["head", *devices], body), ""]
     return "\n".join(lines)
 
 
@@ -165,13 +162,10 @@ def _version(package: str) -> str:
 def _device(kind: str) -> str:
     if kind == "cuda":
         return torch.cuda.get_device_name()
-    names = [line.split(":", 1)[1].strip() for line in _cpu_lines() if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def _cpu_lines() -> list[str]:
     info = Path("/proc/cpuinfo")
-    return info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def code(*patterns: str) -> str:

@@ -5,7 +5,6 @@ Tensors say that they are on CUDA, matrix products round as cuBLAS does, and Tri
 
 import functools
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -13,23 +12,12 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu_run import Machine
 from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.head.row_passes import passes
 from megatron_ext.memory.fake_cuda import kernels
 from megatron_on_cpu import megatron_on_cpu
 
 _mm, _addmm = torch.mm, torch.addmm
-
-
-class Event:
-    """Stand-in for `torch.cuda.Event`, by this process's clock."""
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, later: "Event") -> float:
-        return (later.at - self.at) * 1e3
 
 
 @functools.cache
@@ -70,7 +58,7 @@ ON_CUDA = ((torch, "mm", mm), (torch, "addmm", addmm), (torch.Tensor, "is_cuda",
 
 
 @contextmanager
-def stood_in_for_cuda() -> Iterator[Machine]:
+def stood_in_for_cuda() -> Iterator[None]:
     """Have this process take the CUDA path for a while. TRITON_INTERPRET must be 1 since the process began."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("a rehearsal runs Triton's kernels on the CPU: set TRITON_INTERPRET=1 in the environment")
@@ -81,4 +69,4 @@ def stood_in_for_cuda() -> Iterator[Machine]:
         (passes, "triton_passes", kernels),
     )
     with replaced(*ON_CUDA, *chosen), megatron_on_cpu():
-        yield Machine("cpu", Event, lambda: None, lambda: None, lambda: 0, lambda: 0, lambda: None)
+        yield

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import checkpoint
 import text
-from folders import check_files, check_writable, flag
+from program import check_files, check_writable, flag
 
 COUNTS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "num_layers",
     "hidden_size",
+    "ffn_hidden_size",
     "num_attention_heads",
     "seq_length",
     "num_query_groups",
@@ -82,10 +83,8 @@ def check_arguments(args: Namespace, world_size: int) -> None:
             cannot be written, or a checkpoint that has as many iterations as this run shall have.
     """
     for name in COUNTS:
-        if getattr(args, name) < 1:
-            raise ValueError(f"{flag(name)} is {getattr(args, name)}: it must be at least 1")
-    if args.ffn_hidden_size is not None and args.ffn_hidden_size < 1:
-        raise ValueError(f"--ffn-hidden-size is {args.ffn_hidden_size}: it must be at least 1")
+        if (count := getattr(args, name)) is not None and count < 1:
+            raise ValueError(f"{flag(name)} is {count}: it must be at least 1")
     if not args.norm_epsilon > 0:
         raise ValueError(f"--norm-epsilon is {args.norm_epsilon}: it must be above 0")
     for name in ("hidden_dropout", "attention_dropout"):

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import report
 import torch
-from folders import check_writable
+from program import check_writable
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -23,8 +23,7 @@ import hf_directory
 import text
 import torch
 import torch.distributed as dist
-from folders import check_files, check_writable, flag
-from interrupt import end_on_interrupt
+from program import check_files, check_writable, end_on_interrupt, flag, has_gpus, ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,7 +33,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
-from world import has_gpus, ranks
 
 from megatron_ext.dtensor import causal_lm_loss, clip_grad_by_total_norm_, get_grad_norm, parallelize, save_pretrained
 from megatron_ext.policy import checkpoint

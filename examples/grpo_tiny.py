@@ -12,11 +12,10 @@ import argparse
 import json
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from folders import check_writable
+from program import check_writable
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig
@@ -56,54 +55,44 @@ def train(policy: RayPolicy, args: argparse.Namespace) -> list[float]:
     rewards = progress(args.out)["rewards"] if args.resume else []
     bar = tqdm(range(len(rewards), args.steps), initial=len(rewards), total=args.steps, desc="GRPO")
     for step in bar:
-        samples = sample(policy, args, args.seed << 20 | step)
-        batch = BatchedDataDict(samples.batch())
+        batch, reward = sample(policy, args, args.seed << 20 | step)
         batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
         if args.kl:
             batch |= policy.get_reference_policy_logprobs(batch)
             batch["reference_policy_logprobs"] = batch.pop("reference_logprobs")
         policy.train(batch, loss)
-        rewards.append(samples.reward.mean().item())
+        rewards.append(reward.mean().item())
         bar.set_postfix(reward=f"{rewards[-1]:.3f}")
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             save(rewards, args.out, policy)
     return rewards
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Answers to prompts, `group` of them to each in a row."""
+def sample(policy: RayPolicy, args: argparse.Namespace, seed: int) -> tuple[BatchedDataDict, Tensor]:
+    """The batch of GRPO of answers that the policy draws to prompts, each several times, and their rewards `[N]`.
 
-    tokens: Tensor  # [N, 5]: a + b = answer
-    reward: Tensor  # [N]
-    group: int
-
-    def batch(self) -> dict[str, Tensor]:
-        """Make the batch of GRPO: advantages of the answers, one token each, in units of the spread of their group."""
-        by_prompt = self.reward.view(-1, self.group)
-        spread = by_prompt.std(1, keepdim=True) + 1e-4
-        advantage = ((by_prompt - by_prompt.mean(1, keepdim=True)) / spread).view(-1, 1)
-        answer = torch.zeros(self.tokens.shape)
-        answer[:, -1] = 1
-        return {
-            "input_ids": self.tokens,
-            "input_lengths": torch.full((len(self.tokens),), self.tokens.shape[1]),
-            "token_mask": answer,
-            "sample_mask": torch.ones(len(self.tokens)),
-            "advantages": answer * advantage,
-        }
-
-
-def sample(policy: RayPolicy, args: argparse.Namespace, seed: int) -> Samples:
-    """Answers that the policy draws to as many prompts as are asked for, each several times."""
+    The advantage of an answer, one token, is in units of the spread of those to its prompt.
+    """
     random = torch.Generator().manual_seed(seed)
     terms = torch.randint(DIGITS, (args.prompts, 2), generator=random).repeat_interleave(args.samples, 0)
     prompts = torch.stack(
         [terms[:, 0], torch.full((len(terms),), PLUS), terms[:, 1], torch.full((len(terms),), EQUALS)], 1
     )
     lengths = torch.full((len(prompts),), prompts.shape[1])
-    tokens = policy.generate({"input_ids": prompts, "input_lengths": lengths}, seed=seed)["output_ids"]
-    return Samples(tokens, (tokens[:, -1] == terms.sum(1)).float(), args.samples)
+    tokens = policy.generate({"input_ids": prompts, "input_lengths": lengths}, seed=seed)["output_ids"]  # [N, 5]
+    reward = (tokens[:, -1] == terms.sum(1)).float()
+    by_prompt = reward.view(-1, args.samples)
+    advantage = (by_prompt - by_prompt.mean(1, keepdim=True)) / (by_prompt.std(1, keepdim=True) + 1e-4)
+    answer = torch.zeros(tokens.shape)
+    answer[:, -1] = 1
+    batch = BatchedDataDict(
+        input_ids=tokens,
+        input_lengths=lengths + 1,
+        token_mask=answer,
+        sample_mask=torch.ones(len(tokens)),
+        advantages=answer * advantage.view(-1, 1),
+    )
+    return batch, reward
 
 
 def save(rewards: list[float], out: Path, policy: RayPolicy) -> None:

@@ -8,6 +8,7 @@ decoder hands its input through, so that nothing else is allocated or sent.
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -33,16 +34,6 @@ def head_step(model, tokens_BS: Tensor, labels_BS: Tensor) -> Callable[[], None]
         loss_BS.mean().backward()
 
     return step
-
-
-@contextmanager
-def without_layers(model):
-    """`model.decoder` returns its input."""
-    model.decoder.forward = lambda hidden_states, **kwargs: hidden_states
-    try:
-        yield
-    finally:
-        del model.decoder.forward
 
 
 def peak_mib(step: Callable[[], None], device: torch.device) -> float:
@@ -77,7 +68,8 @@ def measure_head(model, tokens_BS: Tensor, labels_BS: Tensor, dtype: torch.dtype
 
     `dtype`: of weights, hidden states and their gradients.
     """
-    with without_layers(model), in_dtype(model, dtype):
+    without_layers = mock.patch.object(model.decoder, "forward", lambda hidden_states, **kwargs: hidden_states)
+    with without_layers, in_dtype(model, dtype):
         step = head_step(model, tokens_BS, labels_BS)
         step()  # the first call fills caches
         peak = peak_mib(step, tokens_BS.device)

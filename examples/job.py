@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from program import has_gpus, ranks
 from torch import Tensor
-from world import has_gpus, ranks
 
 from megatron_on_cpu import megatron_on_cpu
 
 with warnings.catch_warnings():  # at import Megatron says, five times, that Apex and Transformer Engine are missing
     warnings.filterwarnings("ignore", module=r"megatron\.core")
-    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
     from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -87,6 +88,16 @@ def small_config(**settings: Any) -> TransformerConfig:
     own |= dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0) | dict.fromkeys(without, False)
     own["tensor_model_parallel_size"] = parallel_state.get_tensor_model_parallel_world_size()
     return TransformerConfig(**own | settings)
+
+
+def gpt_stage(config: TransformerConfig, vocab: int, positions: int, layers: Any = None, **options: Any) -> GPTModel:
+    """This pipeline stage's part of a GPT with rotary embeddings; `layers` None: Megatron's own."""
+    options["pre_process"] = parallel_state.is_pipeline_first_stage()
+    options["post_process"] = parallel_state.is_pipeline_last_stage()
+    gpt = GPTModel(
+        config, layers or get_gpt_layer_local_spec(), vocab, positions, position_embedding_type="rope", **options
+    )
+    return gpt.to(torch.cuda.current_device())
 
 
 def adam(model: torch.nn.Module, distributed: bool = True) -> MegatronOptimizer:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from job import adam, megatron_job, print_steps, small_config
+from job import adam, gpt_stage, megatron_job, print_steps, small_config
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -23,9 +23,7 @@ from megatron.core.distributed import (
     TorchFullyShardedDataParallel,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from world import ranks
+from program import ranks
 
 from megatron_ext.megatron.fusion_report import fusion_report
 from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
@@ -38,8 +36,7 @@ TEXT = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint
 def build_model(fsdp2: bool) -> Any:
     config = small_config(transformer_impl="local")
     tied = not fsdp2  # as Megatron-LM demands with FSDP2
-    options = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": tied}
-    gpt = GPTModel(config, get_gpt_layer_local_spec(), VOCAB, SEQ, **options).to(torch.cuda.current_device())
+    gpt = gpt_stage(config, VOCAB, SEQ, share_embeddings_and_output_weights=tied)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=not fsdp2)
     settings.reshard_after_forward = True  # Megatron-LM sets it so for FSDP2
     return (TorchFullyShardedDataParallel if fsdp2 else DistributedDataParallel)(config, settings, gpt)

@@ -17,9 +17,8 @@ from job import mean_loss, megatron_job, run_schedule
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
+from program import ranks, take_no_arguments
 from torch import Tensor, nn
-from usage import take_no_arguments
-from world import ranks
 
 from megatron_ext import linear_cross_entropy
 

@@ -14,16 +14,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from job import adam, mean_loss, megatron_job, print_steps, run_schedule, small_config
+from job import adam, gpt_stage, mean_loss, megatron_job, print_steps, run_schedule, small_config
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from program import ranks, take_no_arguments
 from torch import Tensor
-from usage import take_no_arguments
-from world import ranks
 
 from megatron_ext.experimental import pipeline_vocabulary
 
@@ -53,16 +50,7 @@ def build() -> DistributedDataParallel:
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pipeline_dtype=torch.float32,
     )
-    gpt = GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    ).to(torch.cuda.current_device())
+    gpt = gpt_stage(config, VOCABULARY, SEQUENCE, share_embeddings_and_output_weights=False)
     config.finalize_model_grads_func = finalize_model_grads
     return DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt)
 

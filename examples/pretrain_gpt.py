@@ -20,11 +20,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from interrupt import end_on_interrupt
-from job import mean_loss, megatron_job, run_schedule
+from job import gpt_stage, mean_loss, megatron_job, run_schedule
+from program import end_on_interrupt, has_gpus, ranks
 from torch import Tensor
 from tqdm import tqdm
-from world import has_gpus, ranks
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", module=r"megatron\.core")
@@ -34,7 +33,6 @@ with warnings.catch_warnings():
     from arguments import check_arguments, parse_arguments
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -77,17 +75,9 @@ def build_model(args: Namespace) -> DistributedDataParallel:
         layers = get_gpt_layer_local_spec(normalization=config.normalization)
         if config.sequence_parallel:  # which Megatron's norms refuse unless there is Apex
             layers = with_our_norms(layers)
-    gpt = GPTModel(
-        config,
-        layers,
-        vocab_size=args.vocab_size,
-        max_sequence_length=args.seq_length,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
-        rotary_base=args.rotary_base,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    ).to(torch.cuda.current_device())
+    tied = not args.untie_embeddings_and_output_weights
+    embeddings = {"share_embeddings_and_output_weights": tied, "rotary_base": args.rotary_base}
+    gpt = gpt_stage(config, args.vocab_size, args.seq_length, layers, **embeddings)
     if args.head == "fused":
         patch_gpt_model_forward_for_linear_ce_fusion(model=gpt, cache=1)  # the fastest
     return DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt)

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from usage import take_no_arguments
+from program import take_no_arguments
 
 try:  # since 0.18
     from megatron.core.models.hybrid.hybrid_block import HybridStack as Stack

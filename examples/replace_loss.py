@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from program import take_no_arguments
 from torch import Tensor, nn
-from usage import take_no_arguments
 
 from megatron_ext import VocabShard, linear_cross_entropy
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from interrupt import end_on_interrupt
-from job import process_group, small_config
+from job import gpt_stage, process_group, small_config
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, param_is_not_tensor_parallel_duplicate
+from program import end_on_interrupt
 from torch import Tensor
 
 from megatron_ext import reference
@@ -64,9 +64,9 @@ def build_model(seed: int) -> GPTModel:
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         sequence_parallel=parallel_state.get_tensor_model_parallel_world_size() > 1,
     )
-    model = GPTModel(config, gpt_block_spec(config), VOCAB, 32, position_embedding_type="rope")
+    model = gpt_stage(config, VOCAB, 32, gpt_block_spec(config))
     patch_gpt_model_forward_for_linear_ce_fusion(model=model)
-    return model.to(torch.cuda.current_device())
+    return model
 
 
 def my_part(tokens_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:

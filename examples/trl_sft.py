@@ -16,7 +16,7 @@ import textwrap
 import hf_directory
 import text
 import torch
-from usage import take_no_arguments
+from program import take_no_arguments
 
 from megatron_ext.integrations import trl
 

@@ -1,6 +1,6 @@
 """The lm head and the tensor-parallel core of Megatron jobs: losses, log-probabilities and gradients without logits.
 
-Names that need more than torch, and the packages below, are imported when they are asked for.
+Names that need more than torch, and the subpackages, are imported at their first use.
 """
 
 from importlib import import_module
@@ -92,7 +92,7 @@ def __dir__() -> list[str]:
 
 
 def _missing(error: ImportError) -> Any:
-    """Stand in for a function that could not be imported: `from megatron_ext import *` asks for that function too."""
+    """Return a stand-in for a function that cannot be imported, so that `from megatron_ext import *` does not fail."""
     message = str(error)
 
     def missing(*arguments: Any, **keywords: Any) -> Any:

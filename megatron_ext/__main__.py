@@ -17,7 +17,7 @@ _PROGRAMS: dict[str, Callable[[list[str]], int | None]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the program that the first argument names, with the others; None: those of the process."""
+    """Run the program that the first argument names, with the other arguments; None: the process's arguments."""
     parser = argparse.ArgumentParser(
         prog="megatron-ext",
         description="Run a program of megatron_ext.",

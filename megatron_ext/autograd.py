@@ -1,4 +1,4 @@
-"""Helpers of our autograd functions: what they save, a backward that can be differentiated once, no autocast within."""
+"""Helpers of our autograd functions: saved tensors in groups, a backward that raises if differentiated, no autocast."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -14,17 +14,17 @@ NOTHING = nullcontext()
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate `backward` of an autograd function: a second derivative is an error, never a silently missing term.
+    """Decorate `backward` of an autograd function: a second derivative raises RuntimeError, and never lacks a term.
 
-    torch's own `once_differentiable` objects only where the upstream gradient requires grad: a gradient penalty on a
-    summed loss would lose its term without a word. Nor does an error that hangs on the gradients alone reach who asks
-    `torch.autograd.grad` for those of some tensors, which runs no node that does not lead to them: leaves, or what the
-    function was given and has saved.
+    torch's own `once_differentiable` raises only if the upstream gradient requires grad: a gradient penalty on a summed
+    loss would lose its term silently. An error in the graph of the upstream gradients alone is not enough either:
+    `torch.autograd.grad` runs only nodes that lead to the tensors asked for. So the error's node leads to saved tensors
+    and leaves too.
     """
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Tensor | None) -> Any:
-        if not torch.is_grad_enabled():  # nobody builds a graph of this backward
+        if not torch.is_grad_enabled():  # no graph is built of this backward
             return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
@@ -35,7 +35,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _saved_ends(ctx: Any) -> list[Tensor]:
-    """The tensors of autograd's graph that were saved; none where a checkpoint has handed them out before."""
+    """Return the saved tensors that require grad; none if a checkpoint has handed them out already."""
     try:
         return [*filter(_requires_grad, ctx.saved_tensors)]
     except CheckpointError:
@@ -43,10 +43,10 @@ def _saved_ends(ctx: Any) -> list[Tensor]:
 
 
 def leaves_of(node: Any) -> Iterator[Tensor]:
-    """The tensors that gradients from a node of autograd's graph would go to."""
+    """Yield the leaves that gradients from a node of autograd's graph would reach."""
     nodes = [node]
     seen = {None, node}
-    for one in nodes:  # which grows meanwhile
+    for one in nodes:  # the list grows in the loop
         if (leaf := getattr(one, "variable", None)) is not None:
             yield leaf
         for source, _ in getattr(one, "next_functions", ()):
@@ -60,20 +60,20 @@ def _requires_grad(x: Tensor | None) -> bool:
 
 
 def without_autocast(x: Any) -> AbstractContextManager[Any]:
-    """Dtypes are settled; a backward pass that runs under autocast must not change those of the forward one."""
+    """Return a context without autocast for the device of `x`: forward and backward must compute in the same dtypes."""
     kind = x.device.type
     known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
     return torch.autocast(kind, enabled=False) if known and torch.is_autocast_enabled(kind) else NOTHING
 
 
 def save_groups(ctx: Any, *groups: Sequence[Tensor | None]) -> None:
-    """Save tensors for backward, where `saved_groups` gives each group back."""
+    """Save tensors for backward, in which `saved_groups` returns the groups."""
     ctx.group_sizes = tuple(map(len, groups))
     ctx.save_for_backward(*chain.from_iterable(groups))
 
 
 def saved_groups(ctx: Any) -> list[list[Any]]:
-    """Give back the groups of `save_groups`. Call it once in a backward: recomputation hands out each tensor once."""
+    """Return the groups of `save_groups`. Call it once in a backward: recomputation hands out each tensor once."""
     tensors, found, at = ctx.saved_tensors, [], 0
     for size in ctx.group_sizes:
         found.append([*tensors[at : at + size]])

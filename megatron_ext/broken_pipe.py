@@ -1,4 +1,4 @@
-"""The end of a program whose output nobody reads any more, as in `megatron-ext memory ... | head`."""
+"""A quiet end for a program whose output is no longer read, as in `megatron-ext memory ... | head`."""
 
 import os
 import sys
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def until_the_reader_leaves() -> Iterator[None]:
-    """End the program with exit code 1, and no traceback, once what it prints goes to a pipe that nobody reads."""
+    """End the program with exit code 1, and no traceback, when it prints to a pipe that is no longer read."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the rest at exit
         raise SystemExit(1) from None

@@ -1,4 +1,4 @@
-"""The line of code that a warning or a report speaks of: the one that called a library."""
+"""The line of a user's code that a warning or a report names: the line that called a library."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import megatron_ext
 
 
 def caller_outside(*packages: ModuleType) -> tuple[FrameType, int]:
-    """The first frame up the stack in no file of `megatron_ext` or `packages`, and its `stacklevel` for the caller."""
+    """Return the first frame outside of `megatron_ext` and `packages`, and its `stacklevel` in a caller."""
     inside = tuple(os.path.dirname(os.path.abspath(str(p.__file__))) + os.sep for p in (megatron_ext, *packages))
     frame: Any = sys._getframe(1)
     level = 1

@@ -1,10 +1,10 @@
-"""Run the first steps of a script stock and with ours, and show how they differ.
+"""Run the first steps of a script stock and with our head or layers, and show how they differ.
 
     torchrun --nproc-per-node 2 -m megatron_ext.compare --cpu pretrain_gpt.py --num-layers 2 ...
 
-Takes the launcher's options; without one that changes the script, `--linear-ce`. Ends with a table and a picture,
-`compare.png` or `--picture FILE`. Exit code 1 if the losses or gradient norms differ by more than `--tolerance`, if
-`--linear-ce` fused no loss, or if `MEGATRON_EXT_FUSION=off` leaves nothing to compare.
+Takes the launcher's options; `--linear-ce` is added if no option changes the script. Ends with a table and a picture,
+`compare.png` or `--picture FILE`. The exit code is 1 if losses differ by more than `--tolerance` or gradient norms by
+more than ten times that, if `--linear-ce` fused no loss, or if `MEGATRON_EXT_FUSION=off` leaves nothing to compare.
 """
 
 import sys
@@ -14,7 +14,7 @@ from megatron_ext import run
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compare as the arguments say; None: those of the process."""
+    """Compare as the arguments say; None: the process's arguments."""
     given = sys.argv[1:] if argv is None else argv
     parser = run.command_line("python -m megatron_ext.compare", "Compare a script's first steps, stock and ours.")
     options = parser.parse_args(given)

@@ -1,8 +1,9 @@
 """Report on this machine: `python -m megatron_ext.doctor`, one screen, or `--json`.
 
-Which versions are installed, which Megatron-Core is imported and whether each way into it works or why not, which
-kernels and fusions are active and why the others are not, and whether the head computes what it should. Exit code 1 if
-it does not. With `--model`, instead: what would be fused in a training script (under torchrun if that needs it).
+The report says which versions are installed, which Megatron-Core is imported, whether each way into it works or why
+not, which kernels and fusions are active or why not, and whether the head's results are right. The exit code is 1 if
+they are not. With `--model` the report says instead what would be fused in a training script (start the doctor under
+torchrun if the script needs that).
 """
 
 import argparse
@@ -45,7 +46,7 @@ PACKAGES = {
     "Ray": "ray",
     "greenlet": "greenlet",
 }
-# Ways in that need packages alone, as they are imported.
+# Ways in that work if these packages can be imported.
 _NEED = {
     "dtensor (use_fused_loss, parallelize)": ("transformers",),
     "policy.DTensorPolicyWorker": ("transformers", "accelerate"),
@@ -58,12 +59,12 @@ _TE_USE = (
     "leaves TE's layers where they are"
 )
 _APEX_USE = (
-    "none: our layers add weight gradients into main_grad by PyTorch's matmul; Megatron's own want Apex or TE for it"
+    "none: our layers add weight gradients into main_grad by PyTorch's matmul; Megatron's own layers need Apex or TE"
 )
 
 
 def report() -> dict[str, Any]:
-    """All that the doctor knows; JSON can hold it."""
+    """Return all findings, in types that JSON can hold."""
     imported = megatron()
     named = versions()
     named["Megatron-Core"] = imported["version"] or named["Megatron-Core"]
@@ -96,9 +97,9 @@ def _installed(package: str) -> str | None:
 
 
 def megatron() -> dict[str, Any]:
-    """The Megatron-Core that is imported, and each way in: {"version", "path", "tested", "ways", "note"}.
+    """Describe the imported Megatron-Core and each way in: {"version", "path", "tested", "ways", "note"}.
 
-    A way is None where it works, else the reason why not. Without Megatron all but "note" is None.
+    A way in is None if it works, else the reason why not. Without Megatron all values except "note" are None.
     """
     nothing = {"version": None, "path": None, "tested": None, "ways": None}
     if importlib.util.find_spec("megatron") is None:
@@ -114,7 +115,7 @@ def megatron() -> dict[str, Any]:
                 "tested": megatron_versions.is_tested(megatron_versions.megatron_version()),
                 "ways": _ways(),
             }
-    except Exception as error:  # a Megatron that cannot be imported is a finding
+    except Exception as error:  # that Megatron cannot be imported is a finding
         return nothing | {"note": f"{type(error).__name__}: {error}"}
     tested = megatron_versions.TESTED
     within = "in" if found["tested"] else "outside"
@@ -142,7 +143,7 @@ def _ways() -> dict[str, str | None]:
 
 
 def ways() -> dict[str, str | None]:
-    """Each way into another framework: None where it would work, else why not. Imports what is installed of them."""
+    """Return for each way into another framework None if it would work, else why not. Imports installed frameworks."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         ours = [module._substitution for module in (nemo_rl, verl, trl)]
@@ -152,7 +153,7 @@ def ways() -> dict[str, str | None]:
 
 
 def kernels() -> list[dict[str, Any]]:
-    """Kernels and fusions: {"name", "active", "why"}."""
+    """List kernels and fusions: {"name", "active", "why"}."""
     gpu = torch.cuda.is_available()
     no_gpu = "no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
     has_triton = importlib.util.find_spec("triton") is not None
@@ -185,17 +186,17 @@ def kernels() -> list[dict[str, Any]]:
 
 
 def engines(named: dict[str, str | None]) -> list[dict[str, Any]]:
-    """Transformer Engine and Apex, which are loaded to find out: {"name", "version", "why_not", "use"}.
+    """Describe Transformer Engine and Apex, after importing them: {"name", "version", "why_not", "use"}.
 
-    "why_not": why they cannot be used, by us or by the Megatron-Core that is imported; None where they can. "use": what
-    of theirs we use, and what of ours takes the place of theirs.
+    "why_not": why we or the imported Megatron-Core cannot use the package; None if both can. "use": which of its
+    functions we use, and which of ours take the place of its functions.
     """
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         te = why_not_importable("transformer_engine.pytorch")
         apex = why_not_importable("fused_weight_gradient_mlp_cuda")
         if te is None:
-            with contextlib.suppress(ImportError):  # no Megatron-Core, which has a section of its own
+            with contextlib.suppress(ImportError):  # a missing Megatron-Core is reported by `megatron`
                 from megatron_ext.megatron import versions as megatron_versions
 
                 te = megatron_versions.why_not_with_transformer_engine(named["Transformer Engine"])
@@ -204,7 +205,7 @@ def engines(named: dict[str, str | None]) -> list[dict[str, Any]]:
 
 
 def self_test() -> dict[str, Any]:
-    """The head's loss and gradients against plain PyTorch in the same dtype, both held to fp64, on this device."""
+    """Compare the errors of the head and of plain PyTorch in the same dtype, both against fp64, on this device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = [torch.float32, torch.bfloat16]
     results = [_compare(device, dtype) for dtype in dtypes]
@@ -234,7 +235,7 @@ def _compare(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         return reference.cross_entropy(z if z.dtype == torch.float64 else z.float(), labels)
 
     truth, _ = run(plain, torch.float64)
-    run(lambda x, w: linear_cross_entropy(x, w, labels), dtype)  # compiles what is to be compiled
+    run(lambda x, w: linear_cross_entropy(x, w, labels), dtype)  # compiles the kernels
     ours, time_ms = run(lambda x, w: linear_cross_entropy(x, w, labels), dtype)
     theirs, _ = run(plain, dtype)
     error, baseline = (
@@ -253,7 +254,7 @@ def _compare(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def screen(found: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report as text."""
     there = {name: version for name, version in found["versions"].items() if version and name != "megatron_ext"}
     built_with = [f", {name} {there.pop(name)}" for name in ("CUDA", "NCCL") if name in there]
     there = {name: version + "".join(built_with) if name == "torch" else version for name, version in there.items()}
@@ -312,7 +313,8 @@ def check_script(command: list[str], *, cpu: bool = False) -> int:
     """Run a training script until its models are built, and print what would be fused, on the last rank.
 
     Returns:
-        0 if the head would take all losses, 1 if not, or if the script built no model; what it raises is raised.
+        0 if the head would compute all losses; 1 if not, or if the script built no model. Errors of the script are
+        raised.
     """
     from megatron_ext import run
 

@@ -1,11 +1,11 @@
 """Weight gradients straight into fp32 `main_grad`, by Megatron-Core's protocol and without Apex.
 
-Megatron's DDP and optimizers give each parameter an fp32 buffer `main_grad`, over micro-batches. With gradient
-accumulation fusion a layer's backward adds its weight gradient there itself, says so with
-`weight.grad_added_to_main_grad = True`, and returns a dummy gradient so that autograd's hooks still fire: zeros where
-`weight.zero_out_wgrad` is set (a weight that two layers share), uninitialised memory elsewhere.
+Megatron's DDP and optimizers give each parameter an fp32 buffer `main_grad`, which collects the gradients of all
+micro-batches. With gradient accumulation fusion a layer's backward itself adds the weight gradient there, sets
+`weight.grad_added_to_main_grad = True`, and returns a dummy gradient so that autograd's hooks still fire: zeros if
+`weight.zero_out_wgrad` is set (a weight that two layers share), else uninitialised memory.
 
-PyTorch does the addition, in one matmul as Apex's kernels. On GPUs Transformer Engine lends the dummy where it is
+PyTorch's matmul does the addition, as Apex's kernels do. On GPUs the dummy is Transformer Engine's, if that is
 imported, as in Megatron.
 """
 
@@ -18,12 +18,12 @@ from torch.torch_version import TorchVersion
 
 from megatron_ext.numerics import cpu_products
 
-# torch before 2.13 cannot trace a product that is added with `out_dtype`.
+# torch before 2.13 cannot trace `addmm` with `out_dtype`.
 _FAKES_SUMS = TorchVersion(torch.__version__) >= "2.13"
 
 
 def buffer_of(weight: Tensor) -> Tensor:
-    """The tensor that collects `weight`'s gradient. Raises ValueError if there is none."""
+    """Return the tensor that collects `weight`'s gradient. Raises ValueError if there is none."""
     main_grad = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
     if main_grad is None:
         raise ValueError(
@@ -34,10 +34,10 @@ def buffer_of(weight: Tensor) -> Tensor:
 
 
 def add_product(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> None:
-    """`out += left.T @ right`, in place, accumulated in `out`'s dtype.
+    """Compute `out += left.T @ right` in place, accumulated in `out`'s dtype.
 
-    On CUDA 16-bit operands go through one GEMM with fp32 output; on CPU, which has no such GEMM, the 16-bit product is
-    rounded once and added in `out`'s dtype.
+    On CUDA 16-bit operands go through one GEMM with fp32 output. The CPU has no such GEMM: there the product is rounded
+    to 16 bits once, and added in `out`'s dtype.
     """
     if left_TN.dtype == out_ND.dtype:
         cpu_products.mm(left_TN.t(), right_TD, out_ND, added=out_ND)
@@ -51,23 +51,23 @@ def add_product(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> None:
 
 
 def promise(weight: Tensor) -> None:
-    """Mark, in forward, a weight that is shared before any backward, and a weight whose backward will be compiled."""
+    """Set, in forward, marks that backward would set too late (shared weights) or cannot set (compiled backward)."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return
     if weight.requires_grad and torch.is_grad_enabled():
-        _keep_gradients_of_lookups(weight)  # the dummy of an earlier backward is zeros then
+        _keep_gradients_of_lookups(weight)  # before any backward, so that each backward returns zeros as its dummy
         if torch.compiler.is_compiling():  # a compiled backward cannot set attributes
             weight.grad_added_to_main_grad = True
 
 
 def finish(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Tell Megatron that the gradient was added, and return what backward returns for `weight` in its place.
+    """Tell Megatron that the gradient was added, and return the dummy that backward returns for `weight`.
 
-    That is None for a weight without the attribute `grad_added_to_main_grad`: nobody listens.
+    The dummy is None for a weight without the attribute `grad_added_to_main_grad`: Megatron has no hook on it.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    if not torch.compiler.is_compiling():  # else see promise()
+    if not torch.compiler.is_compiling():  # in compiled code `promise` has set the marks
         weight.grad_added_to_main_grad = True
         _keep_gradients_of_lookups(weight)
     zero = bool(getattr(weight, "zero_out_wgrad", False))
@@ -79,9 +79,9 @@ def finish(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def _keep_gradients_of_lookups(weight: Tensor) -> None:
-    """Have Megatron add autograd's gradient too for a weight that pipeline stages share: a stage may look it up.
+    """Have Megatron also add autograd's gradient of a weight that pipeline stages share: a stage may embed tokens.
 
-    With multi-token prediction the last stage does. No other mark of Megatron's says so in all its versions.
+    With multi-token prediction the last stage does. No other mark tells Megatron so in all its versions.
     """
     if getattr(weight, "shared_embedding", False):
         weight.zero_out_wgrad = True  # type: ignore[attr-defined]

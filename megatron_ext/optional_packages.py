@@ -4,10 +4,10 @@ import importlib
 
 
 def why_not_importable(name: str) -> str | None:
-    """Return why the module `name` cannot be imported, in a sentence; None if it can. Imports it.
+    """Import the module `name`; return in a sentence why it cannot be imported, or None.
 
-    A broken installation raises what it likes: Transformer Engine a RuntimeError or a FileNotFoundError where its
-    libraries don't fit, the dynamic linker an ImportError or an OSError.
+    A broken installation may raise any error: Transformer Engine a RuntimeError or a FileNotFoundError if its libraries
+    do not fit, the dynamic linker an ImportError or an OSError.
     """
     package = name.partition(".")[0]
     try:
@@ -20,6 +20,6 @@ def why_not_importable(name: str) -> str | None:
 
 
 def why_not_loaded(package: str, error: BaseException) -> str:
-    """One sentence about a package that is installed and whose import raised `error`."""
+    """Describe, in a sentence, an installed package whose import raised `error`."""
     lines = str(error).strip().splitlines() or [""]
     return f"{package} is installed and cannot be loaded ({type(error).__name__}: {lines[0]})"

@@ -1,7 +1,7 @@
-"""The unsharded, unfused truth, a few lines each: what tests and benchmarks compare with.
+"""Unsharded, unfused reference functions of a few lines each, with which tests and benchmarks compare.
 
-One process, the whole vocabulary, plain autograd. Written to be read, not to be fast: every tensor keeps the dtype it
-comes in, so a float64 input gives a float64 truth.
+They run in one process on the whole vocabulary, by plain autograd, and are written to be read, not to be fast. Tensors
+keep their dtype, so that float64 inputs give a float64 reference.
 
 Legend: T tokens, D hidden size, V vocabulary. Leading dims of hidden states, logits and labels may be anything.
 Attention: S queries, T keys, B batch, H heads of queries and G of keys, D channels of a head.
@@ -15,7 +15,7 @@ from torch import Tensor
 def logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None, temperature: float = 1.0
 ) -> Tensor:
-    """`[..., V]`: the lm head. The softcap bends the logits, then the temperature divides them."""
+    """Compute the lm head's logits `[..., V]`: capped by the softcap, then divided by the temperature."""
     z = F.linear(hidden, weight, bias)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -23,7 +23,7 @@ def logits(
 
 
 def counted(z: Tensor, vocab_size: int | None = None) -> Tensor:
-    """`z` with the columns past the true vocabulary at -inf: they get no probability and no gradient."""
+    """Set the columns of `z` past the true vocabulary to -inf: they get no probability and no gradient."""
     if vocab_size is None or vocab_size == z.shape[-1]:
         return z
     return z.masked_fill(torch.arange(z.shape[-1], device=z.device) >= vocab_size, -torch.inf)
@@ -68,9 +68,10 @@ def cross_entropy(
 
 
 def kept(z: Tensor, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
-    """bool, the shape of `z`: the k largest (None or -1: all), then those above which lies less probability than p.
+    """Return which columns sampling keeps, bool in the shape of `z`: the k largest logits (None or -1: all), and of
+    these each column whose larger columns together have a probability below p.
 
-    All that equal one that is kept are kept. -inf columns are not.
+    Columns equal to one that is kept are kept too; columns at -inf are not.
     """
     if top_k not in (None, -1):
         kth = z.topk(min(top_k, z.shape[-1]), -1).values[..., -1:]
@@ -89,7 +90,7 @@ def sampled_log_probs(
     vocab_size: int | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Log-probability of each label among what top-k and top-p leave of `z`; -inf outside, 0 for `ignore_index`."""
+    """Log-probability of each label among the columns of `kept`; -inf for any other label, 0 for `ignore_index`."""
     z = counted(z, vocab_size)
     return log_probs(z.masked_fill(~kept(z.detach(), top_k, top_p), -torch.inf), labels, None, ignore_index)
 
@@ -106,9 +107,10 @@ def kl_divergence(from_: Tensor, to: Tensor, vocab_size: int | None = None) -> T
 
 
 def attention(q_SBHD: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, visible: Tensor, scale: float | None = None) -> Tensor:
-    """`[S, B, H, D]`: softmax(scale * q k^T) v over the keys that `visible` (broadcastable to `[B, H, S, T]`) shows.
+    """Compute softmax(scale * q k^T) v, `[S, B, H, D]`, over the keys where `visible` is True.
 
-    Zeros for a query that sees nothing. `scale` None: 1 / sqrt(D). Head h of the queries reads head h // (H / G).
+    `visible`: bool, broadcastable to `[B, H, S, T]`. A query that sees no key gets zeros. `scale` None: 1 / sqrt(D).
+    Query head h reads the keys of head h // (H / G).
     """
     k, v = (x.repeat_interleave(q_SBHD.shape[2] // x.shape[2], 2) for x in (k_TBGD, v_TBGD))
     scale = q_SBHD.shape[-1] ** -0.5 if scale is None else scale

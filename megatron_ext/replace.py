@@ -1,12 +1,12 @@
-"""The one way to put an object in another's place: applied and restored by identity.
+"""The one way in this package to put an object in another's place, and to restore the original.
 
-    replacement = Replacement(GPTModel, "forward", make)  # make(original) gives what stands in its place
+    replacement = Replacement(GPTModel, "forward", make)  # make(original) returns the object for its place
     replacement.apply()
     ...
     replacement.restore()
 
-Names, modules and source text say nothing of what stands where: a decorator with `functools.wraps` has those of the
-function that it wraps. A replacement compares objects. Who puts a wrapper around ours keeps it: see `restore`.
+A replacement recognises objects by identity, not by name or module, which `functools.wraps` copies from one function to
+another. A wrapper that other code puts around ours stays: see `Replacement.restore`.
 """
 
 import functools
@@ -23,16 +23,17 @@ _OURS = "_replacement"  # the attribute by which a function of ours knows its re
 
 
 class Replacement:
-    """`make(original)` in the place of `owner.name`, while it is applied.
+    """Replacement of `owner.name` by `make(original)`, from `apply` to `restore`.
 
     Attributes:
         owner: a module, a class, an instance or a function; `name` may be `__bases__` or `__defaults__`.
-        original: the object that stood there, as the owner stores it; None before `apply`.
-        placed: the object that stands there in its place; None before `apply` and after `restore`.
+        original: the object that was replaced, as the owner stores it; None before `apply`.
+        placed: the object that took its place; None before `apply` and after `restore`.
 
-    A function that `make` gives is placed within another one, which calls the original after `restore`; anything else
-    (a class, a tuple of bases) is placed as it is. With `switched=False` functions are placed as they are too: for
-    those that our own code calls under the same name. A method that an instance has from its class is bound to it.
+    A function that `make` returns is placed inside of another function, which calls the original after `restore`. Any
+    other object (a class, a tuple of bases) is placed as it is, and with `switched=False` functions are too: those that
+    our own code calls by the same name. In the place of a method that an instance has from its class, a function is
+    bound to the instance.
     """
 
     def __init__(self, owner: Any, name: str, make: Make, switched: bool = True):
@@ -40,11 +41,11 @@ class Replacement:
         self.original: Any = None
         self.placed: Any = None
         self._target: list[Any] = []  # what the placed function calls, alone in a list
-        self._passed_on: Any = None  # what it calls after `restore`
-        self._own = True  # whether the owner itself stores the name, and not its class
+        self._passed_on: Any = None  # what the placed function calls after `restore`
+        self._own = True  # whether the owner itself stores the name, not only its class
 
     def apply(self) -> "Replacement":
-        """Put ours in the place; where it was put already, nothing changes."""
+        """Put our object in the place, unless it is applied already."""
         if self.placed is None:
             self._own = self.name in getattr(self.owner, "__dict__", {}) or _in_slot(self.owner, self.name)
             self.original = _stored(self.owner, self.name)
@@ -56,7 +57,7 @@ class Replacement:
         return self
 
     def change(self, make: Make) -> None:
-        """Let another `make` have made what stands there; whoever has wrapped ours keeps the wrapper."""
+        """Replace the placed object by what another `make` returns; wrappers that other code put around ours stay."""
         self.make = make
         if self._target:
             self._target[0] = made = make(self.original)
@@ -66,7 +67,8 @@ class Replacement:
             self.apply()
 
     def restore(self) -> None:
-        """Put the original back where ours stands; where somebody else's stands, ours passes calls on from now on."""
+        """Put the original back if our object is in the place. If another object is, ours, which that object may call,
+        passes calls on to the original from now on."""
         if self.placed is None:
             return
         if self.stands():
@@ -80,11 +82,11 @@ class Replacement:
         self._target, self.placed = [], None
 
     def stands(self) -> bool:
-        """Return whether the owner has ours, and nobody's in its place."""
+        """Return whether the owner has our object, and not another in its place."""
         return self.placed is not None and _stored(self.owner, self.name) is self.placed
 
     def _in_switch(self, made: Any) -> Any:
-        """A function that calls `made` until `restore`, and then the original; one of ours stays as it is."""
+        """Return a function that calls `made` until `restore`, and then the original; `made` itself if it is one."""
         if replacement_of(made) is not None:
             return made
         name, original = self.name, self.original
@@ -110,21 +112,21 @@ class Replacement:
 
 
 def replacement_of(value: Any) -> Replacement | None:
-    """The replacement that placed a function or method and is applied still; None where it is nobody's of ours."""
+    """Return the applied replacement that placed this function or method; None if there is none."""
     function = getattr(value, "__func__", value)
-    found = getattr(function, _OURS, None)  # which decorators copy
+    found = getattr(function, _OURS, None)  # decorators copy the attribute to functions that we did not place
     return found if found is not None and getattr(found.placed, "__func__", found.placed) is function else None
 
 
 def original_of(value: Any) -> Any:
-    """The function that stood where the function or method stands; itself where it is none of ours."""
+    """Return the original of a function or method that a replacement placed; any other value as it is."""
     while (found := replacement_of(value)) is not None:
         value = found.original
     return value
 
 
 def apply_all(replacements: Iterable[Replacement]) -> list[Replacement]:
-    """Apply all of them, or none where one raises."""
+    """Apply all replacements; if one raises, restore those before it."""
     with ExitStack() as undo:
         applied = []
         for replacement in replacements:
@@ -135,13 +137,13 @@ def apply_all(replacements: Iterable[Replacement]) -> list[Replacement]:
 
 
 def restore_all(replacements: Iterable[Replacement]) -> None:
-    """Restore all of them, the last one first."""
+    """Restore all replacements, the last one first."""
     for replacement in reversed([*replacements]):
         replacement.restore()
 
 
 def in_modules(objects: Iterable[Any]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Every name under which a module that was imported has one of the objects, found by identity."""
+    """Yield each imported module, name and object where the module has one of the objects, found by identity."""
     wanted = {id(value): value for value in objects}
     for module in [*sys.modules.values()]:
         if isinstance(module, ModuleType):
@@ -151,9 +153,9 @@ def in_modules(objects: Iterable[Any]) -> Iterator[tuple[ModuleType, str, Any]]:
 
 
 def everywhere(pairs: Sequence[tuple[Any, Any]]) -> list[list[Replacement]]:
-    """Replacements, still to be applied, of the first of each pair by the second, in every module that has it.
+    """Make replacements, still to be applied, of the first object of each pair by the second, in all imported modules.
 
-    All those of a pair place the same object.
+    All replacements of a pair place the same object.
     """
     found: list[list[Replacement]] = [[] for _ in pairs]
     at = {id(original): i for i, (original, _) in enumerate(pairs)}
@@ -168,7 +170,7 @@ def everywhere(pairs: Sequence[tuple[Any, Any]]) -> list[list[Replacement]]:
 
 
 def restore_everywhere(places: Sequence[Replacement]) -> None:
-    """Restore those of one pair, and put the original into the modules that have imported ours since."""
+    """Restore the replacements of one pair, and put the original into modules that have imported ours since."""
     if places:
         placed, original = places[0].placed, places[0].original
         restore_all(places)
@@ -177,7 +179,7 @@ def restore_everywhere(places: Sequence[Replacement]) -> None:
 
 
 def name_of(value: Any) -> str:
-    """A module's, class's or function's full name; of another object that of its class."""
+    """Return the full name of a module, class or function; of another object, the name of its class."""
     if isinstance(value, ModuleType):
         return value.__name__
     named = value if hasattr(value, "__qualname__") else type(value)
@@ -185,7 +187,7 @@ def name_of(value: Any) -> str:
 
 
 def _stored(owner: Any, name: str) -> Any:
-    """The object itself, no method bound to the owner; that of the class where an instance has none of its own."""
+    """Return the stored object, not a bound method; the class's object if an instance has none of its own."""
     own = getattr(owner, "__dict__", {})
     if name in own:
         return own[name]
@@ -193,13 +195,12 @@ def _stored(owner: Any, name: str) -> Any:
 
 
 def _in_slot(owner: Any, name: str) -> bool:
-    """Return whether the owner itself stores it outside of its `__dict__`: bases, defaults, fields of a class with
-    slots."""
+    """Return whether the owner itself stores the name outside of its `__dict__`: bases, defaults, slots."""
     return inspect.isdatadescriptor(inspect.getattr_static(owner, name))
 
 
 def _store(owner: Any, name: str, value: Any) -> None:
     if is_dataclass(owner) and not isinstance(owner, type):
-        object.__setattr__(owner, name, value)  # which may be frozen
+        object.__setattr__(owner, name, value)  # the dataclass may be frozen
     else:
         setattr(owner, name, value)

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m megatron_ext.run --cpu --linear-ce pretrain_gpt.py --num-layers 2 ...
 
-The script finds what it would find under `python SCRIPT ARGS...`: its folder at `sys.path[0]`, itself as `__main__`,
-its arguments in `sys.argv`. Its exit code, its signals and its tracebacks are those of the process. Megatron is
-imported from where the script would import it, and changed before the script runs. The last rank reports on stderr.
+The script runs as under `python SCRIPT ARGS...`: its folder is `sys.path[0]`, the script is `__main__`, its arguments
+are in `sys.argv`. The process has the script's exit code, signals and tracebacks. Megatron is imported from where the
+script would import it, and changed before the script runs. The last rank reports on stderr.
 """
 
 import argparse
@@ -23,26 +23,26 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
-_LOG = logging.getLogger("megatron_ext.run")  # whose __name__ is "__main__"
+_LOG = logging.getLogger("megatron_ext.run")  # by name, as __name__ is "__main__" under `python -m`
 
-# What Megatron and torch warn of in every job on a CPU, and nobody can change there: kernels that are missing, one of
-# Megatron's own defaults, functions of torch that Megatron calls.
+# Warnings of Megatron and torch in every job on a CPU that users cannot act on: missing kernels, one of Megatron's own
+# defaults, deprecated functions of torch that Megatron calls.
 _NOISE = [
     (UserWarning, r"(Transformer Engine and )?Apex (is|are) not installed"),
     (UserWarning, r"full scope is deprecated"),
     (FutureWarning, r"`torch\.distributed\.\w+` is deprecated"),
 ]
 
-_TOLERANCE = 1e-3  # of a step's loss, relatively, where none is given
+_TOLERANCE = 1e-3  # default of `--tolerance`: relative, of a step's loss
 
-# What the launcher keeps alive while the script is `__main__` in its place.
+# The launcher's own `__main__`, kept alive while the script takes its place.
 _replaced: list[Any] = []
 
 
 def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = None) -> None:
     """Run a script as `python -m megatron_ext.run` does with its arguments; return when the script ends.
 
-    `before` is called when everything is changed, right before the script runs.
+    `before` is called after all changes, right before the script runs.
     """
     parser = command_line()
     options = parser.parse_args(argv)
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
 def command_line(
     program: str = "python -m megatron_ext.run", description: str = "Run a Megatron script unmodified."
 ) -> argparse.ArgumentParser:
-    """The options of the launcher, which `megatron_ext.compare` takes too."""
+    """Return the parser of the launcher's options, which `megatron_ext.compare` takes too."""
     parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
     parser.add_argument("--cpu", action="store_true", help="Megatron-Core on the CPU and gloo, without a GPU")
     parser.add_argument(
@@ -152,7 +152,7 @@ def _positive(what: str, text: str) -> int:
 
 
 def _number(rule: str, words: Sequence[str], text: str) -> Any:
-    """A number from 0 on, or one of `words`."""
+    """Parse a number of at least 0, or one of `words`."""
     try:
         if text in words or 0 <= float(text) < float("inf"):
             return text if text in words else float(text)
@@ -184,7 +184,7 @@ def _bound(text: str) -> int | bool:
 
 
 def _emulate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Emulate GPUs for the rest of the process: what the script itself leaves to `atexit` still runs on the CPU."""
+    """Emulate GPUs for the rest of the process, also for the functions that the script registers with `atexit`."""
     from megatron_on_cpu import megatron_on_cpu
     from megatron_on_cpu.nccl_rules import NcclRules
     from megatron_on_cpu.script_flags import flags_for_cpu
@@ -202,16 +202,16 @@ def _emulate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
 
 
 def _tell_of_cpu(options: argparse.Namespace) -> None:
-    """Megatron's own error, where it asks for a GPU that is not there, says nothing of `--cpu`."""
+    """Warn that there is no GPU if `--cpu` is not given, as Megatron's own error does not name `--cpu`."""
     from torch import cuda
 
-    if not options.cpu and not cuda.device_count():  # which starts no driver that the script's own settings need
+    if not options.cpu and not cuda.device_count():  # does not initialise CUDA, for which the script may set options
         where = ", but behind SCRIPT, where it is the script's own" if "--cpu" in options.args else ""
         _LOG.warning("no GPU is here, and --cpu is not given%s: put it before SCRIPT if the script needs a GPU", where)
 
 
 def _show_news() -> None:
-    """Have the package's log on the last rank's stderr, from level INFO on, if nobody has set a handler."""
+    """Print the package's log on the last rank's stderr, from level INFO on, unless a handler is set."""
     ours = logging.getLogger("megatron_ext")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ours.hasHandlers() or os.environ.get("RANK", "0") != str(ranks - 1):
@@ -224,7 +224,7 @@ def _show_news() -> None:
 
 
 def _hush() -> None:
-    """Warnings that come in every job on a CPU are not shown, unless the user has asked for them (`-W`)."""
+    """Hide the warnings that come in every job on a CPU, unless the user has asked for them (`-W`)."""
     for category, message in _NOISE:
         warnings.filterwarnings("ignore", message, category, append=True)
 
@@ -270,11 +270,11 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
 def verify(
     parser: argparse.ArgumentParser, options: argparse.Namespace, argv: list[str], must_compare: bool = False
 ) -> None:
-    """Run the script's first steps stock and with `argv`, say how they differ, and end the process if they do, or if
+    """Run the script's first steps stock and with `argv`, print how they differ, and end the process if they do, or if
     `--linear-ce` fused no loss.
 
-    The last rank prints its table, and so does each whose runs differ. With `MEGATRON_EXT_FUSION=off` nothing is run or
-    compared, and the last rank says so; `must_compare`: that ends the process with an error.
+    The last rank prints its table, and so does each rank whose runs differ. With `MEGATRON_EXT_FUSION=off` nothing is
+    run or compared, and the last rank says so, or with `must_compare` the process ends with an error.
     """
     from megatron_ext.proof import why_fusion_is_off
     from megatron_ext.verify.side_by_side import draw
@@ -307,7 +307,7 @@ def verify(
     if found.fault is not None:
         sys.exit(f"verify: {found.fault}")
     if last and found.shows_nothing:
-        sys.exit("verify: no step of either run has a loss or a gradient norm that was seen: nothing was compared")
+        sys.exit("verify: no loss or gradient norm of a step was seen in either run: nothing was compared")
     if options.linear_ce and found.fuses_nothing:
         sys.exit("verify: --linear-ce fused no loss, so the fused head was not compared: --check reports why")
     if last:
@@ -318,7 +318,7 @@ def verify(
 
 
 def _without_verify(ways: list[str]) -> list[str]:
-    """The launcher's own options, without those of `--verify`."""
+    """Return the launcher's options without `--verify` and the options of `--verify`."""
     kept: list[str] = []
     words = iter(ways)
     for word in words:
@@ -341,7 +341,7 @@ def _record(parser: argparse.ArgumentParser, steps: str, file: str, *, on_cpu: b
 
 
 def why_no_pipeline_vocabulary() -> str | None:
-    """The reason for which `--pipeline-vocab` does not work here; None where it does."""
+    """Return why `--pipeline-vocab` does not work here; None if it does."""
     try:
         from megatron_ext.experimental.pipeline_vocabulary.paused_forward import check_installed
 
@@ -357,7 +357,7 @@ def _report_after_first_step(on_cpu: bool = False) -> None:
 
     from megatron_ext.megatron.fusion_report import fusion_report
 
-    @functools.cache  # torch goes on to other hooks of its table, from which none may be taken meanwhile
+    @functools.cache  # once; the hook cannot be removed while torch iterates over its table of hooks
     def report() -> None:
         found = fusion_report()
         say_on_last_rank(found)
@@ -369,13 +369,13 @@ def _report_after_first_step(on_cpu: bool = False) -> None:
 
 
 def say_on_last_rank(found: Any, file: TextIO | None = None) -> None:
-    """Print on stderr, or in `file`. The last rank has the pipeline's last stage, and with it the output layer."""
+    """Print on the last rank, which has the pipeline's last stage and so the output layer; on stderr, or in `file`."""
     if on_last_rank():
         print(found, file=file or sys.stderr, flush=True)
 
 
 def on_last_rank() -> bool:
-    """Return whether this process is the last rank, or alone."""
+    """Return whether this process is the last rank, or the only one."""
     from torch import distributed as dist
 
     return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
@@ -389,9 +389,9 @@ def _say_counted_memory(sizes: Iterable[str]) -> None:
 
 
 def counted_memory(arguments: str) -> str:
-    """Return the table of `megatron-ext memory`, by a process that sees no GPU; empty if it fails or takes a minute.
+    """Return the table of `megatron-ext memory`, from a process that sees no GPU; "" if it fails or takes a minute.
 
-    A count changes torch for all threads of its process.
+    It runs in another process because counting changes torch for all threads of a process.
     """
     command = [sys.executable, "-W", "ignore", "-m", "megatron_ext.memory", *arguments.split()]
     unseen = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -403,7 +403,7 @@ def counted_memory(arguments: str) -> str:
 
 
 def _become(script: str, source: bytes) -> None:
-    """Run the script as `__main__`, which it stays: worker processes and pickles look it up there."""
+    """Run the script as `__main__`, and leave it there for worker processes and pickles, which look it up."""
     module = ModuleType("__main__")
     module.__file__ = script
     module.__dict__.update(__builtins__=__builtins__, __cached__=None, __spec__=None)

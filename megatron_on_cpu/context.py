@@ -21,6 +21,7 @@ _lock = threading.Lock()
 _entered = 0  # how many `with megatron_on_cpu()` are open in this process
 _undo = ExitStack()
 _with_engine = False  # whether the outermost one emulates Transformer Engine
+_rules: NcclRules | None = None  # the outermost one's
 
 
 @contextmanager
@@ -54,16 +55,22 @@ def megatron_on_cpu(transformer_engine: bool = False, nccl_rules: NcclRules | No
     Raises:
         RuntimeError: CUDA is initialised in this process; two devices cannot both be "cuda". With `transformer_engine`:
             Megatron was imported before without it, its compiled module is loaded, or an emulation without it is open.
+            With `nccl_rules`: an emulation without them, or with others, is open.
         ModuleNotFoundError: `transformer_engine` is asked for, and its Python package is not installed.
     """
-    global _entered, _undo, _with_engine
+    global _entered, _undo, _with_engine, _rules
     with _lock:
         if _entered == 0:
-            _undo, _with_engine = _enter(transformer_engine, nccl_rules), transformer_engine
+            _undo, _with_engine, _rules = _enter(transformer_engine, nccl_rules), transformer_engine, nccl_rules
         elif transformer_engine and not _with_engine:
             raise RuntimeError(
                 "megatron_on_cpu(transformer_engine=True) was entered inside of megatron_on_cpu() without it; ask for "
                 "Transformer Engine in the outermost one"
+            )
+        elif nccl_rules not in (None, _rules):
+            raise RuntimeError(
+                f"megatron_on_cpu(nccl_rules={nccl_rules}) was entered inside of megatron_on_cpu(nccl_rules={_rules}), "
+                f"whose groups go on: give the rules to the outermost one"
             )
         _entered += 1
     try:
@@ -89,55 +96,50 @@ def _enter(transformer_engine: bool, nccl_rules: NcclRules | None) -> ExitStack:
     with torch.device("cpu"):
         torch.empty(0)
     torch.compile(lambda: None, backend="eager")
-    undo, copies = ExitStack(), Copies()
-    undo.callback(copies.replace_in_megatron)  # the last thing on leaving
+    undo, replaced = ExitStack(), Replaced()
+    undo.callback(_replace_copies, replaced)  # the last thing on leaving
     try:
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         replace_products(undo)
-        _replace(redirections(*undo.enter_context(two_generators()), nccl_rules), undo, copies)
+        _replace(redirections(*undo.enter_context(two_generators()), nccl_rules), undo, replaced)
         modules = MODULES
         if transformer_engine:
-            _replace(engine.redirections(undo), undo, copies)
+            _replace(engine.redirections(undo), undo, replaced)
             modules = MODULES | engine.MODULES
-        _replace_in(modules, undo, copies)
+        _replace_in(modules, undo, replaced)
     except BaseException:
         undo.close()
         raise
     return undo
 
 
-class Copies:
-    """Replacements that Megatron's modules have copied: those that were imported inside hold them under other names."""
-
-    def __init__(self) -> None:
-        self._replaced: dict[int, list[tuple[Any, str, Any]]] = {}  # by id: replacement, name, original
-
-    def note(self, new: Any, name: str, original: Any) -> None:
-        self._replaced.setdefault(id(new), []).append((new, name, original))
-
-    def replace_in_megatron(self) -> None:
-        """Put originals in the place of copies; where one replacement stands for several, that of the same name."""
-        for module in [module for name, module in sys.modules.items() if name.startswith("megatron.")]:
-            for name, value in list(vars(module).items()):
-                found = self._replaced.get(id(value), [])
-                originals = {id(row[2]): row[2] for row in found if len(found) == 1 or row[1] == name}
-                if len(originals) == 1:
-                    setattr(module, name, *originals.values())
+Replaced = dict[int, list[tuple[Any, str, Any]]]  # by id of the replacement: it, the name, the original
 
 
-def _replace(rows: Iterable[tuple[Any, dict[str, Any]]], undo: ExitStack, copies: Copies) -> None:
+def _replace_copies(replaced: Replaced) -> None:
+    """Put originals in the place of copies: modules of Megatron that were imported inside hold replacements under other
+    names. Where one replacement stands for several originals, the original of the same name is put there."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("megatron.")]:
+        for name, value in list(vars(module).items()):
+            found = replaced.get(id(value), [])
+            originals = {id(row[2]): row[2] for row in found if len(found) == 1 or row[1] == name}
+            if len(originals) == 1:
+                setattr(module, name, *originals.values())
+
+
+def _replace(rows: Iterable[tuple[Any, dict[str, Any]]], undo: ExitStack, replaced: Replaced) -> None:
     for owner, replacements in rows:
         for name, new in replacements.items():
             if isinstance(new, (FunctionType, type)) and hasattr(owner, name):
-                copies.note(new, name, getattr(owner, name))
+                replaced.setdefault(id(new), []).append((new, name, getattr(owner, name)))
             undo.enter_context(patch.object(owner, name, new, create=True))
 
 
-def _replace_in(modules: Modules, undo: ExitStack, copies: Copies) -> None:
+def _replace_in(modules: Modules, undo: ExitStack, replaced: Replaced) -> None:
     """Replace in the modules that are imported, and in each of the others as soon as it is imported."""
 
     def replace(module: ModuleType) -> None:
-        _replace(modules[module.__name__](module), undo, copies)
+        _replace(modules[module.__name__](module), undo, replaced)
 
     for name in [name for name in modules if name in sys.modules]:
         replace(sys.modules[name])

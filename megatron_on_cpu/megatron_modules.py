@@ -32,7 +32,7 @@ def _layers(module: ModuleType) -> Replacements:
     yield module.linear_with_grad_accumulation_and_async_allreduce, {"warned": True}
 
 
-class _FinalNorm:
+class TorchNorm:
     """torch's LayerNorm or RMSNorm, as the config names it, in the place of Transformer Engine's."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ class _FinalNorm:
 def _hybrid_stack(module: ModuleType) -> Replacements:
     """Hybrid models end in Transformer Engine's norm, whatever their layer spec says."""
     if importlib.util.find_spec("transformer_engine") is None:
-        yield module, {"TENorm": _FinalNorm}
+        yield module, {"TENorm": TorchNorm}
 
 
 def _mamba_mixer(module: ModuleType) -> Replacements:

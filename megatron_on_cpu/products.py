@@ -11,12 +11,12 @@ oneDNN is asked once per dtype and process; `sixteen_bit_products` sets the answ
 to do without, by ONEDNN_MAX_CPU_ISA=AVX2 in the environment.
 """
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,15 +27,9 @@ _OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attent
 _chosen: bool | None = None
 
 
-@contextlib.contextmanager
-def sixteen_bit_products(native: bool) -> Iterator[None]:
-    """Take PyTorch's products (`native`) or those in fp32, whatever the processor has."""
-    global _chosen
-    before, _chosen = _chosen, native
-    try:
-        yield
-    finally:
-        _chosen = before
+def sixteen_bit_products(native: bool) -> AbstractContextManager[Any]:
+    """Take PyTorch's products (`native`) or those in fp32 inside the context, whatever the processor has."""
+    return mock.patch(f"{__name__}._chosen", native)
 
 
 def replace_products(undo: ExitStack) -> None:

@@ -26,6 +26,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch.amp import autocast_mode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 
 from megatron_on_cpu import cuda_graphs
@@ -327,6 +328,7 @@ def _cuda(generator: DeviceGenerator) -> dict[str, Any]:
         # the device: one, ready, of a generation with bf16 and without fp8
         "is_available": _answer(True),
         "is_initialized": _answer(True),  # so that torch.cuda._lazy_call calls at once instead of putting it off
+        "_initialized": True,  # so that torch.utils.checkpoint saves the device's random numbers
         "_lazy_init": _refuse_cuda,
         "init": _nothing,
         "_is_in_bad_fork": _answer(False),  # forked by a process that looked for GPUs: torch would not seed the device
@@ -432,6 +434,13 @@ def redirections(
     yield torch._dynamo.trace_rules, {"clear_lru_cache": _nothing}  # the compiler keeps what it knows of torch
     yield torch.jit, {"script": lambda function, *args, **kwargs: function}  # it cannot see through these replacements
     yield torch.autocast, {"__init__": on_cpu(torch.autocast.__init__, position=1, keyword="device_type")}
+    yield (
+        checkpoint,
+        {
+            "_infer_device_type": _answer("cuda"),  # no argument says so
+            "get_device_states": lambda *args: ([0], [device.get_state()]),
+        },
+    )
     yield autocast_mode, {"_cast": on_cpu(autocast_mode._cast, position=1)}  # the inputs of a function
     yield DeviceContext, {"__init__": on_cpu(DeviceContext.__init__, position=1)}  # `with torch.device("cuda"):`
     yield Tensor, _tensor()

@@ -3,6 +3,7 @@
 import types
 import warnings
 from contextlib import contextmanager
+from unittest import mock
 
 from megatron_ext.head.engine.linear import LinearHead
 from megatron_ext.numerics import batch_invariance
@@ -18,12 +19,9 @@ def fixed_calls():
         calls.extend([1] if plan.call.fixed else [])
         return forward(ctx, plan, *arguments)
 
-    LinearHead.forward = counted
     batch_invariance.say_once.cache_clear()
-    try:
+    with mock.patch.object(LinearHead, "forward", counted):
         yield calls
-    finally:
-        LinearHead.forward = forward
 
 
 def switch(on):

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_on_cpu import megatron_on_cpu
+from megatron_on_cpu.megatron_modules import TorchNorm
 from tests import left_behind
 from tests.ranks import ranks
 
@@ -164,9 +165,9 @@ def stock_spec(config, vp_stage: int | None = None):
     )
     if not config.sequence_parallel:
         return layer
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _SequenceParallelNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
     layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_SequenceParallelNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
 
 
 @contextmanager
@@ -197,15 +198,6 @@ class LoRALinear(torch.nn.Module):
     def forward(self, x, *args, **kwargs):
         found, bias = self.to_wrap(x, *args, **kwargs)
         return found + self.adapter(x), bias
-
-
-class _SequenceParallelNorm(torch.nn.LayerNorm):
-    """A LayerNorm on this rank's tokens; the mark has Megatron sum its gradients over the tensor-parallel ranks."""
-
-    def __init__(self, config, hidden_size, eps=1e-5):
-        super().__init__(hidden_size, eps=eps)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
 
 
 def tiny_gpt(

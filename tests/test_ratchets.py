@@ -20,25 +20,25 @@ LONG_TEST_NAMES = 0
 VAGUE_TYPES = {"megatron_ext/head/readouts/kept.py: Kept"}
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 1493,
+    "megatron_ext/*.py": 1498,
     "megatron_ext/distributed": 849,
-    "megatron_ext/dtensor": 4965,
-    "megatron_ext/experimental": 2550,
-    "megatron_ext/head": 10946,
-    "megatron_ext/integrations": 699,
+    "megatron_ext/dtensor": 4964,
+    "megatron_ext/experimental": 2552,
+    "megatron_ext/head": 10739,
+    "megatron_ext/integrations": 709,
     "megatron_ext/losses": 1397,
-    "megatron_ext/megatron": 4585,
-    "megatron_ext/memory": 672,
+    "megatron_ext/megatron": 4597,
+    "megatron_ext/memory": 674,
     "megatron_ext/model_utils": 1482,
     "megatron_ext/numerics": 1098,
     "megatron_ext/policy": 7026,
-    "megatron_ext/proof": 750,
-    "megatron_ext/sequence": 1517,
+    "megatron_ext/proof": 755,
+    "megatron_ext/sequence": 1529,
     "megatron_ext/tensor_parallel": 4636,
-    "megatron_ext/verify": 389,
-    "megatron_on_cpu/*.py": 1425,
-    "megatron_on_cpu/nccl_rules": 2123,
-    "megatron_on_cpu/transformer_engine": 2933,
+    "megatron_ext/verify": 391,
+    "megatron_on_cpu/*.py": 1430,
+    "megatron_on_cpu/nccl_rules": 2085,
+    "megatron_on_cpu/transformer_engine": 2915,
 }
 
 _PRONOUNS = ("What", "Of", "Those", "That", "How", "Whether", "Which", "Where", "As", "Why", "Who", "Whoever")

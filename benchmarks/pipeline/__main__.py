@@ -11,10 +11,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks import record
-from benchmarks.pipeline.costs import LINKS, Setup
+from benchmarks.pipeline.costs import LINKS, WORDS_256K, Setup, setups
 from benchmarks.pipeline.figure import FIGURE, draw
 from benchmarks.pipeline.schedules import SCHEDULES, Timeline
-from benchmarks.pipeline.setups import WORDS_256K, setups
 from megatron_ext.head.call.gpu_properties import DEVICES
 
 CSV = record.RESULTS / "pipeline.csv"
@@ -22,6 +21,9 @@ STEP, GAIN, BUSIEST, BUBBLE, LOAD = "step", "throughput / 1F1B", "busiest stage,
 SENT = "sent by a rank for a micro-batch"
 LEAST_STATE, MOST_STATE = "weights, gradients, optimizer: least", "weights, gradients, optimizer: most"
 ACTIVATIONS, BOTH, IN_FLIGHT = "activations: most", "both together: most", "micro-batches in flight"
+
+_FORMS = {STEP: ".0f", GAIN: ".2f", BUSIEST: ".1f", BUBBLE: ".1f", LEAST_STATE: ".1f", MOST_STATE: ".1f"}
+_FORMS |= {ACTIVATIONS: ".1f", BOTH: ".1f", IN_FLIGHT: ".3g", SENT: ".0f", LOAD: ".1f"}
 
 # Ours, and the best redistribution of layers beside it.
 BESIDE_BEST = (("ours", "1F1B, layers redistributed"), ("ours, interleaved", "interleaved, layers redistributed"))
@@ -88,18 +90,14 @@ def summary(path: Path) -> str:
         found.setdefault(row.case, {}).setdefault(row.impl, {})[row.metric] = row.p50
     first, *others = SCHEDULES
     over = [f"{mine} / {best}" for mine, best in BESIDE_BEST]
-    tables = [_table([f"{first}, ms", *others, *over], {case: _gains(one) for case, one in found.items()})]
-    heads = "step, ms|x 1F1B|busiest, ms|idle, %|state, GB|activations, GB|both, GB|in flight|sent, MB|link, %"
+    gains = [[case, *_gains(one)] for case, one in found.items()]
+    tables = [record.markdown(["", f"{first}, ms", *others, *over], gains)]
+    heads = "|step, ms|x 1F1B|busiest, ms|idle, %|state, GB|activations, GB|both, GB|in flight|sent, MB|link, %"
     for case, schedules in found.items():
         if case.endswith("400 Gb/s"):
-            cells = {name: _cells(values) for name, values in schedules.items()}
-            tables.append(f"**{case}**\n\n" + _table(heads.split("|"), cells))
+            cells = [[name, *_cells(values)] for name, values in schedules.items()]
+            tables.append(f"**{case}**\n\n" + record.markdown(heads.split("|"), cells))
     return "\n\n".join(tables)
-
-
-def _table(heads: list[str], lines: dict[str, list[str]]) -> str:
-    rows = [["", *heads], ["---"] * (len(heads) + 1), *([name, *cells] for name, cells in lines.items())]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def _gains(schedules: dict[str, dict[str, float]]) -> list[str]:
@@ -109,19 +107,11 @@ def _gains(schedules: dict[str, dict[str, float]]) -> list[str]:
 
 
 def _cells(values: dict[str, float]) -> list[str]:
-    least, most = (f"{values[metric]:.1f}" for metric in (LEAST_STATE, MOST_STATE))
-    return [
-        f"{values[STEP]:.0f}",
-        f"{values[GAIN]:.2f}",
-        f"{values[BUSIEST]:.1f}",
-        f"{values[BUBBLE]:.1f}",
-        most if least == most else f"{least} to {most}",
-        f"{values[ACTIVATIONS]:.1f}",
-        f"{values[BOTH]:.1f}",
-        f"{values[IN_FLIGHT]:.3g}",
-        f"{values[SENT]:.0f}",
-        f"{values[LOAD]:.1f}",
-    ]
+    cells = {metric: f"{values[metric]:{form}}" for metric, form in _FORMS.items()}
+    least = cells.pop(LEAST_STATE)
+    if least != cells[MOST_STATE]:
+        cells[MOST_STATE] = f"{least} to {cells[MOST_STATE]}"
+    return [*cells.values()]
 
 
 def figure(path: Path) -> Path:

@@ -4,7 +4,8 @@ Legend: T tokens of a micro-batch, D hidden size, V vocabulary, p pipeline stage
 """
 
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -80,9 +81,9 @@ def head_seconds(tokens: int, width: int, vocab: int, ranks: int, device: Device
     case = Case("simulated", tokens, width, vocab, ranks, torch.bfloat16)
     if importlib.util.find_spec("triton") is None:
         return HeadSeconds(*(2 * case.nvh / device.flops,) * 3)
-    from benchmarks.plan import plan
+    from benchmarks.plan import WHOLE, plan
 
-    launches = plan(case, 1, device)[0].launches
+    launches = plan(case, WHOLE, device)[0].launches
     names = [launch.name for launch in launches]
     backward = next(at for at, launch in enumerate(launches) if launch.phase == "backward")
     last_of_dx = names.index("finish_dx_kernel")
@@ -208,3 +209,23 @@ class Setup:
         """Exponentials that a rank keeps of a micro-batch; where stages share the head also all its hidden states."""
         shared = WIDTH * self.tokens * self.model.width if ranks > self.tensor_parallel else 0
         return WIDTH * self.tokens * self.model.vocab / ranks + shared
+
+
+# Models, stages and links that the schedules are compared on.
+LLAMA_8B = Model("Llama-3 8B", 32, 4096, 14336, 32, 8, 128256)
+LLAMA_70B = Model("Llama-3 70B", 80, 8192, 28672, 64, 8, 128256)
+WORDS_256K = replace(LLAMA_8B, name="8B with 256k words", vocab=262144)
+CASES = [  # model, stages, tensor-parallel size, chunks of a stage where schedules are interleaved
+    (LLAMA_8B, 4, 1, 2),
+    (LLAMA_8B, 8, 1, 2),
+    (LLAMA_70B, 8, 8, 2),
+    (LLAMA_70B, 16, 8, 5),
+    (WORDS_256K, 4, 1, 2),
+    (WORDS_256K, 8, 1, 2),
+]
+
+
+def setups(batches_per_stage: int = 4, **options) -> Iterator[Setup]:
+    for model, stages, tensor_parallel, chunks in CASES:
+        for link in LINKS.values():
+            yield Setup(model, stages, tensor_parallel, chunks, batches_per_stage * stages, link, **options)

@@ -10,9 +10,9 @@ same communicator.
 import argparse
 from collections.abc import Iterable
 
-from benchmarks.pipeline.costs import Setup
-from benchmarks.pipeline.schedules import Timeline, ours
-from benchmarks.pipeline.setups import setups
+from benchmarks import record
+from benchmarks.pipeline.costs import Setup, setups
+from benchmarks.pipeline.schedules import ours
 from megatron_ext.experimental.pipeline_vocabulary.groups import communicator_of
 from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import message_times, pass_duration, pass_order
 from megatron_ext.experimental.pipeline_vocabulary.order.passes import Exchange, Kind, Sent, needed, sources
@@ -47,13 +47,13 @@ def launched_seconds(setup: Setup, chunks: int, one_queue: bool = False) -> floa
 def table(setups: Iterable[Setup]) -> str:
     """Compare steps as launched with steps whose messages go as soon as they can, and what stages keep, in Markdown."""
     heads = ("", "several queues", "one queue", "in flight", "activations, GB")
-    lines = [heads, ("---",) * len(heads)]
+    lines = []
     for setup in setups:
         for name, chunks in ((setup.name, 1), (f"{setup.name}, interleaved", setup.chunks)):
             apart, alone = ours(setup, chunks), ours(setup, chunks, one_queue=True)
             longer = [launched_seconds(setup, chunks, one_queue) / apart.seconds - 1 for one_queue in (False, True)]
-            kept = [[_most(one, what) for one in (apart, alone)] for what in ("in_flight", "activation_bytes")]
-            in_flight, gigabytes = kept[0], [nbytes / 1e9 for nbytes in kept[1]]
+            in_flight = [max(stage.in_flight for stage in one.stages) for one in (apart, alone)]
+            gigabytes = [max(stage.activation_bytes for stage in one.stages) / 1e9 for one in (apart, alone)]
             lines.append(
                 (
                     name,
@@ -62,11 +62,7 @@ def table(setups: Iterable[Setup]) -> str:
                     f"{gigabytes[0]:.1f}, {gigabytes[1]:.1f}",
                 )
             )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _most(timeline: Timeline, what: str) -> float:
-    return max(getattr(stage, what) for stage in timeline.stages)
+    return record.markdown(heads, lines)
 
 
 if __name__ == "__main__":

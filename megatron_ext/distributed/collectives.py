@@ -1,5 +1,5 @@
-"""Communication of the package by torch.distributed: four collectives on tensors and their waiting halves, and for
-pipelines of stages broadcasts, sums on one rank and messages from rank to rank.
+"""Communication of the package by torch.distributed: four collectives on tensors, each also split into start and wait,
+and for pipeline stages broadcasts, sums on one rank and messages from rank to rank.
 
 `start_x(...)` begins a collective and returns a `Pending`; `.wait()` gives its result. `x(...)` is both at once. With a
 group of one rank (or None) nothing is communicated and the result is the input itself (contiguous).
@@ -46,8 +46,8 @@ class Pending:
 
 
 def contiguous(x: Tensor) -> Tensor:
-    """`x.contiguous()`. Before 2.13 torch compiled a function that returns what was contiguous already with a gradient
-    of zero: while compiling this is always a new tensor of that memory."""
+    """Return `x.contiguous()`, while compiling always as a new tensor on that memory: torch before 2.13 compiles a
+    function that returns a contiguous input itself with a gradient of zero."""
     x = x.contiguous()
     return x.view_as(x) if torch.compiler.is_compiling() else x
 
@@ -140,7 +140,7 @@ def start_broadcast(x: Tensor, group: Group, source: int) -> Pending:
 
 
 def start_reduce(x: Tensor, group: Group, target: int) -> Pending:
-    """Begin to sum every rank's contiguous `x` on the group's rank `target`. In place: the others' `x` is spent."""
+    """Begin to sum every rank's contiguous `x` on the group's rank `target`. In place: the others' `x` is lost."""
     if group is None or group_size(group) == 1:
         return Pending(x)
     return Pending(x, dist.reduce(x, dst=dist.get_global_rank(group, target), group=group, async_op=True))
@@ -157,29 +157,29 @@ def start_receive(x: Tensor, group: dist.ProcessGroup, source: int) -> Pending:
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum", *, in_place: bool = False) -> Tensor:
-    """Elementwise `op` of every rank's `x`."""
+    """Reduce every rank's `x` elementwise by `op`."""
     return start_all_reduce(x, group, op, in_place=in_place).wait()
 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """Every rank's `x`, joined along `dim`."""
+    """Join every rank's `x` along `dim`."""
     return start_all_gather(x, group, dim, sizes).wait()
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's piece along `dim` of the sum of every rank's `x`."""
+    """Return this rank's piece along `dim` of the sum of every rank's `x`."""
     return start_reduce_scatter(x, group, dim, sizes).wait()
 
 
 def all_to_all(
     x: Tensor, group: Group, output_sizes: Sequence[int] | None = None, input_sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Piece i of the rows goes to rank i; the result joins what all ranks sent here."""
+    """Send piece i of the rows to rank i; join the pieces that all ranks sent here."""
     return start_all_to_all(x, group, output_sizes, input_sizes).wait()
 
 
 def all_gather_object(value: Any, group: Group) -> list[Any]:
-    """Every rank's `value`, which is pickled, in rank order. Two collectives, for what is exchanged once."""
+    """Return every rank's `value`, which is pickled, in rank order. Two collectives: not for every step."""
     found = [value] * group_size(group)
     if group is not None and len(found) > 1:
         dist.all_gather_object(found, value, group=group)
@@ -187,5 +187,5 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
-    """`x` of the group's rank `source`, on every rank. In place: `x` is the buffer (contiguous) on the others."""
+    """Copy `x` of the group's rank `source` to every rank. In place: `x` is the buffer (contiguous) on the others."""
     return start_broadcast(x, group, source).wait()

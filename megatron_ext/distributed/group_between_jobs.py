@@ -22,11 +22,11 @@ _AGAIN = (
 class JobsGroup:
     """Rank `rank` of `size` processes that meet at `host:port`, where rank 0 listens. NCCL on a GPU, gloo on the CPU.
 
-    The default process group, where there is one, is not touched. What fails once leaves ranks at different places of
-    what they send: the group is refused from then on.
+    The default process group, if there is one, is not touched. A call that fails leaves ranks at different points of
+    their communication: the group refuses every later call.
 
     Raises:
-        RuntimeError: not all of them came within `timeout_s`.
+        RuntimeError: not all ranks came within `timeout_s` seconds.
     """
 
     _broken = False
@@ -54,9 +54,9 @@ class JobsGroup:
             self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def _meeting(self) -> int:
-        """The number of this meeting. A process that meets others at one port again, while its last group lives, has
-        the store with that one's keys; meetings may have been of other sizes, or have failed: rank 0 opens and closes
-        them, and the others come to one that is not closed."""
+        """Return the number of this meeting. A process that meets others at one port again, while its last group lives,
+        gets the store with that group's keys. Meetings may have been of other sizes, or have failed: rank 0 opens and
+        closes them, and the others join one that is not closed."""
         store = self._store
         if self.rank:
             meeting = store.add("meetings", 0)
@@ -74,13 +74,13 @@ class JobsGroup:
         return meeting
 
     def differing(self, facts: str) -> list[int]:
-        """The ranks that call this with other `facts` than rank 0, the same list on every rank, which all must call it.
+        """Return the ranks whose `facts` differ from rank 0's, the same list on every rank. All ranks must call this.
 
-        Through the store at which they met, so that ranks learn it before messages that may not fit each other. The
-        store keeps the keys of the last comparison alone.
+        The ranks compare through the store at which they met, before they send messages that may not fit each other.
+        The store keeps only the keys of the last comparison.
 
         Raises:
-            RuntimeError: a rank did not come within the group's `timeout_s`, on every rank, the late one too.
+            RuntimeError: on every rank, the late one too, if a rank did not come within the group's `timeout_s`.
         """
         with self._one_call():
             store, step = self._comparisons, self._compared
@@ -89,7 +89,7 @@ class JobsGroup:
             with suppress(dist.DistStoreError):  # not in time
                 store.wait(keys)
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            # What the first rank says holds for all: none goes on with ranks that have given up.
+            # The list that is stored first holds for all ranks: none goes on with ranks that have given up.
             missing = json.loads(store.compare_set(f"{step} missing", "", json.dumps(missing)))
             if missing:
                 raise RuntimeError(
@@ -98,7 +98,7 @@ class JobsGroup:
                     f"{_AGAIN}"
                 )
             found = store.multi_get(keys)
-            if step:  # all have read those before: they are here
+            if step:  # all ranks are here, and so have read the keys before these
                 store.delete_key(f"{step - 1} {self.rank}")
                 if self.rank == 0:
                     store.delete_key(f"{step - 1} missing")
@@ -106,7 +106,7 @@ class JobsGroup:
         return [rank for rank, other in enumerate(found) if other != found[0]]
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """`x` of rank `source`, on every rank. In place: `x` is the buffer (contiguous) on the others."""
+        """Copy `x` of rank `source` to every rank. In place: `x` is the buffer (contiguous) on the others."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         with self._one_call():
@@ -115,7 +115,7 @@ class JobsGroup:
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
-        """Raises RuntimeError where an earlier call has failed."""
+        """Raise RuntimeError if an earlier call has failed; an error inside makes all later calls fail."""
         if self._broken:
             raise RuntimeError(f"a comparison or a broadcast of this group of {self.size} ranks has failed. {_AGAIN}")
         self._broken = True

@@ -1,10 +1,10 @@
-"""Process groups, the ranks that hold the pieces of a tensor, and which token ids are whose. The only reader of
+"""Process groups, the ranks that hold the pieces of a tensor, and each rank's token ids. Only this module reads
 Megatron's global state.
 
-A group is a `torch.distributed.ProcessGroup`, or None for "not sharded". What has its methods `size()` and `rank()`
-passes for one, as in Megatron: more is asked of it only where something is sent. Megatron's groups are looked up in
-`megatron.core.parallel_state` if somebody has imported it; we never import it ourselves, since a `parallel_state` that
-nobody imported cannot have been initialised.
+A group is a `torch.distributed.ProcessGroup`, or None for "not sharded". An object with its methods `size()` and
+`rank()` passes for a group, as in Megatron: other methods are needed only where something is sent. Megatron's groups
+are looked up in `megatron.core.parallel_state` if that is imported; it is never imported here, since a `parallel_state`
+that is not imported cannot have been initialised.
 """
 
 import sys
@@ -30,7 +30,7 @@ def group_size(group: Group) -> int:
 
 
 def group_rank(group: Group) -> int:
-    """This rank's place in `group`; 0 for None."""
+    """This rank's number in `group`; 0 for None."""
     if group is None:
         return 0
     return dist.get_rank(group) if isinstance(group, ProcessGroup) else group.rank()
@@ -48,7 +48,7 @@ def is_registered(group: ProcessGroup) -> bool:
 
 
 def check_group(group: Group, argument: str = "tp_group") -> Group:
-    """`group` itself, once it is known to hold this rank.
+    """Return `group`, after a check that it holds this rank.
 
     Raises:
         ValueError: `group` is not a process group, or this rank is not a member of it.
@@ -133,10 +133,10 @@ def require_tensor_parallel_group(group: Group = None, *, expert: bool = False, 
 
 
 def generalized_tensor_parallel_group(collection: Any = None, *, expert: bool = False) -> Group:
-    """The group over which generalized tensor parallelism shares out each weight once more; None: there is none.
+    """The group over which generalized tensor parallelism cuts each weight once more; None: there is none.
 
-    Of a collection of process groups that has one (`gtp_remat`, of experts `expt_gtp_remat`), else Megatron's.
-    Megatron-Core has them from 0.19 on.
+    The group is that of `collection` if it has one (`gtp_remat`, for experts `expt_gtp_remat`), else Megatron's, which
+    Megatron-Core has from 0.19 on.
     """
     name = "expt_gtp_remat" if expert else "gtp_remat"
     if collection is not None and name in vars(collection):
@@ -147,7 +147,7 @@ def generalized_tensor_parallel_group(collection: Any = None, *, expert: bool = 
 
 
 class Coordinates(NamedTuple):
-    """This rank's place in each dimension of the model's sharding, and how many tensor-parallel ranks there are.
+    """This rank's number in each dimension of the model's sharding, and the sizes of some dimensions.
 
     `gtp` is generalized tensor parallelism, `egtp` that of experts.
     """
@@ -166,7 +166,7 @@ class Coordinates(NamedTuple):
 def coordinates() -> Coordinates | None:
     """Return this rank's coordinates in Megatron's groups; without Megatron in one process, the only ones.
 
-    None where it cannot be known: several ranks run, and `parallel_state` is not initialised.
+    None: they cannot be known, since several ranks run and `parallel_state` is not initialised.
     """
     state = parallel_state()
     if state is None:
@@ -206,11 +206,11 @@ class VocabShard:
     columns never count (they get no probability and no gradient). Shards may be uneven, and even empty.
 
     Raises:
-        ValueError: numbers that are not whole, `0 <= start <= stop` and `size >= 1` do not hold, or (of the class's
+        ValueError: a number is not whole, `0 <= start <= stop` or `size >= 1` does not hold, or (in the class's
             functions) `group` is no process group that holds this rank.
 
     Attributes:
-        start: first token id of the shard, also of a padded one.
+        start: first token id of the shard, `size` or more if all its columns are padding.
         stop: one past its last column; `stop - start` is the number of rows of the weight shard.
         size: number of token ids that exist, over all ranks. The largest valid label is `size - 1`.
     """
@@ -234,9 +234,9 @@ class VocabShard:
 
     @classmethod
     def equal(cls, columns: int, group: Group, size: int | None = None) -> "VocabShard":
-        """The shard of a rank that holds `columns` columns, as every rank of `group` does, in rank order.
+        """The shard of this rank if every rank of `group` holds `columns` columns, in rank order.
 
-        `size`: the true vocabulary size where the last columns are padding; None: all columns count.
+        `size`: the true vocabulary size if the last columns are padding; None: all columns count.
         """
         check_size("columns", columns)
         start = columns * group_rank(check_group(group, "group"))
@@ -270,5 +270,5 @@ class VocabShard:
         return max(0, min(self.stop, self.size) - self.start)
 
     def owns(self, token_ids: Tensor) -> Tensor:
-        """bool, the shape of `token_ids`: which of them are this shard's."""
+        """Return a bool for each of `token_ids`: whether it is this shard's."""
         return (token_ids >= self.start) & (token_ids < min(self.stop, self.size))

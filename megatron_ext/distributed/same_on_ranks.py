@@ -1,4 +1,4 @@
-"""Arguments that all ranks of a call must give alike, compared before anything moves that depends on them."""
+"""Check that all ranks pass a call the same arguments, before anything is sent that depends on them."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -22,17 +22,17 @@ def require_same(
     """Compare digests of `facts` over all ranks, and raise on every one of them if any differs or has a fault.
 
     Args:
-        call: what users have called; with `advice`, what comes of a difference and what to do, for the message.
-        facts: values by what they are, the same names in the same order on all ranks. What tells two of them apart is
-            their `repr`, which must not hold addresses or sets.
-        groups: the dims of a grid of ranks, whose ranks together are those that take part; on `device`.
-        fault: what this rank has refused, instead of raising it at once.
+        call: the name of the call, for the message; `advice`: the consequence of a difference, and the fix.
+        facts: values by name, the same names in the same order on all ranks. Values are compared by their `repr`, which
+            must not hold addresses or sets.
+        groups: this rank's groups along the dims of the grid of ranks that take part; messages are on `device`.
+        fault: an error of this rank, passed here instead of being raised at once.
 
     Communicates: one all-gather of `len(facts) + 1` int64 for each of `groups` with several ranks.
     """
     hashes = (hashlib.sha256(repr(value).encode()).digest() for value in facts.values())
     digests = [int.from_bytes(each[:8], "big", signed=True) for each in hashes]
-    # Bit i: ranks differ in fact i; the last bit: one has a fault. Dim by dim it comes to all ranks of the grid.
+    # Bit i: ranks differ in fact i; the last bit: one has a fault. Dim by dim the bits reach all ranks of the grid.
     found = 0 if fault is None else 1 << len(facts)
     for group in groups:
         if group_size(group) == 1:

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 
 def serve_store(host: str, port: int = 0, ranks: int | None = None, timeout_s: float = 300) -> dist.TCPStore:
-    """A store of `ranks` processes (None: as many as come) that listens at `host`, an address of this machine.
+    """Make a store for `ranks` processes (None: any number) that listens at `host`, an address of this machine.
 
-    Its `port` is the one given, or for 0 a free one. Where `host` is an address that this machine does not know itself,
-    as behind an address translation, or where the port is served by this process already, torch listens by itself, at
-    all addresses.
+    Its `port` is the one given, or for 0 a free one. If `host` is an address that this machine does not know itself, as
+    behind an address translation, or if this process serves the port already, torch listens by itself, at all
+    addresses.
     """
     listener = None
     with suppress(OSError):
@@ -32,5 +32,5 @@ def serve_store(host: str, port: int = 0, ranks: int | None = None, timeout_s: f
 
 
 def loopback_interface() -> str | None:
-    """The name of the interface that only this machine reaches; None: it is not known."""
+    """Return the name of the loopback interface; None: it is not known."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)  # Linux, macOS

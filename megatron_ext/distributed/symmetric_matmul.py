@@ -1,8 +1,8 @@
 """A matmul and a collective in one, through symmetric memory: PyTorch's async tensor parallelism.
 
 Each rank's rows are multiplied while the next rank's travel, by copies that the GPU's compute units have no part in
-(https://discuss.pytorch.org/t/distributed-w-torchtitan-introducing-async-tensor-parallelism-in-pytorch/209487). It
-takes GPUs that reach each other's memory, all in one machine here.
+(https://discuss.pytorch.org/t/distributed-w-torchtitan-introducing-async-tensor-parallelism-in-pytorch/209487). The
+GPUs must reach each other's memory, and be in one machine here.
 
 Legend: T rows of all ranks, t of this rank; D input size, N outputs.
 """
@@ -36,9 +36,9 @@ class _Rank(NamedTuple):
 
 
 def why_unavailable(group: ProcessGroup) -> str | None:
-    """None where the ranks of `group` can multiply through symmetric memory, else why not: the same on every rank.
+    """Return why the ranks of `group` cannot multiply through symmetric memory, None if they can; alike on all ranks.
 
-    Communicates the first time that it is asked about a group: one exchange of what each rank has.
+    Communicates at the first call for a group: one exchange of each rank's machine and GPU.
     """
     if group not in _found:
         _found[group] = _reason(all_gather_object(_own_rank(group), group))
@@ -92,13 +92,13 @@ def _lacking(group: ProcessGroup) -> str | None:
 
 
 def all_gather_matmul(x_tD: Tensor, w_DN: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """`(x @ w, x)` for the `x_TD` of all ranks."""
+    """Return `(x @ w, x)` for the `x_TD` of all ranks."""
     assert group is not None
     x_TD, (y_TN,) = torch.ops.symm_mem.fused_all_gather_matmul(x_tD, [w_DN], 0, group.group_name)
     return y_TN, x_TD
 
 
 def matmul_reduce_scatter(x_TD: Tensor, w_DN: Tensor, group: Group) -> Tensor:
-    """This rank's rows `[t, N]` of the sum of every rank's `x @ w`; T divides by the ranks."""
+    """Return this rank's rows `[t, N]` of the sum of every rank's `x @ w`; T divides by the ranks."""
     assert group is not None
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(x_TD, w_DN, "sum", 0, group.group_name)

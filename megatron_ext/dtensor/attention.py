@@ -1,8 +1,8 @@
 """Attention for transformers' models: causal, windowed, packed, context-parallel; transformers builds no mask for it.
 
 `use_attention(model)` names the function in the model's config and puts a hook before the model's forward. The hook
-turns what a caller says of the sequences (padding mask, document boundaries, positions) into one `SequenceLayout`,
-which travels through transformers' keyword arguments down to the attention function.
+turns the caller's arguments about sequences (padding mask, document boundaries, positions) into one `SequenceLayout`,
+which goes through transformers' keyword arguments down to the attention function.
 
 Suffixes: B batch, S tokens of this rank, K tokens of the whole sequence (W * S), H heads and D channels of this rank.
 """
@@ -196,7 +196,7 @@ def _lead_around(layer: nn.Module) -> None:
 
 
 def sequence_hook(model: nn.Module) -> SequenceArguments | None:
-    """The hook that `use_attention` put before `model`'s forward, or None."""
+    """Return the hook that `use_attention` put before `model`'s forward, or None."""
     return model.__dict__.get(_HOOK)
 
 

@@ -315,8 +315,8 @@ def _check(tokens_BS: Tensor, given: dict[str, Tensor | None], cu_seqlens: Tenso
     for name, x in {"tokens": tokens_BS, **given}.items():
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(
-                f"{name} is a {type(x).__name__}: it must be a tensor [batch, tokens]; of a tokenizer's batch pass "
-                f"batch['input_ids'], and attention_mask=batch['attention_mask'] by its name"
+                f"{name} is a {type(x).__name__}: it must be a tensor [batch, tokens]; from a tokenizer's batch pass "
+                f"batch['input_ids'], and attention_mask=batch['attention_mask']"
             )
     if tokens_BS.dim() != 2 or tokens_BS.is_floating_point():
         raise ValueError(f"tokens are {tokens_BS.dtype} {list(tokens_BS.shape)}: they must be integers [batch, tokens]")

@@ -53,8 +53,8 @@ def require_model(model: Any) -> None:
     """Raise ValueError if `model` is no model of transformers, but for example a name or a config."""
     if not hasattr(model, "get_output_embeddings"):
         raise ValueError(
-            f"model is {type(model).__name__}: it must be a causal language model of transformers; pass the one inside "
-            f"of a wrapper, and of a name or a config load it first: AutoModelForCausalLM.from_pretrained(name_or_path)"
+            f"model is {type(model).__name__}: it must be a causal language model of transformers; pass the model that "
+            f"a wrapper holds; of a name or a config load it first: AutoModelForCausalLM.from_pretrained(name_or_path)"
         )
 
 

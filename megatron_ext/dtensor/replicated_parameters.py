@@ -99,7 +99,7 @@ def tell_of_cut_parameters(model: nn.Module) -> None:
             raise ValueError(
                 f"tensor parallelism of {class_of(model).__name__} is not supported (its forward computes with a "
                 f"parameter that is cut, in a way that DTensor does not know: {type(error).__name__} {error}); run it "
-                f"data parallel alone, or pass a custom_parallel_plan without that module, as a rule the embedding"
+                f"data parallel alone, or pass a custom_parallel_plan without that module (often the embedding)"
             ) from error
 
     model.forward = MethodType(forward, model)
@@ -138,7 +138,7 @@ def check_first_gradients(model: nn.Module, layers: Any, tp_group: Group) -> Non
                 f"custom_parallel_plan, or use tensor-parallel size 1"
             )
 
-    def behind_others() -> None:  # FSDP2's own callback, which waits for gradients, may have been queued later
+    def behind_others() -> None:  # queues again: FSDP2's callback, which waits for gradients, may come after `begin`
         Variable._execution_engine.queue_callback(compare)
 
     def begin(grad: Tensor) -> None:

@@ -8,6 +8,7 @@ from megatron_ext.head.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from megatron_ext.head.distributions import (
+    Sampled,
     gather_log_probs,
     gather_logits,
     js_divergence,
@@ -33,7 +34,6 @@ from megatron_ext.head.readouts.kl_divergence import KL
 from megatron_ext.head.readouts.normalised_divergences import AcceptanceRate, JensenShannon, TotalVariation
 from megatron_ext.head.readouts.read_out import CrossEntropy, IsArgmax, LogProbs, ReadOut
 from megatron_ext.head.readouts.row_sums import Entropy, LogSumExp, MeanLogit, SumOfSquares, ZLoss
-from megatron_ext.head.readouts.sampling import Sampled
 from megatron_ext.head.readouts.teacher import Teacher
 from megatron_ext.numerics.batch_invariance import batch_invariant_mode
 

@@ -2,8 +2,7 @@
 
 Faults that only one rank may see (its weight shard, its slice of the sequence) come back as an exception object: with
 several ranks the caller announces them in the exchange that the call makes anyway, and every rank raises after it.
-`bits_or_mode` and `repeatable` are options that follow from the batch-invariant mode, and from Megatron's deterministic
-one.
+`bits_or_mode` is an option that follows from the batch-invariant mode.
 """
 
 import functools
@@ -219,15 +218,6 @@ def check_teachers_temperature(name: str, value: float, students: float) -> None
             f"{name} has temperature {value}: the student's, {students}, divides the logits of both; leave the "
             f"teacher's at 1.0"
         )
-
-
-def repeatable(cache: Cache, config: Any) -> Cache:
-    """`cache`, but for "auto" under Megatron's `deterministic_mode` "bounded", which is said once: what is kept by free
-    memory changes the gradients' last bits."""
-    if cache != "auto" or not getattr(config, "deterministic_mode", False):
-        return cache
-    say_once('Megatron\'s deterministic_mode is on: the fused head takes cache="bounded" for "auto"')
-    return "bounded"
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # of which nothing else has to be asked, after `hidden`

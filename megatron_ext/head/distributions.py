@@ -6,7 +6,7 @@ results are fp32 (fp64 for fp64), on every rank alike; gradients have the logits
 probability and get no gradient. In a row of -inf alone every label has -inf, with a filter and without, the entropy is
 0, and gradients are not NaN.
 
-What all functions here take:
+What all functions of logits and of hidden states take:
     tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group where `parallel_state` is
         initialised, else no sharding.
     vocab: this rank's columns; None: equal shards in rank order, all columns count.
@@ -29,17 +29,20 @@ from typing import Any, Unpack, get_args
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, VocabShard
-from megatron_ext.head.checks import HiddenLayout, one_of, tells_torchs_names, token_bound
+from megatron_ext.head.checks import HiddenLayout, filters, one_of, tells_torchs_names, token_bound
 from megatron_ext.head.engine.stored_logits import dense_softmax
 from megatron_ext.head.layer_facts import HeadFacts
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.logits import Logits
 from megatron_ext.head.readouts.gather import Gather, TopK
+from megatron_ext.head.readouts.kept import Kept
 from megatron_ext.head.readouts.kl_divergence import KL, Direction
 from megatron_ext.head.readouts.normalised_divergences import JensenShannon
+from megatron_ext.head.readouts.read_out import LogProbs, ReadOut
 from megatron_ext.head.readouts.row_sums import Entropy
-from megatron_ext.head.readouts.sampling import Sampled
 from megatron_ext.head.readouts.teacher import Teacher
+from megatron_ext.head.readouts.top_k_filter import TopKFiltered
+from megatron_ext.head.readouts.top_p_filter import TopPFiltered
 
 
 def gather_log_probs(
@@ -93,6 +96,33 @@ def vocab_topk(
     Communicates: forward 1 collective at R > 1, each rank's own k largest; backward none.
     """
     return Logits(logits, tp_group, vocab=vocab, chunk_tokens=chunk_tokens).read(TopK(k, normalised=False))
+
+
+def Sampled(
+    labels: Tensor,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    ignore_index: int = -100,
+    kept: tuple[Tensor, Tensor] | None = None,
+) -> ReadOut:
+    """The read-out of `sampled_log_probs`, of its arguments: `[...]`, fp32 (fp64 for fp64).
+
+    Communicates, at several ranks, beside the common exchange: with a `top_k` above 4096 a number of each rank; with
+    top-p alone one all-gather of the shards, then one exchange of logits a chunk.
+    """
+    filtered = filters(top_k, top_p)
+    if kept is not None:
+        if filtered or not isinstance(kept, tuple | list) or len(kept) != 2:
+            raise ValueError(
+                f"kept is {type(kept).__name__} beside top_k {top_k!r} and top_p {top_p!r}: it must be (offsets, ids), "
+                f"and filters off: what is kept has been through them; pass top_k=None and top_p=1.0"
+            )
+        return Kept(labels, *kept, ignore_index)
+    if not filtered:
+        return LogProbs(labels, ignore_index)
+    if top_k is None or top_k == -1:
+        return TopPFiltered(labels, float(top_p), ignore_index)
+    return TopKFiltered(labels, top_k, float(top_p), ignore_index)
 
 
 def sampled_log_probs(

@@ -255,11 +255,6 @@ class LmHead:
         if plan.fixed:
             for side in sides:
                 fault = fault or products_fault(side)
-        weights_T = chunks = None
-        if weights is not None:
-            weights_T = flat(weights).to(accumulation_dtype(sides[0].dtype))
-            apart = left is not None and (ranks > 1 or left.fills)
-            chunks = chunks_in_forward(plan, sides[0], apart) if _wants_gradient(self, hidden) else None
         if fault is not None:
             if sizes is not None and tokens:
                 shared = [left is None and t.hidden.dim() < hidden.dim() for t in teachers]
@@ -272,9 +267,13 @@ class LmHead:
             sides = [left.of_mine(of_each(x, len(sides[0]))) for x in sides]
         if head.fuse_main_grad:
             main_grad.promise(self.weight)
-        if chunks and weights_T is not None:
-            return _run(self, sides, teachers, plan, sizes, (chunks, weights_T))
-        found_T = _run(self, sides, teachers, plan, sizes)
+        weights_T = None
+        # Not where a bound, or each of several ranks for itself, has left out tokens.
+        if weights is not None and (left is None or (ranks == 1 and not left.fills)):
+            weights_T = flat(weights).to(accumulation_dtype(sides[0].dtype))
+        found_T = _run(self, sides, teachers, plan, sizes, weights_T)
+        if isinstance(found_T, Tensor):
+            return found_T
         if left is not None:
             found_T = [left.spread(x, leading.numel()) for x in found_T]
         if weights is not None:
@@ -324,11 +323,12 @@ def _run(
     teachers: Sequence[Teacher],
     plan: Plan,
     sizes: list[int] | None,
-    summed: tuple[list[slice], Tensor] | None = None,
+    weights_T: Tensor | None,
 ) -> Any:
-    """The results of all read-outs, one after the other, by the autograd function that serves them; `summed`: the sum
-    of the only one's, with its chunks and weights."""
+    """The results of all read-outs, one after the other, by the autograd function that serves them; or with `weights_T`
+    the sum of the only one's times these, if forward makes its gradient."""
     head = plan.call
+    chunks = None if weights_T is None else chunks_in_forward(plan, sides[0])
     x_TD, weight, bias, low = _inputs(own, sides[0], head) if own.lora else (sides[0], own.weight, own.bias, None)
     keep = torch.is_grad_enabled() and (
         x_TD.requires_grad
@@ -349,8 +349,8 @@ def _run(
         plan.take_a_column()
         weight, bias = F.pad(numbers(weight), (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
         low = None if low is None else F.pad(low, (0, 0, 0, 1))
-    if summed is not None:
-        return SummedHead.apply(plan, summed[0], sizes, summed[1], x_TD, weight, bias, low)
+    if chunks is not None and keep:
+        return SummedHead.apply(plan, chunks, sizes, weights_T, x_TD, weight, bias, low)
     if plan.fixed:
         return _apply_eagerly(LinearHead, plan, sizes, keep, x_TD, weight, bias, low)
     return LinearHead.apply(plan, sizes, keep, x_TD, weight, bias, low)
@@ -368,13 +368,6 @@ def _inputs(given: Any, x_TD: Tensor, head: ResolvedHead) -> tuple[Tensor, Tenso
 def _apply_eagerly(function: Any, plan: Plan, *arguments: Any) -> Sequence[Tensor]:
     plan.passes = passes_of(plan.target_T)  # the plan may have been made while compiling
     return function.apply(plan, *arguments)
-
-
-def _wants_gradient(own: Any, hidden: Tensor) -> bool:
-    """Return whether a backward may follow; a weight that was refused may be no tensor."""
-    adapters = adapters_of(own.lora) if own.lora else ()
-    given = [hidden, own.weight, own.bias, *(x for each in adapters for x in (each.A, each.B))]
-    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given)
 
 
 def _check_weights(weights: Any, readouts: Sequence[ReadOut], leading: torch.Size) -> None:

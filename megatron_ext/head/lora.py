@@ -22,7 +22,6 @@ from megatron_ext.distributed.groups import Group
 from megatron_ext.head.call import matmul
 from megatron_ext.head.checks import check_floating, check_number
 from megatron_ext.numerics import cpu_products, fixed_order
-from megatron_ext.numerics.tensors import accumulation_dtype
 
 
 class LoRA(NamedTuple):
@@ -162,6 +161,4 @@ def _gradient_of_a(low_TN: Tensor, x_TD: Tensor, fixed: bool) -> Tensor:
     x_TD = x_TD.masked_fill((low_TN == 0).all(1, keepdim=True), 0)
     if not fixed:
         return matmul.add_product(None, low_TN.t(), x_TD)
-    total_ND = x_TD.new_zeros(low_TN.shape[1], x_TD.shape[1], dtype=accumulation_dtype(x_TD.dtype))
-    fixed_order.add_transposed(total_ND, fixed_order.aligned(low_TN), x_TD)
-    return total_ND
+    return fixed_order.transposed(fixed_order.aligned(low_TN), x_TD)

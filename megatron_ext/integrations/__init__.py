@@ -1,4 +1,4 @@
-"""Our log-probabilities in the place of those of RL frameworks: one line on, one line off.
+"""Our log-probabilities in the place of those of RL frameworks, switched on by one line and off by another.
 
     from megatron_ext.integrations import nemo_rl  # or trl, or verl
     nemo_rl.apply()
@@ -6,9 +6,9 @@
     print(nemo_rl.report())  # what was replaced, and how often it ran
     nemo_rl.restore()
 
-`apply()` replaces a framework's functions wherever they were imported, if it knows all of them by their parameters; of
-a version that it does not know it changes nothing and raises ValueError, in one sentence. `restore()` undoes it.
-Nothing of a framework is imported before `apply()`. What changes and what it costs is in docs/rl.md.
+`apply()` replaces a framework's functions wherever they were imported, if the parameters of all of them are known here.
+In a version with other parameters it changes nothing and raises ValueError. `restore()` undoes `apply()`. No framework
+is imported before `apply()`. docs/rl.md says what changes and what it costs.
 """
 
 from importlib import import_module

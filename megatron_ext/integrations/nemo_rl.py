@@ -1,14 +1,14 @@
 """`megatron_ext.model_utils` in the place of `nemo_rl.distributed.model_utils`, for all of NeMo-RL's modules.
 
 Both policy workers, their post-processors and the losses then compute with the head: see docs/rl.md. GPTModels that
-were patched stay patched after `restore()`: unpatch them apart.
+were patched stay patched after `restore()`: unpatch them by `unpatch_gpt_model_forward_for_linear_ce_fusion`.
 """
 
 from megatron_ext import model_utils
 from megatron_ext.integrations.substitution import FrameworkSubstitution, ReplacedName
 
 MODULE = "nemo_rl.distributed.model_utils"
-# Names that every version has which we know; it may lack others.
+# Names that every known version has; a version may lack the others.
 _REQUIRED = {
     "ChunkedDistributedLogprob",
     "DistributedLogprob",
@@ -19,7 +19,7 @@ _REQUIRED = {
     "from_parallel_logits_to_logprobs_packed_sequences",
     "get_logprobs_from_vocab_parallel_logits",
 }
-# Ours for users, which is none of theirs, and a plain record that theirs import from elsewhere.
+# A function of ours that NeMo-RL lacks, and a plain record that NeMo-RL's modules import from elsewhere.
 _NOT_THEIRS = {"TrainingSamplingParams", "unpatch_gpt_model_forward_for_linear_ce_fusion"}
 _EARLIER = {
     "from_parallel_hidden_states_to_logprobs": (

@@ -1,4 +1,4 @@
-"""Puts objects in the place of a framework's own, in its modules and wherever they were imported, and undoes it."""
+"""Replacement of a framework's functions and classes by ours, wherever they were imported, and the way back."""
 
 import functools
 import importlib
@@ -20,15 +20,15 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplacedName:
-    """A name of a framework's module that ours can stand for.
+    """A name in a framework's module, with the object of ours that replaces it.
 
     Attributes:
-        module: its full name.
-        name: in that module.
-        ours: what stands for it; if `made`, a function of the original that gives it.
-        required: a version without the name is not known; else that version goes without.
-        needs: a package without which the module cannot be imported and nothing calls the name.
-        known: other parameter lists of theirs that ours takes, told apart by it.
+        module: the full name of the module.
+        name: the name in the module.
+        ours: our function or class; if `made`, a function from the original to ours.
+        required: whether a version without the name is refused; else the name is skipped.
+        needs: a package without which the module cannot be imported, so that the name is skipped.
+        known: other parameter lists of the original that ours takes too, which it tells apart itself.
     """
 
     module: str
@@ -42,13 +42,13 @@ class ReplacedName:
 
 @dataclass
 class Replaced:
-    """A function or class of a framework that ours stands for.
+    """A function or class of a framework that was replaced by ours.
 
     Attributes:
-        name: with its module.
-        modules: in which it was found and replaced.
-        calls: how often ours ran since. Calls in graphs of `torch.compile` are not counted: a number that changes would
-            have them compiled anew.
+        name: its full name.
+        modules: the modules in which it was found and replaced.
+        calls: how often ours ran since. Calls in graphs of `torch.compile` are not counted: a changing number would
+            make torch compile them again.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of what `apply()` replaced, and how often it ran: numbers go on as calls come. As a string, a table.
+    """Report of the names that `apply()` replaced, with counts that go on with each call; as a string, a table.
 
     Attributes:
         package: the framework and its version.
-        replaced: one for each name; empty before `apply()`.
+        replaced: one entry for each name; empty before `apply()`.
         lacking: names that this version does not have.
-        off: why `apply()` changed nothing, where MEGATRON_EXT_FUSION is off.
+        off: why `apply()` changed nothing, if MEGATRON_EXT_FUSION is off; else None.
         restored: whether `restore()` has put the framework's functions back.
     """
 
@@ -87,7 +87,7 @@ class Report:
 
 
 class FrameworkSubstitution:
-    """Substitution of all `replaced_names` of one package, a framework, at once or not at all."""
+    """Substitution of all names that `replaced_names()` gives of one package, a framework: all together, or none."""
 
     def __init__(self, package: str, replaced_names: Callable[[], Sequence[ReplacedName]]):
         self.package, self._replaced_names = package, replaced_names
@@ -95,17 +95,17 @@ class FrameworkSubstitution:
         self._last = Report(package)
 
     def apply(self) -> Report:
-        """Replaces the framework's functions wherever they were imported; a second call changes nothing.
+        """Replace the framework's functions wherever they were imported; a second call changes nothing.
 
-        With MEGATRON_EXT_FUSION=off they stay. That, and what only other versions of the framework have, is logged.
+        With MEGATRON_EXT_FUSION=off nothing is replaced. A log entry says so, and names functions that this version of
+        the framework lacks. Communicates nothing.
 
         Returns:
-            What was replaced, and as calls come, how often it ran; see `report`.
+            The report, whose counts go on with each call; see `report`.
 
         Raises:
             ImportError: the framework is not installed.
-            ValueError: one of the functions is missing or has other parameters than those known here; nothing is
-                changed then.
+            ValueError: a function is missing, or its parameters are not known here; then nothing is changed.
         """
         if self._places:
             return self._last
@@ -124,12 +124,15 @@ class FrameworkSubstitution:
         return self._last
 
     def report(self) -> Report:
-        """Report what the last `apply()` replaced, after `restore()` too."""
+        """Return the report of the last `apply()`, also after `restore()`."""
         return self._last
 
     def restore(self) -> None:
-        """The framework's own functions everywhere again, in modules that were imported since too. Without `apply` it
-        changes nothing. What somebody has put around ours stays, and calls the framework's own."""
+        """Put the framework's own functions back everywhere, also in modules that were imported since.
+
+        Without `apply` it changes nothing. A wrapper that other code put around ours stays, and calls the framework's
+        function.
+        """
         for places in self._places:
             restore_everywhere(places)
         if self._places:
@@ -140,12 +143,12 @@ class FrameworkSubstitution:
         """Return why `apply` would raise an error; None if it would not. Imports the framework, and changes nothing."""
         try:
             self._found()
-        except Exception as error:  # one that cannot be imported is a finding
+        except Exception as error:  # that the framework cannot be imported is a finding
             return " ".join(str(error).split()) or type(error).__name__
         return None
 
     def _found(self) -> tuple[list[tuple[Any, Any]], list[Replaced], list[str]]:
-        """Originals and ours, what is told of them, and the names that this version lacks."""
+        """Return pairs of originals and ours, their entries for the report, and the names that this version lacks."""
         if importlib.util.find_spec(self.package) is None:
             raise ImportError(f"{self.package} is not installed: apply() has nothing to change; install it first")
         pairs: list[tuple[Any, Any]] = []
@@ -185,7 +188,7 @@ class FrameworkSubstitution:
 
 
 def parameters(function: Any) -> list[inspect.Parameter]:
-    """Return a function's parameters; of a class, or a class's `apply`, those of `forward`, without self or ctx."""
+    """Return a function's parameters; of a class or its bound `apply`, those of `forward`, without self or ctx."""
     owner = getattr(function, "__self__", None)
     cls: Any = function if isinstance(function, type) else owner if isinstance(owner, type) else None
     if cls is None:
@@ -201,7 +204,7 @@ def constructor_parameters(function: Any) -> list[inspect.Parameter]:
 
 
 def takes(ours: Sequence[inspect.Parameter], theirs: Sequence[inspect.Parameter]) -> bool:
-    """Return whether a call written for `theirs` means the same to `ours`: the same places, and every keyword."""
+    """Return whether `ours` takes each call written for `theirs`: the same positional order, and every keyword."""
     places = [p.name for p in ours if p.kind != p.KEYWORD_ONLY]
     wanted = [p.name for p in theirs if p.kind != p.KEYWORD_ONLY]
     own = [p for p in ours[len(wanted) :] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -224,7 +227,7 @@ def _is_there(module: str) -> bool:
 
 
 def _counted(ours: Any, row: Replaced) -> Any:
-    """Make a function that counts its calls and runs `ours`; wherever it stands later, it was put there."""
+    """Return `ours` with a count of its calls in `row`, as a new object: only `apply` puts this object into modules."""
     of_class = isinstance(ours, type)
     applied = of_class and issubclass(ours, torch.autograd.Function)
     runs = "apply" if applied else "forward"

@@ -1,8 +1,9 @@
-"""Our log-probabilities in TRL's trainers, from logits, and from hidden states where its version has a fused head; and
-the divergence from a teacher that its distillation takes from hidden states.
+"""Our log-probabilities in TRL's trainers, from logits, and from hidden states if the TRL version has a fused head; and
+the divergence from a teacher that its distillation computes from hidden states.
 
-TRL's trainers know no tensor parallelism: logits and weights are whole. A fused head that ours cannot compute, as with
-a weight partitioned by DeepSpeed ZeRO-3, is left to TRL's own function, with a warning that says why. See docs/rl.md.
+TRL's trainers have no tensor parallelism: logits and weights are whole. A call of TRL's fused head that ours cannot
+compute, such as one with a weight partitioned by DeepSpeed ZeRO-3, is left to TRL's own function, with a warning that
+says why. See docs/rl.md.
 """
 
 import warnings
@@ -27,14 +28,14 @@ _FUSED_OUTPUTS = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is
 def selective_log_softmax(
     logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
 ) -> Tensor:
-    """Log-probabilities of the ids `index`, `[...]` or `[..., K]`, under logits `[..., V]`, divided by the temperature.
+    """Log-probabilities of the ids `index`, `[...]` or `[..., K]`, under logits `[..., V]` divided by the temperature.
 
-    `row_mask`, of the shape of `index`, or a number for each token: results of tokens that have a 0 in it are 0,
-    without a gradient.
+    `row_mask`: of the shape of `index`, or with one number for each token. The results of a token whose mask has a 0
+    are 0, without a gradient.
 
     Returns:
-        The shape of `index`, fp32 (fp64 for fp64); TRL's own has the logits' dtype on CPU. Nothing of vocabulary size
-        is saved beside the logits.
+        A tensor of the shape of `index`, fp32 (fp64 for fp64 logits); TRL's own has the logits' dtype on CPU. Beside
+        the logits no tensor of the vocabulary's size is saved for backward.
 
     Raises:
         ValueError: a `row_mask` of another shape; what `megatron_ext.token_log_probs` and
@@ -55,7 +56,7 @@ def selective_log_softmax_and_entropy(
     temperature: float = 1.0,
     row_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`selective_log_softmax` of one id a token, and the entropy of each distribution, in one pass."""
+    """Log-probabilities as by `selective_log_softmax`, of one id a token, and entropies, in one pass; `[...]`, fp32."""
     log_probs, entropy = head.token_log_probs(
         _plain(logits),
         index,
@@ -68,7 +69,7 @@ def selective_log_softmax_and_entropy(
 
 
 def _of_tokens(row_mask: Tensor | None, index: Tensor, logits: Tensor) -> Tensor | None:
-    """Return which tokens have no 0 in the mask, `[...]`; None: all."""
+    """Return which tokens count, bool `[...]`: those without a 0 in the mask; None: all."""
     if row_mask is None:
         return None
     if row_mask.shape == logits.shape[:-1]:
@@ -89,7 +90,7 @@ def _fused_head(original: Any) -> type:
     """Make the replacement of TRL's autograd function of the fused head: per-token numbers from hidden states."""
 
     class ChunkedLogProb(PlainFunction):
-        """`apply` gives what TRL's own does; `linear_log_probs` makes it, but for what `_left_to_theirs` names."""
+        """Per-token numbers as TRL's own function has, by `LmHead.read` unless `_left_to_theirs` gives a reason."""
 
         @staticmethod
         def forward(
@@ -119,7 +120,7 @@ def _fused_divergence(original: Any) -> type:
     """Make the replacement of TRL's autograd function of distillation: a divergence and the student's entropy."""
 
     class ChunkedDivergence(PlainFunction):
-        """`apply` gives what TRL's own does; `LmHead.read` makes it, but for what `_left_to_theirs` names."""
+        """Divergences as TRL's own function has, by `LmHead.read` unless `_left_to_theirs` gives a reason."""
 
         @staticmethod
         def forward(
@@ -146,7 +147,7 @@ def _fused_divergence(original: Any) -> type:
             if why is not None:
                 warnings.warn(f"TRL's own fused divergence runs, not megatron_ext's: {why}", stacklevel=3)
                 return original.apply(*student, *teacher, beta, temperature, *of_student, *of_teacher)
-            # The student's temperature divides both.
+            # The student's temperature divides both models' logits.
             guide = head.Teacher(_lm_head(*teacher, *of_teacher, 1.0), teacher_hidden)
             limits: dict[float, head.ReadOut] = {0.0: head.KL(guide), 1.0: head.KL(guide, "reverse")}
             asked = limits[beta] if beta in limits else head.JensenShannon(guide, beta)
@@ -181,8 +182,8 @@ def _lm_head(
 def _per_token(
     lm_head: head.LmHead, hidden: Tensor, targets: Tensor, outputs: tuple[str, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Log-probabilities, entropy, log of the sum of squared probabilities, mean logit, whether the target is likeliest;
-    `[T]`, None for those that are not among `outputs`. The third and the fourth have no gradient.
+    """Compute log-probabilities, entropy, log of the sum of squared probabilities, mean logit, and whether the target
+    is likeliest, `[T]` each; None for a number that is not among `outputs`. The third and fourth have no gradient.
     """
     asked: dict[str, head.ReadOut] = {"log_probs": head.LogProbs(targets)}
     makers: dict[str, Callable[[], head.ReadOut]] = {

@@ -1,8 +1,8 @@
 """Our log-probabilities and entropies in verl's Megatron and FSDP paths.
 
-What its fused paths call (`linear_cross_entropy`, `FusedLinearForPPO`) comes from hidden states without logits, on CPU
-and for any hidden size; the rest from logits. Results are fp32 (fp64 for fp64). The functions of the Megatron path are
-replaced where Megatron-Core is installed: nothing calls them else. See docs/rl.md.
+The functions of verl's fused paths (`linear_cross_entropy`, `FusedLinearForPPO`) read hidden states without logits,
+also on CPU and for any hidden size; the others read logits. Results are fp32 (fp64 for fp64 inputs). The functions of
+the Megatron path are replaced only if Megatron-Core is installed. See docs/rl.md.
 """
 
 from typing import Any, cast
@@ -24,18 +24,21 @@ def linear_cross_entropy(
     reduction: str | None = "none",
     dist_process_group: Group = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of labels and entropies `[T]`, of tokens in the order in which hidden states lie.
+    """Log-probabilities of labels, and entropies, of T tokens in the order of `hidden`.
 
     Args:
-        hidden: `[..., D]`, the same on all ranks of the group, T tokens in all. Where they come from Megatron's
-            `gather_from_sequence_parallel_region`, straight or through views and casts, and its backward adds up the
-            ranks' gradients, each rank gives it a share of the gradient; else the whole, where verl's own leaves each
-            rank with its own part.
+        hidden: `[..., D]`, the same on all ranks of the group, T tokens in all. Their gradient is the whole gradient on
+            each rank (verl's own function leaves each rank with its part). If `hidden` comes from Megatron's
+            `gather_from_sequence_parallel_region`, directly or through views and casts, and the backward of that gather
+            sums over ranks, the gradient is divided by the number of ranks.
         weight: `[V/R, D]`, this rank's rows.
         labels: T token ids, in any shape.
-        temperature: the logits are divided by it.
-        reduction: "none"; "sum" or "mean" of the log-probabilities over the tokens.
+        temperature: logits are divided by it; None: 1.
+        reduction: "none" or None; "sum" or "mean" of the log-probabilities over the tokens.
         dist_process_group: the ranks that share the vocabulary; None: `weight` is whole.
+
+    Returns:
+        Log-probabilities `[T]`, or their sum or mean, and entropies `[T]`.
 
     Communicates: 1 collective forward, 1 backward.
 
@@ -61,7 +64,7 @@ def linear_cross_entropy(
 
 
 class _Share(torch.autograd.Function):
-    """`x` as it is; of the gradient one of `ranks` equal shares, which what comes before adds up again."""
+    """Identity whose backward divides the gradient by `ranks`, as an earlier gather's backward sums it over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
@@ -74,7 +77,7 @@ class _Share(torch.autograd.Function):
 
 
 def _adds_up_gradients(hidden: Tensor) -> bool:
-    """Tell whether the backward of a gather, behind what torch makes of one tensor alone, adds up the gradients."""
+    """Tell whether `hidden` comes from a gather, through functions of one tensor, whose backward sums over ranks."""
     node: Any = hidden.grad_fn
     while node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
         before = [one for one, _ in node.next_functions if one is not None]
@@ -98,7 +101,7 @@ class FusedLinearForPPO(nn.Module):
     def forward(
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Two of the shape of `input_ids`, `[T]` or `[B, S]`: of hidden states `[T, D]` or `[B, S, D]`."""
+        """Return both in the shape of `input_ids`, `[T]` or `[B, S]`, from hidden states `[T, D]` or `[B, S, D]`."""
         log_probs, entropy = head.linear_log_probs(
             hidden_states,
             vocab_weights,
@@ -114,20 +117,23 @@ class FusedLinearForPPO(nn.Module):
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """Log-probabilities of labels `[...]` from logits `[..., V/R]` over Megatron's tensor-parallel group.
 
-    The logits stay as they are, where verl's own overwrites them. 1 collective, backward none.
+    The logits are kept, whereas verl's own function overwrites them. Communicates 1 collective, backward none.
     """
     return cast(Tensor, head.token_log_probs(logits, labels))
 
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
-    """Entropies `[...]` from logits `[..., V/R]` over Megatron's tensor-parallel group; else as the log-probs."""
+    """Entropies `[...]` from logits `[..., V/R]` over Megatron's tensor-parallel group.
+
+    The logits are kept, whereas verl's own function overwrites them. Communicates 1 collective, backward none.
+    """
     return head.token_entropy(vocab_parallel_logits)
 
 
 def vocab_parallel_entropy_with_chunking(vocab_parallel_logits: Tensor, chunk_size: int = 2048) -> Tensor:
-    """Entropies `[B, S]` from logits `[B, S, V/R]`, `chunk_size` positions at a time; else as `vocab_parallel_entropy`.
+    """Entropies `[B, S]` from logits `[B, S, V/R]`, as by `vocab_parallel_entropy`, `chunk_size` positions at a time.
 
-    1 collective, whatever the number of chunks. Raises ValueError for a `chunk_size` below 1.
+    Communicates 1 collective, whatever the number of chunks. Raises ValueError for a `chunk_size` below 1.
     """
     if type(chunk_size) is not int or chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size!r}: it must be a positive number of positions; pass 2048, say")
@@ -137,19 +143,19 @@ def vocab_parallel_entropy_with_chunking(vocab_parallel_logits: Tensor, chunk_si
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """Log-probabilities of labels `[...]` from whole logits `[..., V]`.
 
-    `inplace_backward` is without effect: the gradient never takes the memory of the logits, because callers read them
-    again for the entropy.
+    `inplace_backward` has no effect: the gradient never takes the memory of the logits, which callers read again for
+    the entropy.
     """
     return cast(Tensor, head.token_log_probs(logits, labels, tp_group=UNSHARDED))
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropies `[...]` from whole logits `[..., V]`; nothing of vocabulary size is saved beside the logits."""
+    """Entropies `[...]` from whole logits `[..., V]`; backward keeps the logits, and no other tensor of that size."""
     return head.token_entropy(logits, tp_group=UNSHARDED)
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
-    """Entropies `[T]` from whole logits `[T, V]`, `chunk_size` rows at a time; else as `entropy_from_logits`."""
+    """Entropies `[T]` from whole logits `[T, V]`, as by `entropy_from_logits`, `chunk_size` rows at a time."""
     return head.token_entropy(logits, tp_group=UNSHARDED, chunk_tokens=chunk_size)
 
 

@@ -68,7 +68,7 @@ class BuildCheck:
 
     @property
     def passed(self) -> bool:
-        """Return whether there is a model, and every model is known to be fused without a proof."""
+        """Return whether there is a model, and no model keeps Megatron's own loss or has to be proved first."""
         return bool(self.models) and all(one.why_not is one.to_prove is None for one in self.models)
 
     def __str__(self) -> str:

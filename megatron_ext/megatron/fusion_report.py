@@ -101,7 +101,7 @@ def _counted(count: int, noun: str, ending: str = "s") -> str:
 
 @dataclass
 class FusionReport:
-    """The counters of the models that a patched `forward` ran in this process, in the order of their first loss."""
+    """The counters of the models that a patched `forward` ran in this process, in the order of their first calls."""
 
     models: list[ModelFusion] = field(default_factory=list)
 
@@ -171,7 +171,7 @@ def tell_once(text: str) -> None:
 
 
 def name_of(model: Any) -> str:
-    """The model's class name, with its virtual pipeline stage if there is one."""
+    """Return the model's class name, with its virtual pipeline stage if there is one."""
     stage, kind = getattr(model, "vp_stage", None), type(model).__name__.removeprefix("FSDP")
     return kind if stage is None else f"{kind} (virtual stage {stage})"
 

@@ -211,10 +211,10 @@ def _patches_of(model: Any) -> list[Patch]:
 
 
 def _drain_if_deferred(original: Any) -> Any:
-    """Return Megatron's function that is called only if a weight gradient was deferred: the fused head defers none, and
+    """Return a function that calls Megatron's only if a weight gradient was deferred: the fused head defers none, and
     Megatron's function fails without one.
 
-    Each call looks the function up: `substitute_tensor_parallel()` may have put ours in its place.
+    Each call looks Megatron's function up: `substitute_tensor_parallel()` may have put ours in its place.
     """
 
     def drain(config, embedding_activation_buffer, grad_output_buffer, *args, **kwargs):
@@ -248,7 +248,7 @@ def _guard_megatron(wait: bool = True) -> None:
             if patched and hasattr(guard.owner, guard.name):
                 guard.apply()
             elif guard is _DRAIN and guard.stands():
-                guard.restore()  # and what `substitute_tensor_parallel()` put into Megatron meanwhile stays
+                guard.restore()  # then put the function back that Megatron has now, maybe ours by a substitution
                 setattr(guard.owner, guard.name, getattr(megatron.core.utils, guard.name, guard.original))
             else:
                 guard.restore()

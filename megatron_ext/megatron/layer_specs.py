@@ -214,7 +214,8 @@ class ExtTransformerLayer(TransformerLayer):
         pp = getattr(pg_collection, "pp", None)
         stage = (config, vp_stage) if pp is None else (config, vp_stage, pp.rank())
         number = layer_number + get_transformer_layer_offset(*stage)
-        wanted = layers_with_experts(config)[min(number, config.num_layers) - 1]  # multi-token prediction comes after
+        # Layers of multi-token prediction have numbers above `config.num_layers`, and are as the last layer.
+        wanted = layers_with_experts(config)[min(number, config.num_layers) - 1]
         if submodules.mlp != kinds[not wanted].mlp:  # the right kind already, or an MLP that is not ours
             return submodules
         if wanted and config.moe_grouped_gemm:

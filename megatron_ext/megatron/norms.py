@@ -1,8 +1,8 @@
 """Norms for Megatron's layer specs that need neither Apex nor Transformer Engine.
 
-Megatron's fallback without those two refuses sequence parallelism, zero-centred gammas and persistent kernels. Ours
-are PyTorch's own fused norms, whose parameters carry the mark `sequence_parallel`: under sequence parallelism each rank
-sees a part of the tokens, and Megatron's `finalize_model_grads` sums the gradients of marked parameters over the
+Without these packages Megatron's own norm refuses sequence parallelism, zero-centred gammas and persistent kernels. Our
+norms are PyTorch's fused norms, whose parameters carry the mark `sequence_parallel`: under sequence parallelism each
+rank has a part of the tokens, and Megatron's `finalize_model_grads` sums the gradients of marked parameters over the
 tensor-parallel ranks.
 """
 

@@ -1,4 +1,4 @@
-"""An output layer with what GPTModel's own does not have: a bias, and a softcap of the logits."""
+"""An output layer with a bias and a softcap of the logits, which GPTModel's own layer lacks."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """Megatron-Core on our tensor-parallel package, for scripts that cannot choose a layer spec.
 
 `import megatron.core.tensor_parallel` leaves references to its functions and classes all over Megatron: in the globals
-of the modules that imported them, in layer specs, as base classes and default arguments. Substituting puts ours in
-all of those places, and into Megatron's package itself, where modules that are imported later find them.
+of the modules that imported them, in layer specs, as base classes and default arguments. The substitution puts ours
+into all of these places, and into Megatron's package itself, where modules that are imported later find them.
 """
 
 import dataclasses
@@ -279,7 +279,7 @@ def _refuse_half_way(pairs: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _kind(tracker: Any) -> dict[str, bool]:
-    """The arguments of `initialize_rng_tracker`, of either package, that make a tracker like this one."""
+    """Return the arguments of `initialize_rng_tracker`, of either package, that make a tracker of this kind."""
     if is_te_tracker(tracker):
         return {"use_te_rng_tracker": True}
     return {
@@ -306,8 +306,8 @@ class _Active(NamedTuple):
 
     report: Substitution
     swap: _Swap
-    known: set[str]  # modules that were loaded before
-    tracker: tuple[Any, TrackerOptions]  # of our own package, before
+    known: set[str]  # names of the modules that were loaded before
+    tracker: tuple[Any, TrackerOptions]  # our own package's tracker and its options before
 
 
 _active: _Active | None = None

@@ -104,7 +104,7 @@ def _declared(package: str) -> SpecifierSet | None:
     return None
 
 
-# ---- seams: the table, and how it is asked
+# ---- seams: the table and its functions
 
 
 class Seam(NamedTuple):

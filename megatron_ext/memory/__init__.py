@@ -1,4 +1,4 @@
-"""Bytes and time that lm heads take in a training step, counted by running their code on tensors without memory.
+"""Bytes and time of lm heads in a training step, counted by running their code on tensors without memory.
 
 `python -m megatron_ext.memory` prints both for the sizes of a job.
 """

@@ -1,4 +1,4 @@
-"""`python -m megatron_ext.memory`: bytes and time that the lm head takes in a training step, before and after.
+"""`python -m megatron_ext.memory`: bytes and time of the lm head in a training step, other packages' and ours.
 
 Give the sizes, or a model of transformers (`--model NAME`), or a Megatron script's arguments (`--megatron ARGS...`).
 """
@@ -19,13 +19,13 @@ from megatron_ext.memory.step_time import GPUS, PERCENT, LaunchCounter, gpu_here
 
 MIB = 2**20
 CACHES = ("bounded", 1.0, 0.5, 0.0)
-# Name in `Sizes`: the option that gives it.
+# Fields of `Sizes`, with the options that set them.
 _GIVEN = {"tokens": "--tokens", "width": "--hidden", "vocab": "--vocab"}
 
 
 @until_the_reader_leaves()
 def main(argv: list[str] | None = None) -> None:
-    """Print the table for the sizes that `argv` gives; None: the process's arguments."""
+    """Print the table for the sizes in `argv`; None: the process's arguments."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:
@@ -72,14 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], help="device of the counted code (default: cuda if Triton is installed)"
     )
-    parser.add_argument("--gpu", choices=GPUS, help="whose time is estimated (default: the one here, if it is known)")
+    parser.add_argument("--gpu", choices=GPUS, help="the GPU of the times (default: this machine's, if it is known)")
     parser.add_argument("--model", metavar="NAME", help="a folder or a name that transformers finds a config for")
     parser.add_argument("--megatron", nargs=argparse.REMAINDER, metavar="ARGS", help="Megatron's arguments")
     return parser
 
 
 def _cache(text: str) -> Any:
-    """A value of `cache`; "auto" depends on the memory that is free, which nobody knows here."""
+    """Parse a value of `cache`, except "auto", which depends on the memory that is free in the job."""
     try:
         if text == "bounded" or 0 <= float(text) < float("inf"):
             return text if text == "bounded" else float(text)
@@ -89,7 +89,7 @@ def _cache(text: str) -> Any:
 
 
 def _sizes(options: argparse.Namespace) -> tuple[Sizes, list[str]]:
-    """The sizes, and flags of Megatron's that say nothing of them; what is given directly wins."""
+    """Return the sizes, and the flags of Megatron's that do not concern them; sizes given directly win."""
     found: dict[str, Any] = {}
     ignored: list[str] = []
     if options.model is not None:
@@ -109,8 +109,8 @@ def _sizes(options: argparse.Namespace) -> tuple[Sizes, list[str]]:
 
 
 def rows(sizes: Sizes, caches: Any = CACHES, *, on_cuda: bool = True, gpu: Device | None = None) -> Iterator[str]:
-    """The table's lines, each once it is counted: of each head MiB, the percentage that those are of another package's
-    first ones, and milliseconds on `gpu`."""
+    """Yield the table's lines, each when it is counted: for each head MiB, their percentage of the first head's if that
+    is another package's, and milliseconds on `gpu`."""
     others = stock(sizes)
     heads = others | {f"megatron_ext, cache={_word(cache)}": partial(ours, cache) for cache in caches}
     width, first = max(map(len, heads)), None
@@ -120,7 +120,7 @@ def rows(sizes: Sizes, caches: Any = CACHES, *, on_cuda: bool = True, gpu: Devic
     for name, build in heads.items():
         launches = LaunchCounter(timed) if timed else None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of packages that Megatron-Core does not find
+            warnings.simplefilter("ignore")  # Megatron-Core's warnings of missing packages
             nbytes = peak_bytes(sizes, build, on_cuda=on_cuda, launches=launches)
         first = first or (nbytes if others else None)
         row = f"{name:<{width}}{nbytes / MIB:>12.1f} MiB" + (f"{nbytes / first:>8.0%}" if first else "")
@@ -136,7 +136,7 @@ def rows(sizes: Sizes, caches: Any = CACHES, *, on_cuda: bool = True, gpu: Devic
 
 
 def _about_times(sizes: Sizes, gpu: Device, unknown: bool) -> Iterator[str]:
-    """The lines below the table that say how far its times hold."""
+    """Yield the lines below the table that say how accurate its times are."""
     if sizes.dtype.itemsize != 2:
         yield "Times are not known in fp32: the rates are of 16-bit products."
         return

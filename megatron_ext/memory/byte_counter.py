@@ -1,4 +1,4 @@
-"""Count the bytes of all tensors that a piece of code makes, real ones or fake ones, and run it as one rank of many."""
+"""Count the bytes of all tensors, real or fake, that a piece of code makes, and run the code as one rank of many."""
 
 import importlib
 import weakref
@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class ByteCounter(TorchDispatchMode):
-    """Bytes of all storages that appear while it is active, until they are freed: beyond what was alive when it began.
+    """Counter of the bytes of all storages that appear while it is active, until they are freed.
 
     Attributes:
-        peak_bytes, alive_bytes: the most at any moment, and those that are alive now.
+        peak_bytes, alive_bytes: the largest number of bytes at any moment, and the present number.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,10 @@ class ByteCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # half of all calls ask for that
+            return args[0].fake_device  # a shortcut: half of all calls are of this operator
         kwargs = kwargs or {}
         for x in tensors_in((*args, *kwargs.values())):
-            self._known.add(x.untyped_storage())  # older than the count
+            self._known.add(x.untyped_storage())  # made before the count began
         out = func(*args, **kwargs)
         self.ran(func, args, kwargs, out)
         for x in tensors_in((out,)):
@@ -42,17 +42,17 @@ class ByteCounter(TorchDispatchMode):
         return out
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Called after each operator, for counters of more than bytes."""
+        """Count an operator that ran; for subclasses that count more than bytes."""
 
     def made(self, x: torch.Tensor) -> None:
-        """Called for each tensor with a storage of its own."""
+        """Count a tensor with a new storage; for subclasses that count more than bytes."""
 
     def _freed(self, nbytes: int) -> None:
         self.alive_bytes -= nbytes
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Tensors among the values, and in lists and tuples of them."""
+    """Yield the tensors among the values, and in lists and tuples among them."""
     for x in values:
         if isinstance(x, torch.Tensor):
             yield x
@@ -62,7 +62,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def one_rank_of(ranks: int) -> Iterator[dist.ProcessGroup | None]:
-    """Fake tensors, and this process as rank 0 of a fake group of `ranks`. Yields the group (None for one rank)."""
+    """Make tensors fake, and this process rank 0 of a fake group of `ranks`; yield the group (None for one rank)."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):  # torch before 2.11
         importlib.import_module("torch.distributed._tools.fake_collectives")
     if ranks == 1:
@@ -75,7 +75,7 @@ def one_rank_of(ranks: int) -> Iterator[dist.ProcessGroup | None]:
 
 @contextmanager
 def fake_world(ranks: int) -> Iterator[None]:
-    """A default group of `ranks` in which this process is rank 0 and nothing is sent."""
+    """Make a default group of `ranks`, in which this process is rank 0 and nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

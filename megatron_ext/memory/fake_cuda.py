@@ -1,8 +1,7 @@
-"""The head's CUDA path on fake tensors, on any machine: they say that they are on CUDA, and kernels are not run.
+"""The head's CUDA path on fake tensors, on any machine: tensors claim to be on CUDA, and kernels do not run.
 
 PyTorch built without CUDA has fake CUDA tensors too, but can neither index nor fill them, and gives them no autograd.
-So these are fake CPU tensors that answer `is_cuda` with True, which is what the head asks; nothing is computed either
-way.
+So fake CPU tensors are used whose `is_cuda` is True, which is all that the head asks. No values are computed.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ Launched = Callable[[Any, tuple[int, ...], dict[str, Any]], None]
 
 @contextmanager
 def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup | None]:
-    """The same as `one_rank_of`; where a Triton kernel would start, `launched(kernel, grid, arguments)` is called."""
+    """Do what `one_rank_of` does, on CUDA's path; call `launched(kernel, grid, arguments)` for each Triton kernel."""
     from triton.runtime.jit import JITFunction
 
     def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool = False, **more: Any) -> None:
@@ -47,7 +46,7 @@ def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup |
 
 
 def _always(x: torch.Tensor) -> bool:
-    """Return True. A mock would keep the tensors that it is called with."""
+    """Return True; a mock would keep its arguments, which are tensors, alive."""
     return True
 
 
@@ -56,12 +55,12 @@ def _no_device(x: torch.Tensor) -> nullcontext:
 
 
 def kernels() -> passes.RowPasses:
-    """The passes in Triton, whether or not there is a device for them."""
+    """Return the passes in Triton, even if no device could run them."""
     from megatron_ext.head.kernels import TRITON
 
     return TRITON
 
 
 def _place(x: torch.Tensor) -> int:
-    """An address: different storages lie far apart."""
+    """Return a made-up address; different storages are far apart."""
     return (x.untyped_storage()._cdata << 48) + x.storage_offset() * x.element_size()

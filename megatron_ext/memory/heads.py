@@ -1,4 +1,4 @@
-"""The heads whose bytes are counted: Megatron-Core's, that of transformers, and ours, each behind the same call."""
+"""The heads whose bytes are counted: Megatron-Core's, transformers' and ours, as functions of the same arguments."""
 
 import importlib.util
 import sys
@@ -27,10 +27,9 @@ Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 def peak_bytes(
     sizes: Sizes, build: Callable[[Sizes, Group], Head], *, on_cuda: bool = True, launches: LaunchCounter | None = None
 ) -> int:
-    """The most bytes beyond hidden states and weight at any moment of forward and backward, both gradients included.
+    """Count the peak bytes of forward and backward beyond hidden states and weight; both gradients are included.
 
-    The code of the head runs on fake tensors, with `on_cuda` on those that say they are on CUDA, and `launches` then
-    counts its launches.
+    The head's code runs on fake tensors; with `on_cuda` these claim to be on CUDA, and `launches` counts the launches.
     """
     counter, launched = (ByteCounter(), lambda *_: None) if launches is None else (launches, launches.kernel)
     world = fake_world(1) if sizes.ranks == 1 else nullcontext()  # Megatron-Core's head needs a group even of one rank
@@ -49,7 +48,7 @@ def peak_bytes(
 
 @contextmanager
 def _megatrons_buffer() -> Iterator[None]:
-    """Megatron's gathered tensors, where it is imported, on the device of fake tensors: its own ask for a GPU."""
+    """Make Megatron, if it is imported, gather into fake tensors; its own buffers need a GPU."""
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None:
         yield
@@ -67,7 +66,7 @@ def _megatrons_buffer() -> Iterator[None]:
 
 
 def stock(sizes: Sizes) -> dict[str, Callable[[Sizes, Group], Head]]:
-    """The heads of others that are installed and can be sharded over so many ranks."""
+    """Return the heads of other installed packages that can be sharded over `sizes.ranks`."""
     found: dict[str, Callable[[Sizes, Group], Head]] = {}
     if importlib.util.find_spec("megatron") is not None:
         found["Megatron-Core"] = megatron
@@ -77,13 +76,13 @@ def stock(sizes: Sizes) -> dict[str, Callable[[Sizes, Group], Head]]:
 
 
 def ours(cache: Cache, sizes: Sizes, group: Group) -> Head:
-    """Our head with `cache`."""
+    """Return our head with `cache`."""
     layout: Any = "sequence" if sizes.sequence_parallel else "replicated"
     return partial(linear_cross_entropy, tp_group=group, hidden_layout=layout, cache=cache)
 
 
 def transformers(sizes: Sizes, group: Group) -> Head:
-    """The output layer and causal loss of transformers, which takes logits to fp32."""
+    """Return transformers' output layer and causal loss, which converts logits to fp32."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     def head(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
@@ -95,9 +94,9 @@ def transformers(sizes: Sizes, group: Group) -> Head:
 
 
 def megatron(sizes: Any, group: Group, fused: bool = False) -> Head:
-    """Megatron-Core's output layer and cross entropy for `sizes` with width, vocab, ranks and dtype.
+    """Return Megatron-Core's output layer and cross entropy; `sizes` has the attributes width, vocab, ranks and dtype.
 
-    `group` must be a real one (of one rank at R = 1).
+    A `group` of None is the default group, which must exist even for one rank.
     """
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -133,7 +132,7 @@ def megatron(sizes: Any, group: Group, fused: bool = False) -> Head:
 
 @contextmanager
 def megatrons_group(group: Group) -> Iterator[None]:
-    """`group` is what Megatron's own functions take for the tensor-parallel group."""
+    """Make `group` Megatron's tensor-parallel group inside the context."""
     from megatron.core import parallel_state
 
     before = parallel_state._TENSOR_MODEL_PARALLEL_GROUP

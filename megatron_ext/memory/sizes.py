@@ -1,4 +1,4 @@
-"""Sizes of an lm head on one rank: given, read of a Hugging Face config, or of a Megatron script's arguments."""
+"""Sizes of an lm head on one rank: given, or read from a Hugging Face config or a Megatron script's arguments."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,7 +13,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Sizes:
-    """One training step of a head: `tokens` on each rank, and a vocabulary of which each of `ranks` holds a shard."""
+    """Sizes of one training step of a head.
+
+    `tokens`: the tokens of a micro-batch, before sequence parallelism splits them; `width`: the hidden size; `vocab`:
+    the whole padded vocabulary, of which each of `ranks` holds a shard; `dtype`: the dtype of hidden states and weight.
+    """
 
     tokens: int
     width: int
@@ -43,7 +47,7 @@ class Sizes:
 
     @property
     def columns(self) -> int:
-        """The columns of this rank's shard."""
+        """Return the number of words in a rank's shard."""
         return self.vocab // self.ranks
 
     def __str__(self) -> str:
@@ -55,10 +59,10 @@ class Sizes:
 
 
 def of_config(name: str) -> dict[str, Any]:
-    """Hidden size, vocabulary and dtype of a model of transformers, from a folder or a name.
+    """Read hidden size, vocabulary and dtype from the config of a model of transformers, in a folder or by name.
 
     Raises:
-        ValueError: transformers is not installed, or finds no config, or one without these sizes.
+        ValueError: transformers is not installed, or finds no config, or the config lacks these sizes.
     """
     try:
         from transformers import AutoConfig
@@ -75,16 +79,16 @@ def of_config(name: str) -> dict[str, Any]:
             f"--model is {name!r}: its {type(config).__name__} must have hidden_size and vocab_size; pass --hidden "
             "and --vocab instead"
         )
-    name = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # the second one up to transformers 4.55
+    name = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # "torch_dtype" up to transformers 4.55
     dtype = getattr(config, name, None)
     return found | ({"dtype": dtype} if dtype in _NAMES else {})
 
 
 def of_megatron_arguments(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Sizes that a Megatron script would take of its arguments, and the flags that say nothing of them.
+    """Return the sizes that a Megatron script would take from its arguments, and the flags that do not concern sizes.
 
     Raises:
-        ValueError: a flag has no number.
+        ValueError: a flag lacks its number.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     for flag in (

@@ -1,7 +1,7 @@
-"""Time of a head's step on a known GPU, estimated from its launches as they are counted on fake tensors.
+"""Time of a head's step on a known GPU, estimated from its launches, which are counted on fake tensors.
 
-A launch takes the longer of two times: its FLOPs and bytes at the GPU's rates (products by whole waves of tiles), and
-its joules at the card's limit of power. `benchmarks/plan.py` prints each launch.
+A launch takes the longer of two times: that of its FLOPs and bytes at the GPU's rates (products by whole waves of
+tiles), and that of its joules at the card's power limit. `benchmarks/plan.py` prints each launch.
 """
 
 from collections.abc import Iterable
@@ -14,15 +14,15 @@ from megatron_ext.head.call.gpu_properties import DEVICES, NAMES, Device, produc
 from megatron_ext.memory.byte_counter import ByteCounter, tensors_in
 
 aten = torch.ops.aten
-# The limit of an H100's or H200's power, and what an H200 takes while it computes nothing.
+# The power limit of an H100 or H200, and the power of an idle H200, in watts.
 WATTS, AT_REST = 700.0, 110.0
-# A byte costs what is published of HBM and the way through the caches, and a FLOP of a 16-bit product what fits the
-# rows of benchmarks/results/nvidia-h200.csv by the fewest percent, on random numbers of size 1.
+# Joules of a byte: published figures of HBM and the way through the caches. Joules of a FLOP of a 16-bit product: the
+# best fit to the rows of benchmarks/results/nvidia-h200.csv, measured on random numbers of size 1.
 JOULES_PER_FLOP, JOULES_PER_BYTE = 0.85e-12, 50e-12
-# No estimate is further from a row measured on an H200, of Megatron-Core's head and of ours.
+# The largest error, in percent, of an estimate for a row measured on an H200, of Megatron-Core's head and of ours.
 PERCENT = 6
-# Where a launch takes less in the mean, the host may take longer to start it, and its time is not known; the rows'
-# shortest mean is 150 us. Where products are a smaller share of the time, no row was measured.
+# With a shorter mean launch the host may need longer to start launches than the GPU to run them, so that the time is
+# unknown (the measured rows' shortest mean is 150 us). No row was measured with a smaller share of products.
 SHORT_LAUNCH, PRODUCTS_SHARE = 50e-6, 0.5
 
 GPUS = {name.lower(): DEVICES[name] for name in ("H100", "H200")}
@@ -34,7 +34,7 @@ NO_LAUNCH = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, at
 
 
 def gpu_here() -> tuple[Device | None, str]:
-    """The GPU that torch sees, if it is one of `GPUS`, and its name; nothing where there is none."""
+    """Return torch's GPU, None unless it is one of `GPUS`, and its name, "" without a GPU."""
     if not torch.cuda.is_available():
         return None, ""
     name = torch.cuda.get_device_name()
@@ -42,7 +42,7 @@ def gpu_here() -> tuple[Device | None, str]:
 
 
 class LaunchCounter(ByteCounter):
-    """Seconds of each launch on `device`, beside the bytes; what ranks send each other is not in them."""
+    """Counter of the seconds of each launch on `device`, beside the bytes; communication takes no time in it."""
 
     def __init__(self, device: Device):
         super().__init__()
@@ -52,13 +52,13 @@ class LaunchCounter(ByteCounter):
 
     @property
     def seconds(self) -> float | None:
-        """The sum; None: it is not known, because launches are short or products a small part."""
+        """Return the sum of all launches; None: unknown, as launches are short or products a small part of the time."""
         total = sum(self.launches)
         known = total >= SHORT_LAUNCH * len(self.launches) and self.flops / self.device.flops >= PRODUCTS_SHARE * total
         return total if known else None
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Counts an operator: it reads its inputs and writes its results once, or some elements of them."""
+        """Count an operator, which reads its inputs and writes its results once, or some elements of them."""
         read = [value for name, value in kwargs.items() if name != "out"]
         packet = func.overloadpacket
         given, results = [*tensors_in((*args, *read))], [*tensors_in((out,))]
@@ -69,7 +69,7 @@ class LaunchCounter(ByteCounter):
             return  # a view
         nbytes = _nbytes(given) + _nbytes(results)
         if packet in PICKING:
-            nbytes = 3 * _nbytes(results)  # places are read, and elements read and written
+            nbytes = 3 * _nbytes(results)  # indices are read, elements are read and written
         elif packet in PLACING:
             nbytes = 3 * _nbytes(tensors_in(args[2:]))
         elif packet in WRITING_ONLY:
@@ -82,7 +82,7 @@ class LaunchCounter(ByteCounter):
         self._add(seconds, flops, nbytes)
 
     def kernel(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-        """Counts a Triton kernel: each tensor that it is given is read or written once."""
+        """Count a Triton kernel, which reads or writes each of its tensors once."""
         nbytes = _nbytes(tensors_in(arguments.values()))
         self._add(nbytes / self.device.bytes_per_s, 0, nbytes)
 
@@ -92,7 +92,7 @@ class LaunchCounter(ByteCounter):
 
 
 def joules(flops: int, nbytes: int) -> float:
-    """Return the energy of a product or of traffic, without what the card takes at rest."""
+    """Return the joules of a launch with these FLOPs and bytes, without those of the idle card."""
     return JOULES_PER_FLOP * flops + JOULES_PER_BYTE * nbytes
 
 

@@ -53,7 +53,7 @@ def padding_ignored(labels: Any) -> Any:
 
 def without_padding(indices: Tensor) -> tuple[Tensor, Tensor]:
     """Return token ids with 0 for `PADDING`, and a bool mask of those that were no padding."""
-    there = indices != PADDING
+    there = indices.long() != PADDING  # a byte of 255 would be equal
     return indices.where(there, 0), there
 
 

@@ -1,11 +1,11 @@
-"""The mode in which a token's forward numbers have the same bits in any batch: who turned it on, and what it asks of
-layers.
+"""The mode in which a token's forward numbers have the same bits in any batch: whether it is on, and how layers compute
+in it.
 
-Megatron calls it `batch_invariant_mode`. There it replaces `aten::mm` and `aten::addmm` on CUDA, or has cuBLASLt take
-one order of sums: layers must call these two operators, and no others. Elsewhere, and where Megatron's switch is off,
-the products are ours (`fixed_order.py`).
+Megatron calls it `batch_invariant_mode`. On CUDA Megatron replaces `aten::mm` and `aten::addmm`, or has cuBLASLt take
+one order of sums: layers must call these two operators, and no others. On the CPU, and if Megatron's switch is off, the
+products are ours (`fixed_order.py`).
 
-Legend: M rows, K what a product sums over, N columns.
+Legend: M rows, K the length that a product sums over, N columns.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ _undo = contextlib.ExitStack()  # puts torch's operators back
 def batch_invariant_mode() -> Iterator[None]:
     """Compute a token's forward numbers with the same bits in any batch, in this process, while the mode is entered.
 
-    Matrix products of every layer (`aten::mm`, `addmm`, `bmm`, `baddbmm`) are made in tiles of one size on the CPU, and
-    on CUDA, but for batches of matrices, by Triton's kernels with tiles of one size. Heads take `bits="batch"`, and our
-    tensor-parallel layers and attention keep the mode too. Compiled code has products of its own. It may be entered
-    again while it lasts, and left in any order: it ends when all who entered have left.
+    Matrix products of every layer (`aten::mm`, `addmm`, `bmm`, `baddbmm`) are computed in tiles of one size, on CUDA
+    (except for batches of matrices) by Triton kernels. Heads take `bits="batch"`, and our tensor-parallel layers and
+    attention keep the mode too. Compiled code has products of its own. The mode may be entered several times, and left
+    in any order: it ends with the last exit.
     """
     global _entered, _undo
     if not _entered:
@@ -66,7 +66,7 @@ def is_on(config: Any = None) -> bool:
 
 
 def product(x_MK: Tensor, w_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`x @ w + bias` of a layer in the mode: by Megatron's kernels on CUDA where its switch is on, else by ours."""
+    """Compute a layer's `x @ w + bias` in the mode: on CUDA with Megatron's switch on by its kernels, else by ours."""
     if x_MK.is_cuda and switched_on():
         return torch.mm(x_MK, w_KN) if bias_N is None else torch.addmm(bias_N, x_MK, w_KN)
     return fixed_order.mm(x_MK, w_KN, bias_N)
@@ -75,7 +75,7 @@ def product(x_MK: Tensor, w_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
 def attention_kernels(x: Tensor, config: Any = None) -> contextlib.AbstractContextManager[Any]:
     """Return the context for SDPA of `x`: in the mode, on CUDA, its memory-efficient kernel alone.
 
-    The flash kernel cuts keys into parts by the number of sequences and heads, where these do not fill the GPU.
+    The flash kernel cuts keys into parts by the number of sequences and heads, if these do not fill the GPU.
     """
     if x.is_cuda and is_on(config):
         return sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)

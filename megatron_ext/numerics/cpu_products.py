@@ -3,12 +3,12 @@
 oneDNN multiplies 16-bit matrices quickly where the processor has instructions for it (AVX-512, AMX, Arm's bf16). On
 others, AVX2 alone for example, PyTorch's own loops take 10 to 60 times as long as an fp32 product. There the operands
 are widened to fp32 tile by tile: products of two 16-bit numbers are exact in fp32, sums are in fp32, and a result is
-rounded once, where the 16-bit product rounds it. It takes three tiles of memory, 3 MiB.
+rounded once, where the 16-bit product rounds it. This takes three tiles of memory, 3 MiB.
 
-Which way is taken is asked of oneDNN once per dtype and process; `sixteen_bit_products` sets it, for tests and
-benchmarks; oneDNN itself can be told to do without, by ONEDNN_MAX_CPU_ISA=AVX2 in the environment.
+oneDNN is asked once per dtype and process whether it has the instructions. `sixteen_bit_products` overrides its answer,
+for tests and benchmarks; ONEDNN_MAX_CPU_ISA=AVX2 in the environment makes oneDNN itself do without them.
 
-Legend: M rows, N columns, K what is summed over.
+Legend: M rows, N columns, K the length that is summed over.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ _chosen: bool | None = None
 
 
 def linear(x: Tensor, w_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, its gradients by the same products."""
+    """Compute `torch.nn.functional.linear`, and its gradients by the same products."""
     if not _widened(x, w_ND):
         return F.linear(x, w_ND, bias_N)
     return _Linear.apply(x, w_ND, bias_N)
 
 
 def mm(left_MK: Tensor, right_KN: Tensor, out_MN: Tensor | None = None, added: Tensor | None = None) -> Tensor:
-    """`left @ right + added` in the operands' dtype, rounded once; in `out_MN`'s memory if given.
+    """Compute `left @ right + added` in the operands' dtype, rounded once; in `out_MN`'s memory if given.
 
     `added` is a bias `[N]`, or `[M, N]`: `out_MN` itself, to add to it.
     """
@@ -63,17 +63,17 @@ def mm(left_MK: Tensor, right_KN: Tensor, out_MN: Tensor | None = None, added: T
 
 
 def has_sixteen_bit_products(dtype: torch.dtype) -> bool:
-    """Return whether products of bf16 or fp16 matrices on CPU are left to PyTorch, which has instructions for them."""
+    """Return whether PyTorch multiplies bf16 or fp16 matrices on CPU itself, since there are instructions for them."""
     return _asked(dtype) if _chosen is None else _chosen
 
 
-# What `torch.compiler.assume_constant_result` does, which imports torch._dynamo, and that Triton.
+# As `torch.compiler.assume_constant_result` does, without its import of torch._dynamo, which imports Triton.
 has_sixteen_bit_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def sixteen_bit_products(native: bool) -> Iterator[None]:
-    """Takes PyTorch's products (`native`) or those in fp32 tiles, whatever the processor has."""
+    """Take PyTorch's products (`native`) or those in fp32 tiles in the context, whatever the processor has."""
     global _chosen
     before, _chosen = _chosen, native
     try:
@@ -108,7 +108,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _widened(left_MK: Tensor, right_KN: Tensor) -> bool:
-    """Fake tensors stand for any machine: they take the product that PyTorch has."""
+    """Return whether operands are widened to fp32 tiles. Fake tensors, which stand for any machine, never are."""
     dtype = left_MK.dtype
     if dtype not in QUESTIONS or right_KN.dtype != dtype or left_MK.device.type != "cpu":
         return False
@@ -118,7 +118,7 @@ def _widened(left_MK: Tensor, right_KN: Tensor) -> bool:
 def _product_in_tiles(left_MK: Tensor, right_KN: Tensor, out_MN: Tensor, added: Tensor | None) -> None:
     (rows, inner), columns = left_MK.shape, right_KN.shape[1]
     for n in _tiles(columns):
-        # Where one tile of the right side holds all that is summed over, it serves every tile of rows.
+        # A tile of the right side that holds all of K serves every tile of rows.
         right_kn = right_KN[:, n].float() if inner <= _TILE else None
         for m in _tiles(rows):
             out_mn = out_MN[m, n]

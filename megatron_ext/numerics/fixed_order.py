@@ -1,17 +1,17 @@
 """Matrix products whose rows have the same bits whatever other rows are multiplied with them.
 
-On CUDA they are Triton's, with tiles of one size and serial sums (`fixed_order_kernels.py`), whose logits come
-in fp32. What follows is about CPUs, where logits have the operands' dtype.
+On CUDA they are Triton kernels, with tiles of one size and serial sums (`fixed_order_kernels.py`), and logits are
+fp32. The rest of this text is about CPUs, where logits have the operands' dtype.
 
 A library picks its order of additions by the shape of a product: in fp32 a row multiplied alone often differs in its
 last bits from the same row among 64 others, and where K or N fills no vector register, a row from an equal one beside
 it. So rows are multiplied in tiles of 64, the last one padded with zeros, by matrices padded with zeros to multiples of
 16. Columns come in blocks that follow from their number alone, and so do the blocks over which a product is summed.
-Nobody promises that a row then has the same bits at any place, and in taller tiles: `heights` looks at a few shapes
-once, and where it sees other bits there are no such products. What holds is for one machine, one build of torch, one
+No library promises that a row then has the same bits at any place, and in taller tiles: `heights` tries a few shapes
+once, and if it sees other bits such products are refused. The bits are those of one machine, one build of torch and one
 number of threads.
 
-Legend: M rows, K what a product sums over, N columns; T tokens, V vocabulary columns, D hidden size.
+Legend: M rows, K the length that a product sums over, N columns; T tokens, V vocabulary columns, D hidden size.
 """
 
 import functools
@@ -35,21 +35,21 @@ _SHAPES, _SHIFTS = ((16, 16), (48, 208), (528, 80), (304, 528)), (0, 1, 6, 27, 3
 # Vocabulary columns that one product takes or sums over: a rounded 16-bit product errs less the fewer terms it has.
 COLUMNS = 512
 CPU_ROWS = COLUMNS  # of dW at a time
-# What a launch sums at a time on CUDA: a product over columns that ends at a multiple of it goes on in the next one.
+# Columns that a launch sums at a time on CUDA: a sum that ends at a multiple of it goes on in the next launch.
 CUDA_STEP = 64
 
-TOKENS = 256  # over which one product of dW sums
-_SUMMED = 32 * TOKENS  # that are multiplied by factors at a time on CUDA
+TOKENS = 256  # tokens over which one product of dW sums
+_SUMMED = 32 * TOKENS  # tokens that are multiplied by factors at a time on CUDA
 
 
 def aligned(x_MK: Tensor) -> Tensor:
-    """`x` with rows without gaps that begin at a cache line, copied if they do not: where they lie may change bits."""
+    """Return `x` without gaps and from a cache line on, copied if it is not so: its place in memory may change bits."""
     x_MK = x_MK.contiguous()
     return x_MK if not has_values(x_MK) or x_MK.data_ptr() % tensors.LINE_BYTES == 0 else x_MK.clone()
 
 
 def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None, rounds: bool = False) -> Tensor:
-    """`x @ W.T`: fp32 on CUDA for 16-bit operands, unless it `rounds`; else in their dtype, in `out` if given."""
+    """Compute `x @ W.T`: fp32 on CUDA for 16-bit operands unless it `rounds`, else in their dtype, in `out` if any."""
     x_TD = aligned(x_TD)
     if out_TV is None or tensors.widens(x_TD, rounds):
         out_TV = tensors.new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], tensors.logit_dtype(x_TD, rounds))
@@ -62,10 +62,10 @@ def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None, rounds: boo
 
 
 def add_product(total_TD: Tensor | None, g_TV: Tensor, w_VD: Tensor) -> Tensor:
-    """`total + G @ W` in fp32 (fp64 for fp64), in place, over blocks of columns, one after the other.
+    """Compute `total + G @ W` in fp32 (fp64 for fp64), in place, over blocks of columns, one after the other.
 
-    `total`: the sum over earlier columns, of a multiple of `COLUMNS` (on CUDA of `CUDA_STEP`), that goes on with these;
-    None: these are the first.
+    `total`: the sum over earlier columns, whose number is a multiple of `COLUMNS` (on CUDA of `CUDA_STEP`); None: these
+    columns are the first.
     """
     goes_on = total_TD is not None
     if total_TD is None:
@@ -83,20 +83,20 @@ def add_product(total_TD: Tensor | None, g_TV: Tensor, w_VD: Tensor) -> Tensor:
 
 
 def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
-    """`total += G.T @ x`, token after token: on CUDA of a total in the dtype of sums, and of a multiple of
-    `CUDA_STEP` tokens but for the last; on a CPU in blocks of tokens, the last one padded with zeros."""
+    """Add `G.T @ x` to `total`, token after token. On CUDA `total` has the dtype of sums, and all calls but the last
+    take a multiple of `CUDA_STEP` tokens; on a CPU tokens come in blocks, the last one padded with zeros."""
     if g_TV.is_cuda:
         _kernels().product(g_TV.t(), x_TD, total_VD, goes_on=True)
         return
     for g_tV, x_tD in zip(g_TV.split(TOKENS), x_TD.split(TOKENS), strict=True):
         g_tV, x_tD = _padded(g_tV, TOKENS), _padded(x_tD, TOKENS)
         for block in column_blocks(g_TV.shape[1]):
-            # Not into the total itself: where its rows of a leaf begin depends on the ranks, and changes bits.
+            # Not into the total itself: the address of a leaf's rows depends on the ranks, and changes bits.
             total_VD[block] += _mm(g_tV[:, block].t(), x_tD)
 
 
 def add_column_sums(total_V: Tensor, g_TV: Tensor, factor_T: Tensor | None = None) -> None:
-    """`total += (factor * G).sum(0)`, token after token as in `add_transposed`; with a factor in the total's dtype.
+    """Add `(factor * G).sum(0)` to `total`, token after token as in `add_transposed`; products have the total's dtype.
 
     On a CPU the order in which torch adds a column depends on the number of columns, so `COLUMNS` are always added at a
     time.
@@ -116,19 +116,19 @@ def add_column_sums(total_V: Tensor, g_TV: Tensor, factor_T: Tensor | None = Non
 
 
 def transposed(g_TV: Tensor, x_TD: Tensor) -> Tensor:
-    """`G.T @ x` on a CPU, in fp32 (fp64 for fp64)."""
+    """Compute `G.T @ x` on a CPU, in fp32 (fp64 for fp64)."""
     total_VD = g_TV.new_zeros(g_TV.shape[1], x_TD.shape[1], dtype=accumulation_dtype(g_TV.dtype))
     add_transposed(total_VD, g_TV, x_TD)
     return total_VD
 
 
 def write_transposed(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, accumulate: bool = False) -> None:
-    """`G.T @ x` on CUDA, rounded once to the dtype of `out`; `accumulate`: added to what is in it."""
+    """Compute `G.T @ x` on CUDA, rounded once to the dtype of `out`; `accumulate`: add it to `out`."""
     _kernels().product(g_TV.t(), x_TD, out_VD, adds=accumulate)
 
 
 def column_sums(g_TV: Tensor, factor_T: Tensor) -> Tensor:
-    """`(factor * G).sum(0)` in the factor's dtype; on CUDA of a factor that is rounded to the dtype of G."""
+    """Compute `(factor * G).sum(0)` in the factor's dtype; on CUDA the factor is first rounded to the dtype of G."""
     if not g_TV.is_cuda:
         return weighed_sum(g_TV, factor_T)
     total_V = factor_T.new_zeros(g_TV.shape[1])
@@ -137,7 +137,7 @@ def column_sums(g_TV: Tensor, factor_T: Tensor) -> Tensor:
 
 
 def weighed_sum(x_TD: Tensor, factor_T: Tensor) -> Tensor:
-    """`(factor * x).sum(0)` in the factor's dtype."""
+    """Compute `(factor * x).sum(0)` in the factor's dtype."""
     total_D = factor_T.new_zeros(x_TD.shape[1])
     add_column_sums(total_D, x_TD, factor_T)
     return total_D
@@ -148,22 +148,22 @@ def _kernels() -> Any:
 
 
 def multiple(x_TD: Tensor) -> int:
-    """Parts of a leaf that are worked on one after the other begin at multiples of so many columns."""
+    """Return the number of columns at whose multiples parts of a leaf begin that are computed one after the other."""
     return CUDA_STEP if x_TD.is_cuda else COLUMNS
 
 
 def column_blocks(columns: int) -> list[slice]:
-    """Blocks of vocabulary columns, from the first column of a leaf, or of a multiple of `COLUMNS`, on."""
+    """Cut vocabulary columns into blocks; the first one is a leaf's first, or a multiple of `COLUMNS` behind that."""
     return [slice(at, min(at + COLUMNS, columns)) for at in range(0, columns, COLUMNS)]
 
 
 def whole_blocks(chunk: slice) -> int:
-    """Return the number of tokens that a chunk of this size may have: a multiple of those that a product of dW sums."""
+    """Round the size of a chunk down to a multiple of `TOKENS`, and up to `TOKENS` if it is less."""
     return max(TOKENS, (chunk.stop - chunk.start) // TOKENS * TOKENS)
 
 
 def mm(a_MK: Tensor, b_KN: Tensor, added_N: Tensor | None = None) -> Tensor:
-    """`a @ b + added` of any layer, rounded once to the operands' dtype: a row's bits depend on no other row of `a`."""
+    """Compute `a @ b + added`, rounded once to the operands' dtype: a row's bits depend on no other row of `a`."""
     a_MK = aligned(a_MK)
     b_KN = aligned(b_KN.t()).t() if b_KN.stride(0) == 1 else aligned(b_KN)
     out_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
@@ -201,12 +201,12 @@ def _rows_times(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, added_N: Tensor | No
 
 
 def _mm(left_MK: Tensor, right_KN: Tensor, added_N: Tensor | None = None) -> Tensor:
-    """The product, in memory that is given: where `aten::mm` is replaced by these products, they are made of it."""
+    """Multiply into given memory, by `aten::mm.out`: `aten::mm` may be replaced by the products of this module."""
     return cpu_products.mm(left_MK, right_KN, left_MK.new_empty(left_MK.shape[0], right_KN.shape[1]), added_N)
 
 
 def _padded(x_MK: Tensor, rows: int) -> Tensor:
-    """`x` with rows of zeros behind its own, as far apart as these are."""
+    """Append rows of zeros to `x`, as far apart in memory as its own."""
     if x_MK.shape[0] == rows:
         return x_MK
     whole = (
@@ -240,8 +240,8 @@ def _heights_of(like: Tensor) -> tuple[int, ...]:
 
 @functools.cache
 def heights(dtype: torch.dtype, threads: int, by_torch: bool) -> tuple[int, ...]:
-    """The numbers of rows, falling, that products may have: a row has the same bits in all, at any place. None: such
-    are not to be had here. 16-bit products of widened operands are tried before they are rounded."""
+    """Return the numbers of rows, descending, that products may have: a row has the same bits in all, at any place.
+    Empty: there are none here. 16-bit products of widened operands are tried before they are rounded."""
     own = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
     sums = dtype if by_torch else torch.float32
 

@@ -1,10 +1,10 @@
 """Products whose sums have one order: each tile is made in one program, and nothing is chosen by the shape.
 
-A product's tiles have one size for all shapes and its sums are serial, so an element's bits depend on its row, its
-column and what is summed alone. A library's products promise that for one shape at most. A sum may go on from what an
-earlier launch has left, in the same order as if it had been one.
+A product's tiles have one size for all shapes and its sums are serial, so an element's bits depend only on its row of
+the left and its column of the right matrix. A library's products promise that for one shape at most. A sum may go on
+from the result of an earlier launch, in the order of a single launch.
 
-Legend: M rows, N columns, K what a product sums over.
+Legend: M rows, N columns, K the length that a product sums over.
 """
 
 import os
@@ -23,8 +23,8 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def place(tile, down, across, together):
-    """The row and the column of a tile, of `down` and `across`: neighbours are `together` tiles of rows of the same
-    columns, whose operands are in the cache then."""
+    """Return the row and the column of a tile among `down` x `across` tiles. Up to `together` tiles of the same columns
+    follow each other, so that their operands are in the cache."""
     first = tile // (together * across) * together
     high = tl.minimum(down - first, together)
     within = tile % (together * across)
@@ -33,7 +33,7 @@ def place(tile, down, across, together):
 
 @triton.jit
 def _summed(a, b, total, DTYPE: tl.constexpr):
-    if INTERPRETED:  # rows of numpy's products in fp32 may have other bits at other places, and of bf16 it knows none
+    if INTERPRETED:  # numpy's fp32 products may have other bits at other places, and there are none in bf16
         step = tl.dot(a.to(tl.float64), b.to(tl.float64), input_precision="ieee", out_dtype=tl.float64)
         return total + step.to(DTYPE)
     return tl.dot(a, b, total, input_precision="ieee", out_dtype=DTYPE)
@@ -41,14 +41,14 @@ def _summed(a, b, total, DTYPE: tl.constexpr):
 
 @triton.jit
 def _read(out_ptr, out_stride, rows, columns, M: tl.constexpr, N: tl.constexpr):
-    """A tile of which `rows` and `columns` are there."""
+    """Load a tile of which `rows` and `columns` exist."""
     m, n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     return tl.load(out_ptr + m * out_stride + n, mask=(m < rows) & (n < columns), other=0.0)
 
 
 @triton.jit
 def _write(total, out_ptr, out_stride, rows, columns, ADDS: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """A tile, or the first `rows` and `columns` of it."""
+    """Store a tile, or its first `rows` and `columns`; ADDS: plus the content of `out`."""
     if ADDS:
         total += _read(out_ptr, out_stride, rows, columns, M, N).to(total.dtype)
     m, n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
@@ -78,11 +78,11 @@ def fixed_product_kernel(
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """One tile of `a @ b`. TAIL: K is no multiple of BLOCK_K, and zeros follow.
+    """Compute one tile of `a @ b`. TAIL: K is no multiple of BLOCK_K, and zeros follow.
 
     Args:
         a_ptr: `[M, K]`, M `rows`, K the `length`, any strides. b_ptr: `[K, N]`, N `columns`, any strides.
-        out_ptr: `[M, N]`, written; GOES_ON: from the sum on that is in it; ADDS: rounded once with what is in it.
+        out_ptr: `[M, N]`, written; GOES_ON: the sum begins with its content; ADDS: its content is added, rounded once.
         DTYPE: of the sums. TOGETHER: how many tiles of rows follow each other in the order of tiles.
     """
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
@@ -91,7 +91,7 @@ def fixed_product_kernel(
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     out_ptr += first_m.to(tl.int64) * out_stride + first_n
 
-    # What is past the end repeats the first row or column, and is not written.
+    # Rows and columns past the end repeat the first one, and are not written.
     m_read = tl.max_contiguous(tl.multiple_of(tl.where(m < rows, m, 0), BLOCK_M), BLOCK_M).to(tl.int64)
     n_read = tl.max_contiguous(tl.multiple_of(tl.where(n < columns, n, 0), BLOCK_N), BLOCK_N).to(tl.int64)
     k = tl.arange(0, BLOCK_K).to(tl.int64)
@@ -109,7 +109,7 @@ def fixed_product_kernel(
         a = tl.load(a_ptrs, mask=there[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=there[:, None], other=0.0)
         total = _summed(a, b, total, DTYPE)
-    if ADDS:  # by halves, for which there are registers
+    if ADDS:  # by halves: there are not enough registers for the whole
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = total.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
         _write(left, out_ptr, out_stride, rows - first_m, columns - first_n, True, BLOCK_M, HALF)
@@ -120,10 +120,10 @@ def fixed_product_kernel(
 
 
 def fixed_product(dtype: torch.dtype, goes_on: bool) -> dict[str, Any]:
-    """Constants, warps and stages of the products whose sums have one order, which BLOCK_K and the dtype decide.
+    """Choose constants, warps and stages of the product kernel; BLOCK_K and the dtype decide the order of sums.
 
-    Of 16 bits the tile that cuBLAS takes for large products: a program's accumulator is 128 registers of each thread.
-    To load as many before the sum begins takes more than there are, so one that `goes_on` has half as many columns.
+    For 16 bits the tile is cuBLAS's for large products: a program's accumulator takes 128 registers of each thread. A
+    program that `goes_on` would have to load as many before it sums, more than there are: it has half as many columns.
     """
     if dtype.itemsize == 2:
         columns = 128 if goes_on else 256
@@ -136,10 +136,10 @@ def fixed_product(dtype: torch.dtype, goes_on: bool) -> dict[str, Any]:
 
 
 def product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, goes_on: bool = False, adds: bool = False) -> None:
-    """`out = a @ b` in one launch, summed in fp32 (fp64 for fp64) and rounded once to `out`'s dtype.
+    """Compute `out = a @ b` in one launch, summed in fp32 (fp64 for fp64) and rounded once to `out`'s dtype.
 
-    `goes_on`: the sums begin with what is in `out`, which has their dtype: as if an earlier product's K went on with
-    this one's, where that K was a multiple of `fixed_product`'s. `adds`: what is in `out` is added at the end.
+    `goes_on`: the sums begin with the content of `out`, which has their dtype: as if this K continued the K of an
+    earlier product, which must be a multiple of BLOCK_K. `adds`: the content of `out` is added at the end.
     """
     (rows, length), columns = a_MK.shape, b_KN.shape[1]
     assert out_MN.stride(1) == 1 or columns == 1, "outputs are made by the head, columns next to each other"

@@ -3,7 +3,7 @@
 Layers call torch's products in many spellings, `F.linear` and `@` among them, and all come down to a few operators,
 whose kernels are replaced by those of `fixed_order.py`: what Megatron's `batch_invariant_mode` does on CUDA, here on
 the CPU as well. On a CPU activations need it too: the last elements of a tensor, and of each thread's part, are
-computed otherwise than those that fill a vector register. There they are given tensors that have no such elements.
+computed otherwise than those that fill a vector register. There activations get tensors without such elements.
 """
 
 import importlib.util
@@ -20,14 +20,14 @@ from megatron_ext.numerics import fixed_order
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-# Functions of one element each. Those of `fixed_order.functions_fault` have the same bits as torch has them.
+# Elementwise functions. Those that `fixed_order.functions_fault` tests need no replacement.
 _ACTIVATIONS = ("silu", "gelu", "sigmoid", "softplus", "mish", "elu", "exp2", "cosh", "rsqrt", "pow.Tensor_Scalar")
-# Elements that one thread takes, and of which two vector registers are filled.
+# Elements that one thread takes, and the multiple to which they are filled up: two vector registers.
 _PIECE, _REGISTERS = 32768, 64
 
 
 def replace_operators(undo: ExitStack, on_cuda: bool) -> None:
-    """Closing `undo` puts the kernels back. `on_cuda`: products on CUDA too, where there is one, and Triton.
+    """Replace torch's kernels until `undo` is closed. `on_cuda`: products on CUDA too, if there are CUDA and Triton.
 
     Batches of matrices are left to torch on CUDA: there attention has kernels of its own.
     """
@@ -69,7 +69,7 @@ def _in_pieces(kernel: Any) -> Callable[..., Tensor]:
 
 
 def _of_groups(kernel: Any) -> Callable[..., Tensor]:
-    """Products of rows by the matrices of their experts, whose rows end at `offs`."""
+    """Make the product of rows with the matrices of their experts; the rows of each expert end at its `offs`."""
 
     def grouped(
         keys: Any, a_MK: Tensor, b_EKN: Tensor, offs: Tensor | None = None, *more: Any, **options: Any

@@ -1,5 +1,5 @@
-"""Tensors: whether values can be read (the tensor is not fake or traced), and errors for wrong ones; how far apart the
-rows of matrices lie, in which dtype sums are made, and in which logits come.
+"""Tensors: whether values can be read (the tensor is not fake or traced), errors for wrong values, the distance between
+rows of matrices, and the dtypes of sums and of logits.
 """
 
 import sys
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.torch_version import TorchVersion
 
-# Of small calls a tenth of the time went into asking what these may be.
+# Types that need no test for being fake, which would take a tenth of a small call's time.
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -24,16 +24,16 @@ def has_values(x: Tensor) -> bool:
 
 
 def on_host(x: Tensor) -> bool:
-    """Return whether values of `x` can be read without waiting for a device: of a few numbers Python costs less then
+    """Return whether values of `x` can be read without waiting for a device: then Python on a few numbers costs less
     than operators."""
     return not x.is_cuda and has_values(x)
 
 
 def check_plain(argument: str, x: Any) -> None:
-    """Raises ValueError for a DTensor, and in a transform of torch.func, which our autograd functions do not know."""
+    """Raise ValueError for a DTensor, and in a transform of torch.func, which our autograd functions do not support."""
     if torch.compiler.is_compiling():
         return
-    distributed = sys.modules.get("torch.distributed.tensor")  # not imported: nobody has made a DTensor
+    distributed = sys.modules.get("torch.distributed.tensor")  # None: there is no DTensor
     if distributed is not None and isinstance(x, distributed.DTensor):
         raise ValueError(
             f"{argument} is a DTensor: it must be a plain tensor; pass its local tensor, {argument}.to_local(), with "
@@ -51,7 +51,7 @@ class OutsideVocabulary(ValueError):
 
 
 def raise_unless(right: Tensor, message: str, error: type[ValueError] = ValueError) -> None:
-    """An `error` unless `right`, a bool tensor with a value; on CUDA a device-side assertion without a host sync."""
+    """Raise `error` unless `right`, a bool tensor with a value; on CUDA a device-side assertion without a host sync."""
     if right.is_cuda:
         torch._assert_async(right, message)
     elif not right:
@@ -75,11 +75,11 @@ def check_within(
     spared: int | None = None,
     exist: Callable[[Tensor, int, int | None], Tensor] = ids_exist,
 ) -> bool:
-    """Raises OutsideVocabulary unless each of the integers `ids` is in [0, size) or `spared`; `fix` ends its sentence.
+    """Raise OutsideVocabulary unless each of the integers `ids` is in [0, size) or `spared`; `fix` ends its sentence.
 
-    They are read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while compiling or
-    on fake tensors they are not looked at. Returns whether all were seen to be in [0, size). `exist`: `ids_exist`, or
-    what gives the same on CUDA.
+    The ids of real CPU tensors are read; on CUDA the check is a device-side assertion without a host sync; while
+    compiling or on fake tensors there is none. Returns whether all ids were seen to be in [0, size). `exist`:
+    `ids_exist`, or a function that returns the same on CUDA.
     """
     if not has_values(ids):
         return False
@@ -135,16 +135,16 @@ def on_tensor_cores(like: Tensor) -> bool:
 
 
 def new_matrix(like: Tensor, tokens: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A new `[tokens, columns]` for logits, whose rows are longer than what they hold where that is quicker.
+    """Make a matrix `[tokens, columns]` for logits, with gaps between the rows where that is quicker.
 
-    On CPU rows begin at cache lines, one line further apart than they need: a power of two apart, as vocabularies make
-    them, they fall into the same places of the cache, and at 32768 columns the three fp32 matmuls then take 10 %
-    longer. 16-bit extra elements are zero: on processors with AMX oneDNN's bf16 matmul reads past the end of a row and
-    multiplies what it finds there by zero, which is NaN where that is NaN or infinite. On CUDA up to a multiple of 16
-    elements, which nothing writes.
+    On CPU rows begin at cache lines, one line further apart than they need: a power of two apart, as for many
+    vocabularies, they would fall into the same places of the cache, and at 32768 columns the three fp32 matmuls would
+    take 10 % longer. 16-bit gaps are zero: on processors with AMX oneDNN's bf16 matmul reads past the end of a row and
+    multiplies these numbers by zero, which is NaN if they are NaN or infinite. On CUDA gaps end at a multiple of 16
+    elements, and nothing writes to them.
     """
     more, dtype = 0, dtype or like.dtype
-    # Not where torch compiles, which takes no `out` with gaps; nor one column where torch.mm read such an `out`.
+    # No gaps while torch compiles, which takes no such `out`, nor for one column if torch.mm reads such an `out`.
     if not torch.compiler.is_compiling() and (columns != 1 or not _READS_ONE_COLUMN):
         line = LINE_BYTES // dtype.itemsize
         more = -columns % _CUDA_MULTIPLE if like.is_cuda else -columns % line + line
@@ -155,7 +155,7 @@ def new_matrix(like: Tensor, tokens: int, columns: int, dtype: torch.dtype | Non
 
 
 def widens(x_TD: Tensor, rounds: bool = False) -> bool:
-    """Return whether logits of such hidden states come wider than these, in fp32: 16-bit operands on CUDA, unless
+    """Return whether logits of such hidden states are wider than these, in fp32: of 16-bit operands on CUDA, unless
     logits are to be rounded."""
     return on_tensor_cores(x_TD) and not rounds
 
@@ -166,18 +166,18 @@ def logit_dtype(x_TD: Tensor, rounds: bool) -> torch.dtype:
 
 
 def part_of(x: Tensor, rows: slice, columns: int | None = None) -> Tensor:
-    """`x[rows, :columns]`, and `x` itself where that is all of it: small calls spend their time on the call."""
+    """Return `x[rows, :columns]`, or `x` itself if that is all of it: indexing costs small calls much of their time."""
     x = x if rows.stop - rows.start == x.shape[0] else x[rows]
     return x if columns is None or columns >= x.shape[1] else x[:, :columns]
 
 
 def parts_of(rows: slice, *given: Tensor | None) -> list[Tensor | None]:
-    """`part_of` of each that there is."""
+    """Apply `part_of` to each tensor that is not None."""
     return [None if x is None else part_of(x, rows) for x in given]
 
 
 def pieces(x_ND: Tensor) -> list[slice]:
-    """Rows of `x_ND` for elementwise work between matmuls: few launches on CUDA, on CPU what its cache holds."""
+    """Cut rows of `x_ND` for elementwise work between matmuls: on CUDA for few launches, on CPU to fit its cache."""
     count, width = x_ND.shape
     step = max(1, (1 << (25 if x_ND.is_cuda else 20)) // max(width, 1))
     if 0 < count <= step:

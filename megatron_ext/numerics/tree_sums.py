@@ -1,4 +1,4 @@
-"""Sums of parts in one order, whoever holds the parts: as the leaves of a binary tree of neighbours.
+"""Sums of parts in one order, whichever ranks hold the parts: as the leaves of a binary tree of neighbours.
 
 `((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))`: 1, 2, 4 or 8 ranks each hold a branch of the same tree. The tree is that of
 "Deterministic Inference across Tensor Parallel Sizes" (TBIK, arXiv 2511.17826).
@@ -18,7 +18,7 @@ from megatron_ext.numerics.tensors import accumulation_dtype
 
 
 def in_tree(parts: Sequence[Tensor], joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`parts` joined by twos, neighbours first."""
+    """Join `parts` by twos, neighbours first."""
     if len(parts) == 1:
         return parts[0]
     middle = 1 << (len(parts) - 1).bit_length() - 1
@@ -26,13 +26,13 @@ def in_tree(parts: Sequence[Tensor], joined: Callable[[Tensor, Tensor], Tensor])
 
 
 class TreeSum:
-    """The sum `in_tree` of parts that come one after the other, in their memory: at most log2 of them are held."""
+    """The sum `in_tree` of parts that come one after the other, in their memory: n parts leave at most log2(n) + 1."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, Tensor]] = []
 
     def add(self, part: Tensor) -> None:
-        """The next part, which is spent."""
+        """Add the next part, whose memory is overwritten."""
         level = 0
         while self._waiting and self._waiting[-1][0] == level:
             part = self._waiting.pop()[1].add_(part)
@@ -40,7 +40,7 @@ class TreeSum:
         self._waiting.append((level, part))
 
     def total(self) -> Tensor:
-        """The sum of all."""
+        """Return the sum of all parts."""
         found = self._waiting.pop()[1]
         while self._waiting:
             found = self._waiting.pop()[1].add_(found)
@@ -48,9 +48,9 @@ class TreeSum:
 
 
 def sum_of_ranks(x_TD: Tensor, like: Tensor, group: Group, sizes: list[int] | None) -> Tensor:
-    """The sum of every rank's `x`, added in the tree's order, in fp32 at least, and rounded once to `like`'s dtype.
+    """Sum every rank's `x` in the tree's order, in fp32 at least, and round once to `like`'s dtype.
 
-    `sizes`: each rank keeps so many tokens of it; None: all ranks get all of it.
+    `sizes`: the number of tokens of the sum that each rank keeps; None: all ranks get all of it.
 
     Communicates: 1 all-to-all of `(R - 1) / R T D` numbers in `x`'s dtype, and without `sizes` 1 all-gather of as many
     in that of `like`. (An all-reduce promises no order.)
@@ -67,9 +67,9 @@ def sum_of_ranks(x_TD: Tensor, like: Tensor, group: Group, sizes: list[int] | No
 
 
 def start_sum_of_ranks(x_TD: Tensor, like: Tensor, group: Group, sizes: list[int] | None, fixed: bool) -> Pending:
-    """Begin to add up every rank's `x`, in its memory where it can be; if `fixed` in the tree's order, see above.
+    """Begin to sum every rank's `x`, in its memory where that is possible; if `fixed` in the tree's order.
 
-    Communicates: 1 all-reduce, with `sizes`, of which each rank keeps its own tokens, 1 reduce-scatter; if `fixed`
+    Communicates: 1 all-reduce; with `sizes`, the number of tokens that each rank keeps, 1 reduce-scatter; if `fixed` as
     `sum_of_ranks`.
     """
     tokens = x_TD.shape[0]

@@ -1,8 +1,8 @@
-"""The proof of a fusion: a model's own loss and the fused one are taken of the same few tokens, and compared.
+"""The proof of a fusion: a model's own loss and the fused loss of the same few tokens are compared.
 
-Each way in that replaces somebody's loss makes two functions of hidden states at the input of the model's own head, and
-asks `Proofs.of(...)` whether they are equal: at the first call, and again when what the proof rests on has changed.
-Imports torch and groups alone.
+Each way in that replaces a model's loss makes two functions of hidden states at the input of the model's own head, and
+asks `Proofs.of(...)` whether they are equal: at the first call, and again after a change of the proof's basis. The
+package imports only torch and `megatron_ext.distributed`.
 """
 
 from megatron_ext.proof.comparison import compare

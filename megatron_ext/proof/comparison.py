@@ -1,5 +1,5 @@
-"""`compare`: two ways from the same hidden states to a loss, with gradients, equal within the rounding of their dtypes;
-or else the words in which they differ: a factor, fewer columns, other tokens, another term.
+"""Comparison of two losses of the same hidden states, with gradients, within the rounding of their dtypes; if they
+differ, a diagnosis in words: a factor, fewer columns, other tokens, another term.
 
 Legend: T tokens of the sample, D hidden size, V vocabulary.
 """
@@ -16,24 +16,24 @@ from megatron_ext.proof.proofs import Proof, error_words
 
 LossOfHidden = Callable[[Tensor], Tensor]
 
-_PROJECTED = 16  # columns that a gradient of more is projected to, so that no two of vocabulary size exist at a time
-_ROWS = 4096  # of a gradient that are in fp32 at a time
+_PROJECTED = 16  # columns to which wider gradients are projected: two of the vocabulary's size never exist at a time
+_ROWS = 4096  # rows of a gradient that are in fp32 at a time
 _STATE = (bool, int, float, type(None), Tensor)
 _CONTAINERS = (list, dict, set, deque, defaultdict)
-_OF_MODULES = frozenset(vars(nn.Module()))  # names of what torch keeps
-_LARGEST_STATE = 2**20  # numbers of a buffer that calls change; a larger one holds weights, or tables
+_OF_MODULES = frozenset(vars(nn.Module()))  # names of torch's own attributes of modules
+_LARGEST_STATE = 2**20  # the most numbers of a buffer that is put back; larger ones hold weights, or tables
 
 
 class _Tolerance(NamedTuple):
-    """Tolerance of relative differences of losses and of gradients, and of a token's loss however small."""
+    """Tolerances: of relative differences of losses, and of gradients; absolute, of the loss of a token."""
 
     losses: float
     gradients: float
     of_a_token: float
 
 
-# Logits that are rounded to 16 bits are wrong by up to 0.06 at 30, and the gradient of a token that is known well by as
-# much of itself. A caller that compares in fp32 finds more.
+# Rounding to 16 bits changes a logit of 30 by up to 0.06, and by as large a share the gradient of a token that the
+# model predicts well. A caller that compares in fp32 finds smaller differences.
 _TOLERANCES = {
     torch.float64: _Tolerance(1e-9, 1e-8, 1e-10),
     torch.float32: _Tolerance(2e-5, 2e-4, 2e-6),
@@ -44,12 +44,12 @@ _TF32 = _Tolerance(5e-3, 2e-2, 1e-2)
 
 
 class LossAndGradients(NamedTuple):
-    """One way's losses, `[...]` or one number, and its gradients by name, of which each row is compared as a whole.
+    """One side's losses, `[...]` or one number, and its gradients by name, projected to few columns.
 
     The first gradient is that of the hidden states, the second that of the parameter with a row for each column of the
-    logits, if there is one that trains. `underflow`: what a gradient may be that is 0 on the other side. `dtype`: that
-    of the losses before they became fp64 here. `unreached`: they have gradients, none of which reaches the head, as one
-    that is called in a reentrant checkpoint.
+    logits, if that parameter trains. `underflow`: the largest gradient that may be 0 on the other side. `dtype`: the
+    dtype of the losses before they became fp64 here. `unreached`: the losses need gradients, but none reaches the
+    head's operands, as inside of a reentrant checkpoint.
     """
 
     losses: Tensor
@@ -60,20 +60,21 @@ class LossAndGradients(NamedTuple):
 
 
 def compare(own: LossOfHidden, fused: LossOfHidden, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Proof:
-    """Run both ways on the same hidden states, and compare losses and gradients.
+    """Run both functions on the same hidden states, and compare losses and gradients.
 
     Args:
         own: from hidden states to the model's own loss, `[...]` for each token or one number.
-        fused: the same by the fused head; called second.
-        hidden: a small sample of what goes into the model's own head, any shape with D last (32 to 64 tokens are
+        fused: from hidden states to the same loss by the fused head; called second.
+        hidden: a small sample of the inputs of the model's own head, any shape with D last (32 to 64 tokens are
             enough). It is detached here.
-        parameters: those of the head by name, the one with a row for each column of the logits first. Gradients of
-            those that require one are compared; none is left in `.grad` or `main_grad`.
+        parameters: the head's parameters by name; the first has a row for each column of the logits. The gradients of
+            trainable ones are compared, and left neither in `.grad` nor in `main_grad`.
 
     Returns:
-        Refused with a diagnosis if they differ. Not comparable if `own` raises; what `fused` raises is raised.
+        A proof: refused, with a diagnosis, if losses or gradients differ; not comparable if `own` raises. Errors of
+        `fused` are raised.
 
-    Communicates: what both ways do, forward and backward. RNG states are put back to what they were.
+    Communicates: what both functions do, forward and backward. RNG states are restored.
     """
     hidden = hidden.detach().requires_grad_()
     tokens = hidden[..., 0].numel()
@@ -93,7 +94,7 @@ def compare(own: LossOfHidden, fused: LossOfHidden, hidden: Tensor, parameters: 
     losses = relative(mine.losses, ours.losses, allowed.of_a_token / allowed.losses)
     gradients = {name: relative(mine.gradients[name], ours.gradients[name]) for name in mine.gradients}
     largest = max(losses, *gradients.values())
-    # Written so that a NaN is no proof.
+    # With a NaN these comparisons are False, so that it proves nothing.
     equal = losses <= allowed.losses and all(difference <= allowed.gradients for difference in gradients.values())
     if equal and not columns_missing(mine, ours) and not mine.unreached:
         return Proof("proved", tokens=tokens, largest_difference=largest)
@@ -101,11 +102,11 @@ def compare(own: LossOfHidden, fused: LossOfHidden, hidden: Tensor, parameters: 
 
 
 def _loss_and_gradients(way: LossOfHidden, hidden: Tensor, parameters: Mapping[str, Tensor]) -> LossAndGradients:
-    # A checkpoint around the call counts what is saved, and must not count these.
+    # A checkpoint around the call counts saved tensors, and must not count those of the comparison.
     as_they_are = torch.autograd.graph.saved_tensors_hooks(_kept, lambda x: x)
     with torch.inference_mode(False), torch.enable_grad(), as_they_are, main_grads_aside(parameters) as main_grads:
         losses = way(hidden)
-        # Each token has a weight of its own, or else gradients of one could stand for those of another.
+        # Each token has a weight of its own, so that exchanged tokens change the gradients.
         weights = torch.linspace(0.5, 1.5, losses.numel(), device=losses.device, dtype=torch.float64)
         total = (losses.double() * weights.view(losses.shape)).sum() if losses.numel() > 1 else losses.double().sum()
         asked = [hidden, *parameters.values()]
@@ -115,7 +116,7 @@ def _loss_and_gradients(way: LossOfHidden, hidden: Tensor, parameters: Mapping[s
         names = ["hidden states", *parameters]
         gradients = {}
         for name, x, gradient in zip(names, asked, found, strict=True):
-            if name in main_grads:  # what autograd returns is a dummy where the gradient was added there
+            if name in main_grads:  # if backward added the gradient to `main_grad`, autograd's is a dummy
                 added = getattr(x, "grad_added_to_main_grad", False)
                 gradient = main_grads[name] if added or gradient is None else gradient + main_grads[name]
             gradients[name] = _projected(gradient, x)
@@ -125,13 +126,13 @@ def _loss_and_gradients(way: LossOfHidden, hidden: Tensor, parameters: Mapping[s
 
 
 def _kept(x: Tensor) -> Tensor:
-    """Return `x` without its graph: a node that saves its own result would hold itself, for good."""
+    """Return `x` without its graph: a node that saves its own result would keep itself alive."""
     return x if x.is_leaf else x.detach().requires_grad_()
 
 
 @contextmanager
 def main_grads_aside(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Megatron's fused accumulation adds to `main_grad` in backward: into one of zeros here, given by name."""
+    """Give parameters a zero `main_grad` inside the context, for Megatron's fused accumulation; yield these by name."""
     before = {name: dict(vars(x)) for name, x in parameters.items() if getattr(x, "main_grad", None) is not None}
     aside = {}
     for name in before:
@@ -148,7 +149,7 @@ def main_grads_aside(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Ten
 
 
 def _projected(gradient: Tensor | None, of: Tensor) -> Tensor:
-    """`[rows, 16]` of a gradient `[rows, D]`: random sums of its columns, the same on both sides; fp32 at least."""
+    """Project a gradient `[rows, D]` to fp64 `[rows, 16]`: random sums of its columns, the same on both sides."""
     local = of.to_local() if hasattr(of, "to_local") else of
     rows = local.detach().reshape(-1, local.shape[-1]) if local.dim() > 1 else local.detach().reshape(-1, 1)
     if gradient is None:
@@ -165,10 +166,10 @@ def _projected(gradient: Tensor | None, of: Tensor) -> Tensor:
 
 
 def _tolerance(tensors: list[Tensor], of_losses: torch.dtype) -> _Tolerance:
-    """Return the tolerance of the coarsest dtype in which something is computed.
+    """Return the tolerance of the coarsest dtype among the tensors, under autocast or TF32 also of theirs.
 
-    `of_losses`: the dtype of the model's own losses. A model in fp64 may round its logits to fp32 before the loss; one
-    in fp32 whose losses come in 16 bits gets no more than fp32 has, in which the fused ones are computed.
+    `of_losses`: the dtype of the model's own losses. Losses of any dtype but fp64 add the tolerance of fp32, to which a
+    model in fp64 may round its logits. Losses in 16 bits add no more: the fused losses are fp32.
     """
     dtypes = [x.dtype for x in tensors]
     device = tensors[0].device.type
@@ -191,7 +192,7 @@ def rng_put_back(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def state_put_back(module: nn.Module) -> Iterator[None]:
-    """Counters, running statistics, lists and what else `module` and those inside keep of their calls are as before."""
+    """Restore, when the context ends, the state that calls change in `module`: counters, statistics, containers."""
     held = [(own, dict(own)) for each in module.modules() for own in (vars(each), vars(each)["_buffers"])]
     small = [x for own, _ in held for x in own.values() if isinstance(x, Tensor) and x.numel() <= _LARGEST_STATE]
     kept = [x for each in module.modules() for name, x in vars(each).items() if name not in _OF_MODULES]
@@ -217,9 +218,9 @@ def _entries(x: Any) -> list[Any]:
 
 
 def relative(own: Tensor, fused: Tensor, scale: float = 0.0) -> float:
-    """The norm of the difference over that of `own`, or over `scale` for each number where that is more.
+    """Divide the norm of the difference by that of `own`, or of a tensor filled with `scale` if that norm is larger.
 
-    What is the same infinity on both sides does not differ; what is NaN on both does: nothing is known of it.
+    Equal infinities do not differ. NaN on both sides is a difference, as nothing is known of the value.
     """
     same = own == fused
     difference = torch.where(same, 0.0, own - fused).norm().item()
@@ -228,7 +229,7 @@ def relative(own: Tensor, fused: Tensor, scale: float = 0.0) -> float:
 
 
 def why_different(own: LossAndGradients, fused: LossAndGradients, of_losses: float, of_gradients: float) -> str:
-    """One sentence's worth of words about how the model's own, `own`, differs from the fused."""
+    """Say, in words for the middle of a sentence, how the model's own loss differs from the fused one."""
     if not bool(own.losses.isfinite().all()):
         return "its loss of a sample is not finite"
     if not bool(fused.losses.isfinite().all()):
@@ -255,7 +256,8 @@ def why_different(own: LossAndGradients, fused: LossAndGradients, of_losses: flo
 
 
 def _factor(own: Tensor, fused: Tensor, tolerance: float) -> float | None:
-    """The number other than 1 by which all losses differ, if there is one. Of one loss alone any ratio would do."""
+    """Return the factor other than 1 by which all losses differ, or None. A single loss has a factor in any case, so
+    that only whole numbers up to 8 and their inverses count."""
     square = (fused * fused).sum().item()
     if square == 0:
         return None
@@ -268,9 +270,9 @@ def _factor(own: Tensor, fused: Tensor, tolerance: float) -> float | None:
 
 
 def columns_missing(own: LossAndGradients, fused: LossAndGradients) -> int:
-    """The number of columns of the logits that have a gradient in the fused loss alone, more than one that underflows.
+    """Count the columns of the logits that have a gradient above `underflow` in the fused loss, and none in the own.
 
-    They may be as unlikely as they like, so that no other difference shows them.
+    Such columns may be so unlikely that no other difference shows them.
     """
     name = next(iter([*own.gradients][1:]), None)
     if name is None or not bool(own.gradients[name].any()):
@@ -280,7 +282,7 @@ def columns_missing(own: LossAndGradients, fused: LossAndGradients) -> int:
 
 
 def _other_tokens(own: Tensor, fused: Tensor) -> str | None:
-    """Tokens that have a loss on one side alone."""
+    """Say how many tokens have a loss on one side alone; None if no token does."""
     if own.numel() == 1:
         return None
     alone = int(((own == 0) != (fused == 0)).sum())
@@ -288,7 +290,7 @@ def _other_tokens(own: Tensor, fused: Tensor) -> str | None:
 
 
 def _constant(own: LossAndGradients, fused: LossAndGradients, of_losses: float, of_gradients: float) -> float | None:
-    """The number by which losses differ, if it is one for all tokens, and gradients do not differ."""
+    """Return the constant by which the losses of all tokens differ, if gradients do not differ; else None."""
     difference = own.losses - fused.losses
     constant = difference.mean()
     scale = relative(own.losses, own.losses - (difference - constant))

@@ -1,6 +1,6 @@
-"""Outcomes of comparing a model's own loss with the fused one, what each rests on, and the decision to compare again.
+"""Outcomes of comparing a model's own loss with the fused one, their bases, and the decision to compare again.
 
-An option or an environment variable says when a proof is made, and a switch turns all fusion off.
+An option or an environment variable says when a proof is made; another variable turns all fusion off.
 """
 
 import os
@@ -20,9 +20,9 @@ from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.proof.values import PLAIN
 
 Verdict = Literal["proved", "trusted", "refused", "not comparable"]
-ProofMode = Literal["first", "always", "off"]  # also after what a proof rests on has changed; each call; never
+ProofMode = Literal["first", "always", "off"]  # first call and after changes of the basis; every call; never
 
-SAMPLE_TOKENS = 64  # at most, of a batch's first ones
+SAMPLE_TOKENS = 64  # the most tokens of a sample
 PROOF_VARIABLE = "MEGATRON_EXT_PROOF"
 FUSION_VARIABLE = "MEGATRON_EXT_FUSION"
 MANY_CHANGES = 10
@@ -33,11 +33,11 @@ class Proof:
     """The outcome of one comparison; `str(proof)` is a sentence for reports.
 
     Attributes:
-        verdict: "proved": both are equal within rounding; "trusted": the user asked for no comparison; "refused": they
-            differ; "not comparable": the model's own could not be run on a sample.
-        reason: for the last two, in words.
-        tokens: how many were compared.
-        largest_difference: relative, of losses, of gradients of hidden states and of each parameter of the head.
+        verdict: "proved": both losses are equal within rounding; "trusted": the user asked for no comparison;
+            "refused": they differ; "not comparable": the model's own loss could not be computed on a sample.
+        reason: why the verdict is "refused" or "not comparable", in words.
+        tokens: how many tokens were compared.
+        largest_difference: the largest relative difference of losses and gradients (of hidden states and parameters).
     """
 
     verdict: Verdict
@@ -47,17 +47,17 @@ class Proof:
 
     @classmethod
     def refused(cls, reason: str, tokens: int = 0, largest_difference: float = 0.0) -> "Proof":
-        """The outcome if both ways were run, and differ."""
+        """Make the outcome of two losses that differ."""
         return cls("refused", reason, tokens, largest_difference)
 
     @classmethod
     def not_comparable(cls, reason: str) -> "Proof":
-        """The outcome if one of the two ways cannot be run."""
+        """Make the outcome of a comparison that could not be run."""
         return cls("not comparable", reason)
 
     @property
     def fused(self) -> bool:
-        """Return whether the fused way may be used."""
+        """Return whether the fused loss may be used."""
         return self.verdict in ("proved", "trusted")
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Proof:
 
 
 def agreed(proof: Proof, group: Group) -> Proof:
-    """The proof that all ranks of `group` have: see `worst`.
+    """Return one proof for all ranks of `group`: the worst.
 
     Communicates: one all-gather of a small object over several ranks.
     """
@@ -79,7 +79,7 @@ def agreed(proof: Proof, group: Group) -> Proof:
 
 
 def worst(proofs: Iterable[Proof]) -> Proof:
-    """The first proof that is not fused, or else the one that differs most."""
+    """Return the first proof that is not fused, or else the proof with the largest difference."""
     proofs = list(proofs)
     not_fused = [proof for proof in proofs if not proof.fused]
     return not_fused[0] if not_fused else max(proofs, key=lambda proof: proof.largest_difference)
@@ -89,18 +89,18 @@ _TRUSTED = Proof("trusted")
 
 
 class ProofBasis:
-    """Basis of a proof. Two are the same if each part is: plain values by what they are, all else by identity.
+    """Basis of a proof: the objects and values on which it rests.
 
-    A bound method counts as its function and its object, a list or a tuple as what is in it, and a dict too. Parts are
-    referred to weakly: a proof keeps no model alive, and an object in the place of one that is gone is another one.
-    Reads no tensor.
+    Two bases are the same if their parts are: plain values are compared by value, other objects by identity. A bound
+    method counts as its function and its object; a list, tuple or dict as its items. Parts are referenced weakly, so
+    that a proof keeps no model alive; a part that was deleted equals no other. Tensors are not read.
     """
 
     __slots__ = ("_parts",)
 
     def __init__(self, *parts: Any):
         self._parts: list[Any] = []
-        left: list[Any] = [parts]  # what is still to be taken apart, the next one last: each step of a job does so
+        left: list[Any] = [parts]  # a stack instead of recursion, as every training step runs this
         while left:
             part = left.pop()
             if isinstance(part, PLAIN):
@@ -108,30 +108,31 @@ class ProofBasis:
             elif type(part) in (tuple, list):
                 self._parts.append(len(part))
                 left += reversed(part)
-            elif type(part) is MethodType:  # a transparent proxy of one is another function
+            elif type(part) is MethodType:  # a proxy of a method counts as an object of its own
                 left.append((part.__func__, part.__self__))
             elif isinstance(part, Mapping):
                 left.append([*chain.from_iterable(part.items())])
             else:
                 try:
-                    self._parts.append(weakref.ref(part))  # the same one each time while it lives
+                    self._parts.append(weakref.ref(part))  # Python gives the same reference while the object lives
                 except TypeError:
                     self._parts.append(part)
 
     def same_as(self, other: "ProofBasis") -> bool:
-        """Return whether nothing has changed between the two."""
+        """Return whether all parts of both bases are the same."""
         if len(self._parts) != len(other._parts):
             return False
         for a, b in zip(self._parts, other._parts, strict=True):
             if a is b:
                 continue
-            if type(a) is not type(b) or not isinstance(a, PLAIN) or (a != b and (a == a or b == b)):  # NaN is alike
+            # NaN equals NaN here.
+            if type(a) is not type(b) or not isinstance(a, PLAIN) or (a != b and (a == a or b == b)):
                 return False
         return True
 
 
 class _Made(NamedTuple):
-    """A proof, what it rests on, whether each call of its owner makes another, and how often that changed before."""
+    """A proof, its basis, whether each call of its owner makes a new proof, and how often the basis changed before."""
 
     basis: ProofBasis
     proof: Proof
@@ -153,13 +154,13 @@ class Proofs:
         mode: ProofMode = "first",
         group: Group = None,
     ) -> Proof:
-        """The proof that holds for this call: the one that was made, as long as its basis is the same, or a new one.
+        """Return the proof that holds for this call: the last one while its basis is the same, or a new one.
 
         Args:
-            owner: whose loss is replaced, any object that can be referenced weakly and has a hash.
-            prove: makes a proof, by `compare` as a rule, without communication.
-            group: the ranks that must go the same way. They agree on each new proof by one exchange, also where one
-                of them cannot make it, or need not; so they must all make a new one: see `has_changed`.
+            owner: the object whose loss is replaced; it must be hashable and allow weak references.
+            prove: a function that makes a proof, usually by `compare`, without communication.
+            group: the ranks that must decide alike. They agree on each new proof by one exchange, even if a rank cannot
+                make it or need not; so all of them must ask for a new proof together: see `has_changed`.
 
         A proof that is not comparable for a reason of this call alone (a captured graph) is not kept.
         """
@@ -180,28 +181,28 @@ class Proofs:
         return proof
 
     def has_changed(self, owner: Any, basis: ProofBasis) -> bool:
-        """Tell whether this rank alone might make a new proof, on which the others would have to agree."""
+        """Tell whether this rank would make a new proof now, for which the other ranks of a group would be needed."""
         found = self._made.get(owner)
         return found is not None and not found.always and not found.basis.same_as(basis)
 
     def made(self, owner: Any) -> Proof | None:
-        """The last proof of `owner`, for reports."""
+        """Return the last proof of `owner`, or None, for reports."""
         found = self._made.get(owner)
         return None if found is None else found.proof
 
 
 def _agreed(prove: Callable[[], Proof], mode: ProofMode, group: Group) -> tuple[Proof, bool]:
-    """The proof of all ranks, and whether all of them make one at each call."""
+    """Return the proof of all ranks, and whether every rank makes a proof at each call."""
     try:
         proof = _TRUSTED if mode == "off" else prove()
-    except Exception as error:  # for which the others would wait
+    except Exception as error:  # raised here, it would leave the other ranks waiting in the exchange
         proof = Proof.not_comparable(f"on one rank the comparison raised {error_words(error)}")
     found = all_gather_object((proof, mode == "always"), group)
     return worst(proof for proof, _ in found), all(always for _, always in found)
 
 
 def error_words(error: Exception) -> str:
-    """The kind of an error, and the first line of what it says."""
+    """Return the class of an error and the first line of its message."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
@@ -215,7 +216,7 @@ def cannot_prove_now() -> str | None:
 
 
 def warn_of_changes(changes: int) -> None:
-    """Warn once that a model's proofs do not last."""
+    """Warn, at the tenth change of a model's basis, that its proofs do not last."""
     if changes == MANY_CHANGES:
         warnings.warn(
             f"the lm head or the loss of a model, or a value that their code reads, has changed {changes} times since "
@@ -226,20 +227,20 @@ def warn_of_changes(changes: int) -> None:
 
 
 def words_of_change(rank: int) -> str:
-    """The words by which `rank` tells others, in an exchange that compares words, that it sees another model.
+    """Return the words by which `rank` tells others, in an exchange that compares words, that it sees a changed model.
 
-    They are the same on all ranks that can prove anew, and on none where nothing can be compared: a replay of a graph
-    with such an exchange ends on every rank.
+    Ranks that can prove anew all have the same words. If nothing can be compared, as while a graph is captured, each
+    rank has other words, so that a replay of this exchange ends with an error on every rank.
     """
     reason = cannot_prove_now()
     return "the model has changed" if reason is None else f"the model has changed on rank {rank}, and {reason}"
 
 
 def proof_mode(option: str | None = None) -> ProofMode:
-    """The mode that a way in was given, or else the one in the environment, or else "first".
+    """Return the mode given as `option`, or else the mode in MEGATRON_EXT_PROOF, or else "first".
 
     Raises:
-        ValueError: the option, or the variable, is none of these.
+        ValueError: the option, or the variable, is no mode.
     """
     said = os.environ.get(PROOF_VARIABLE) or "first"
     name, value = ("proof", option) if option is not None else (PROOF_VARIABLE, said)
@@ -257,7 +258,7 @@ def fusion_is_on() -> bool:
 
 
 def why_fusion_is_off() -> str | None:
-    """The reason for reports and refusals where MEGATRON_EXT_FUSION is "off"; None where fusion is on.
+    """Return a reason, for reports and refusals, if MEGATRON_EXT_FUSION is "off"; None if fusion is on.
 
     With "off" every model computes its loss as if this package were not there. Raises ValueError for a variable that is
     neither "on" nor "off".

@@ -1,5 +1,5 @@
-"""Values that a proof rests on: of modules and configurations, and those that a user's function reads beside its
-arguments, as a loss's weight that a schedule changes."""
+"""Values on which a proof rests: those of modules and configurations, and those that a user's function reads beside its
+arguments, such as a loss's weight that a schedule changes."""
 
 from functools import partial
 from itertools import chain
@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-# To a config of transformers by whoever saves it, one rank, maybe; the last two up to transformers 4.55.
+# Fields that saving a model sets in its config, maybe on one rank alone; the last two up to transformers 4.55.
 _WRITTEN = ("architectures", "dtype", "torch_dtype", "_attn_implementation_autoset")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _LIBRARIES = ("torch", "transformers", "megatron", "megatron_ext", "peft", "accelerate", "numpy", "builtins")
-_DEPTH = 5  # of values inside of values
-_ENTRIES = 64  # of a container that is looked into
+_DEPTH = 5  # how deep values inside of values are read
+_ENTRIES = 64  # the most entries of a container that is read
 
 
 def module_parts(module: nn.Module) -> tuple[Any, ...]:
-    """Return the parts that a call of `module` goes through: its class, the forward there and on the instance, its
+    """Return the objects that a call of `module` uses: its class, the forward of the class and of the instance, and its
     hooks."""
     own, hooks = vars(module), list[Any]()
     for kind in HOOKS:
@@ -27,8 +27,8 @@ def module_parts(module: nn.Module) -> tuple[Any, ...]:
 
 
 def module_values(module: nn.Module) -> tuple[Any, ...]:
-    """The plain values that `module` holds, and the versions of its tensors; but those of its weight, of its bias, and
-    of parameters that train, which the fused way computes with too."""
+    """Return the plain values that `module` holds, and its tensors with their versions, except its weight, its bias and
+    trainable parameters, with which the fused head computes too."""
     own, found = vars(module), list[Any]()
     for name, value in (own | own["_buffers"] | own["_parameters"] | {"weight": None, "bias": None}).items():
         if isinstance(value, Tensor):
@@ -40,7 +40,7 @@ def module_values(module: nn.Module) -> tuple[Any, ...]:
 
 
 def config_values(config: Any) -> tuple[Any, ...]:
-    """The plain values of a configuration, and of those inside of it, with their names; not what saving writes."""
+    """Return the plain values of a config and of configs inside of it, with names; not those that saving sets."""
     found: list[Any] = []
     for name, value in vars(config).items():
         if isinstance(value, PLAIN) and name not in _WRITTEN:
@@ -51,24 +51,25 @@ def config_values(config: Any) -> tuple[Any, ...]:
 
 
 def code_values(function: Any) -> list[Any]:
-    """Plain values, tensors with their versions, code of functions and classes of other objects that `function`
+    """Return plain values, tensors with their versions, code of functions, and classes of other objects that `function`
     reaches: by its closure and defaults, by globals and attributes that its code names, and through functions that it
-    reaches so. Code of libraries is not read."""
+    reaches in these ways. Code of libraries is not read."""
     reader = _Reader(getattr(function, "__self__", None))
     reader.add(function, (), _DEPTH)
     return reader.found
 
 
 class _Reader:
-    """`owner`: the object of the first method, which that may give to each function that it calls."""
+    """Reader of the values that functions reach. `owner`: the object of the first method, which the method may pass on
+    to each function that it calls."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
         self.found: list[Any] = []
-        self.seen: dict[tuple[int, tuple[str, ...]], int] = {}  # how deep what is inside was looked at
+        self.seen: dict[tuple[int, tuple[str, ...]], int] = {}  # the depth to which an object's contents were read
 
     def add(self, value: Any, names: tuple[str, ...], depth: int) -> None:
-        """Add what is reached from `value`, of objects by attributes of these names."""
+        """Add the values reached from `value`; of an object's attributes, those with these names."""
         if isinstance(value, PLAIN):
             self.found.append(value)
         elif isinstance(value, Tensor):
@@ -90,7 +91,7 @@ class _Reader:
                         self.add(each, names, depth - 1)
 
     def add_function(self, function: Any, depth: int, owner: Any = None) -> None:
-        """Add what the code of `function`, a method of `owner`, reaches."""
+        """Add the values that the code of `function`, a method of `owner`, reaches."""
         if isinstance(function, FunctionType):
             self.found.append(function.__code__)
         if not isinstance(function, FunctionType) or _is_of_library(str(function.__globals__.get("__name__"))):
@@ -117,7 +118,8 @@ def _inside(value: Any, names: tuple[str, ...]) -> list[Any]:
     found = []
     for name in names:
         each = next((place[name] for place in places if name in place), None)
-        found.append(getattr(value, name, None) if isinstance(each, MemberDescriptorType) else each)  # of a slot
+        # The value of a slot is read from the object.
+        found.append(getattr(value, name, None) if isinstance(each, MemberDescriptorType) else each)
     return found
 
 
@@ -132,7 +134,7 @@ def _cells(function: FunctionType) -> list[Any]:
 
 
 def _names(code: CodeType) -> tuple[str, ...]:
-    """The names that a function's code reads, also those given to `getattr`."""
+    """Return the names that a function's code reads, with its strings, which may be given to `getattr`."""
     inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)]
     return (*code.co_names, *(each for each in code.co_consts if isinstance(each, str)), *inner)
 

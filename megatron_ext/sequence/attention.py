@@ -1,17 +1,18 @@
 """Attention over whole, packed and context-parallel sequences, as calls of `F.scaled_dot_product_attention`.
 
-Every case is taken apart into runs of consecutive queries, until a run needs no mask beyond "causal", which the flash
-kernels know by themselves:
+Every case is split into runs of consecutive queries, until a run needs no mask, or only "causal", which flash kernels
+have built in:
 
-    packed sequence   -> documents            (nobody looks across a boundary)
+    packed sequence   -> documents            (no query sees a key of another document)
     context parallel  -> two chunks           (queries at r and 2W-1-r; keys and values of all ranks gathered)
     sliding window    -> blocks of queries    (each with the few keys that it can see, and a small mask)
 
-Only a mask that the caller gives is dense, and it is cut in the same way. Gathering keys and values instead of passing
-them round a ring is Llama 3's choice (Llama Team, 2024, section 3.3.2): grouped keys are small, and any mask works.
+Only a mask that the caller gives is dense, and it is split in the same way. Keys and values are gathered, as in Llama 3
+(Llama Team, 2024, section 3.3.2), and not passed round a ring: grouped keys are small, and any mask works.
 
 Suffixes: S queries of this rank, T keys of this rank, K keys of the whole sequence, B batch, H query heads, G key heads
-(H a multiple of G), D channels of a head (values may have others). The sequence is the first dim, as Megatron has it.
+(H a multiple of G), D channels of a head (values may have another number). The sequence is the first dim, as in
+Megatron.
 """
 
 import functools
@@ -36,13 +37,13 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Window:
-    """A query at position p sees the keys from p - left to p + right; None: no limit on that side."""
+    """Window of the keys that a query at position p sees: from p - left to p + right; None: no limit on that side."""
 
     left: int | None = None
     right: int | None = None
 
     def visible(self, first: int, queries: int, keys: int, device: torch.device) -> Tensor:
-        """bool `[queries, keys]`: what queries at positions `first`, `first` + 1, ... see."""
+        """Return, as bool `[queries, keys]`, which keys the queries at positions `first`, `first` + 1, ... see."""
         query = torch.arange(first, first + queries, device=device)[:, None]
         key = torch.arange(keys, device=device)
         seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
@@ -53,7 +54,7 @@ class Window:
         return seen
 
 
-# The torch function modes, if any, that put attention over all ranks in the place of SDPA.
+# The active torch function modes that replace SDPA by attention over all ranks.
 replacing_sdpa: list[TorchFunctionMode] = []
 
 EVERYTHING = Window()
@@ -67,8 +68,8 @@ class Packing:
     """Documents laid end to end along a sequence, over all context-parallel ranks.
 
     Attributes:
-        lengths: tokens of each document.
-        places: tokens and padding after them, of each document; under context parallelism a multiple of 2W.
+        lengths: the number of tokens of each document.
+        places: the number of tokens and padding of each document; under context parallelism a multiple of 2W.
     """
 
     lengths: tuple[int, ...]
@@ -86,9 +87,9 @@ class Packing:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None) -> "Packing":
-        """Make a packing of cumulative lengths, integers `[documents + 1]` that begin with 0.
+        """Make a packing from cumulative lengths, integers `[documents + 1]` that begin with 0.
 
-        On a GPU the first reading of the lengths is a host synchronisation.
+        The first reading of a tensor on a GPU is a host synchronisation.
         """
         lengths = _document_lengths(cu_seqlens, "cu_seqlens")
         if cu_seqlens_padded is None:
@@ -97,7 +98,7 @@ class Packing:
 
 
 def _told_to_modes(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """The mode that replaces SDPA sees that this is attention over all ranks already, and leaves its calls alone."""
+    """Decorate attention over all ranks, so that a mode that replaces SDPA leaves the function's own calls alone."""
 
     @functools.wraps(function)
     def told(*args: P.args, **options: P.kwargs) -> Tensor:
@@ -126,24 +127,24 @@ def attend(
     sinks: Tensor | None = None,
     fault: ValueError | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T) v over the keys that each query sees. Differentiable in q, k and v.
+    """Compute softmax(scale * q k^T) v over the keys that each query sees. Differentiable in q, k and v.
 
-    Where there are more keys than queries (decoding with a cache), the last query stands at the last key.
+    If there are more keys than queries (decoding with a cache), the last query is at the position of the last key.
 
     Args:
         q_SBHD: `[S, B, H, D]` queries; under context parallelism this rank's, in the zigzag layout.
-        k_TBGD, v_TBGD: `[T, B, G, D]` keys and values, of the same ranks and layout. H is a multiple of G.
-        window: what a query sees by its position.
-        mask: bool, broadcastable to `[B, H, S, K]`, True where a query must *not* look: this rank's queries as they
-            lie, the keys of the whole sequence in their order. It narrows `window`. None: nothing more is hidden.
+        k_TBGD, v_TBGD: `[T, B, G, D]` keys and values, in the same layout. H is a multiple of G.
+        window: the keys that a query sees by its position.
+        mask: bool, broadcastable to `[B, H, S, K]`, True where a query must *not* look; queries in this rank's order,
+            keys in the order of the whole sequence. It hides keys beside those outside of `window`. None: no more.
         q_packing, kv_packing: documents of a packed sequence, B = 1; both or neither.
-        cp_group: the ranks that share a sequence; None: this one alone.
-        scale: of the scores; None: 1 / sqrt(D).
+        cp_group: the ranks that share a sequence; None: this rank has whole sequences.
+        scale: factor of the scores; None: 1 / sqrt(D).
         dropout: probability with which the softmax's entries are dropped, drawn from the current generator.
-        softcap: scores become `softcap * tanh(scores / softcap)`. No kernel knows it, so whole score matrices are made.
+        softcap: scores become `softcap * tanh(scores / softcap)`. No kernel has it, so whole score matrices are made.
         sinks: `[H]`, for each head the score of one more key that all queries see, and whose value is 0 (attention
             sinks, OpenAI's GPT-OSS). Not together with `softcap`.
-        fault: what this rank alone refuses; the others of `cp_group` hear of it where keys and values are gathered.
+        fault: a fault that this rank alone has found; the other ranks of `cp_group` learn of it in the all-gather.
 
     Returns:
         `[S, B, H, D]` (D of the values). Zeros for padding, and for a query that sees no key.
@@ -153,7 +154,8 @@ def attend(
 
     Raises:
         ValueError: shapes that do not fit each other; a mask that is not bool, does not fit or comes with packing;
-            lengths that the zigzag layout cannot split; on every rank of `cp_group` the `fault` of one.
+            lengths that the zigzag layout cannot split; on every rank of `cp_group`, the `fault` of one (on CUDA, on
+            that rank alone).
     """
     ranks, rank = (1, 0) if cp_group is None else (group_size(cp_group), group_rank(cp_group))
     _check_shapes(q_SBHD, k_TBGD, v_TBGD)
@@ -166,7 +168,7 @@ def attend(
         )
     if mask is not None:
         if q_packing is not None:
-            raise ValueError("mask came with packed sequences: their documents say what is seen; pass mask=None")
+            raise ValueError("mask is given with packed sequences, whose documents limit attention; pass mask=None")
         mask = check_mask(mask, q_SBHD, k_TBGD.shape[0] * ranks)
     if sinks is not None and (softcap is not None or sinks.shape != q_SBHD.shape[2:3]):
         raise ValueError(
@@ -175,7 +177,7 @@ def attend(
         )
     scores = _Scores(q_SBHD.shape[-1] ** -0.5 if scale is None else scale, dropout, softcap, sinks)
 
-    # Cut once: the gradients of all documents are then joined once, where slices would add up whole tensors.
+    # One split, whose backward joins the gradients of all documents once; slices would each add a whole tensor.
     q_documents = q_SBHD.split(q_places)
     if ranks == 1:
         kv_documents = list(zip(k_TBGD.split(kv_places), v_TBGD.split(kv_places), strict=True))
@@ -208,10 +210,10 @@ def attend(
 
 
 def _gathered(kv_TBGD: Tensor, cp_group: Group, fault: ValueError | None) -> Tensor:
-    """`[R, T, B, G, D]` of all ranks; one with a `fault` sends infinity, and the others raise."""
+    """Gather `[W, T, B, G, D]` from all ranks; a rank with a `fault` sends infinity, and the other ranks raise."""
     sent = kv_TBGD if fault is None else torch.full_like(kv_TBGD, torch.inf)
     parts = gather_parts(sent[None], cp_group)
-    if fault is None and not parts.is_cuda and parts.numel():  # on CUDA what one rank finds wrong stops its device
+    if fault is None and not parts.is_cuda and parts.numel():  # on CUDA a fault has stopped its rank's device
         refused = (parts.detach()[:, 0, 0].flatten(1) == torch.inf).all(1)
         demand(~refused.any(), lambda _: REFUSED, refused)
     return parts
@@ -219,7 +221,7 @@ def _gathered(kv_TBGD: Tensor, cp_group: Group, fault: ValueError | None) -> Ten
 
 @dataclass(frozen=True)
 class _Scores:
-    """Transform of q k^T before it meets the values."""
+    """Options of the step from q k^T to the weights of the values."""
 
     scale: float
     dropout: float
@@ -228,11 +230,11 @@ class _Scores:
 
 
 def _attend_run(q, k, v, first: int, window: Window, hidden: Tensor | None, scores: _Scores) -> list[Tensor]:
-    """Queries at consecutive positions from `first`; with a window that hides keys, in blocks."""
+    """Attend by queries at consecutive positions from `first`; in blocks if the window hides keys on the left."""
     queries, keys = q.shape[0], k.shape[0]
     block = max(1, queries)
     if window.left is not None and first + queries - 1 > window.left:
-        block = min(max(window.left, 128), 1024)  # a block computes block + left keys and needs only left + 1 a query
+        block = min(max(window.left, 128), 1024)  # a block reads block + left keys, although a query sees left + 1
     outputs = []
     for start in range(0, queries, block):
         stop = min(start + block, queries)
@@ -250,7 +252,7 @@ def _attend_run(q, k, v, first: int, window: Window, hidden: Tensor | None, scor
 
 
 def _attend_block(q, k, v, first: int, window: Window, hidden: Tensor | None, scores: _Scores) -> Tensor:
-    """One call of SDPA: queries at consecutive positions from `first` of these keys."""
+    """Attend, by one call of SDPA, by queries at consecutive positions from `first` of these keys."""
     queries, keys = q.shape[0], k.shape[0]
     left_hides = window.left is not None and first + queries - 1 > window.left
     right_hides = window.right is not None and first + window.right < keys - 1
@@ -265,10 +267,10 @@ def _attend_block(q, k, v, first: int, window: Window, hidden: Tensor | None, sc
     if scores.sinks is not None:
         q, k, v = _with_sink(q, k, v, scores)
         bias = None if bias is None else F.pad(bias, (1, 0), value=True)
-    # The keys end at the last query. With as many queries as keys this is SDPA's own "causal".
+    # The last query sees the last key. With as many queries as keys this is SDPA's own "causal".
     is_causal = causal and queries == k.shape[0]
     if causal and not is_causal:
-        with _disable_current_modes():  # torch cannot make this kind of tensor under a dispatch mode
+        with _disable_current_modes():  # torch cannot make this bias under a dispatch mode
             bias = causal_lower_right(queries, k.shape[0])
     grouped = q.shape[2] != k.shape[2]
     no_flash = q.dtype in (torch.float32, torch.float64) or not torch.backends.cuda.flash_sdp_enabled()
@@ -290,10 +292,10 @@ def _attend_block(q, k, v, first: int, window: Window, hidden: Tensor | None, sc
 
 
 def _with_sink(q: Tensor, k: Tensor, v: Tensor, scores: _Scores) -> tuple[Tensor, Tensor, Tensor]:
-    """A key with the sinks as its scores and a value of 0, before the others.
+    """Put a key before the others whose scores are the sinks, and whose value is 0.
 
-    It is made of channels that no other key has: queries hold the sink of their head there, this key a 1. Eight of
-    them, and as many for the values: what flash kernels take.
+    It uses a channel that is 0 in all other keys: this key has a 1 there, and each query its head's sink. Eight
+    channels are added, and values get as many as keys, since flash kernels need a multiple of eight.
     """
     assert scores.sinks is not None
     width = max(k.shape[-1], v.shape[-1]) + 8
@@ -306,7 +308,7 @@ def _with_sink(q: Tensor, k: Tensor, v: Tensor, scores: _Scores) -> tuple[Tensor
 
 
 def _attend_with_softcap(q, k, v, seen: Tensor | None, scores: _Scores) -> Tensor:
-    """Attention step by step: softmax in fp32 at least, with tanh between the scores and their mask."""
+    """Attend step by step: softmax in fp32 at least, with tanh between the scores and their mask."""
     assert scores.softcap is not None
     assert seen is not None
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
@@ -318,16 +320,16 @@ def _attend_with_softcap(q, k, v, seen: Tensor | None, scores: _Scores) -> Tenso
 
 
 def _zeros(queries: int, q, k, v) -> Tensor:
-    """The output of queries that see nothing.
+    """Return zeros, the output of queries that see no key.
 
-    It hangs on q, k and v in autograd, with gradients of zero: a rank with nothing but padding takes part in the
-    backward exchange that the others wait for.
+    The zeros depend on q, k and v in autograd, with zero gradients, so that a rank with nothing but padding takes part
+    in the backward exchange for which the other ranks wait.
     """
     return q.new_zeros(queries, *q.shape[1:3], v.shape[-1]) + (q[:0].sum() + k[:0].sum() + v[:0].sum())
 
 
 def check_mask(mask: Tensor, q_SBHD: Tensor, keys: int) -> Tensor:
-    """`mask` as `[B or 1, H or 1, S, K]`, once it is known to be bool and to fit the queries and `keys`."""
+    """Check that `mask` is bool and fits the queries and `keys`; return it as `[B or 1, H or 1, S, K]`."""
     queries, batch, heads = q_SBHD.shape[:3]
     shape = mask.shape if isinstance(mask, Tensor) else ()
     fits = len(shape) == 4 and all(n in (1, want) for n, want in zip(shape, (batch, heads, queries, keys), strict=True))
@@ -358,7 +360,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _places_on_one_rank(packing: Packing | None, x: Tensor, ranks: int, argument: str) -> Sequence[int]:
-    """Return the number of rows of `x` that each document has on one rank."""
+    """Return the number of rows that each document has in `x`, on this rank."""
     chunks = 1 if ranks == 1 else 2 * ranks
     places = (x.shape[0] * ranks,) if packing is None else packing.places
     if sum(places) != x.shape[0] * ranks:

@@ -1,4 +1,4 @@
-"""A context manager in which whole tensors are sharded over context-parallel ranks, and attention sees all of them."""
+"""A context manager in which whole tensors are sharded over context-parallel ranks, and attention sees all shards."""
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
@@ -20,9 +20,10 @@ def sharded(
     group: Group,
     mask_BS: Tensor | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """See `cp_utils.create_context_parallel_ctx`. Whatever is wrong is said here, before the block begins.
+    """Return the context of `cp_utils.create_context_parallel_ctx`; arguments are checked here, before it is entered.
 
-    `mask_BS` hides padding behind the tokens of a row, if anything; only causal attention does without it.
+    `mask_BS` hides nothing but padding at the end of rows, so that causal attention need not know it; attention that is
+    not causal is refused if there is padding.
     """
     if len(buffers) != len(dims):
         raise ValueError(f"{len(buffers)} buffers came with {len(dims)} sequence dims: pass one for each")
@@ -39,14 +40,14 @@ def sharded(
         raise ValueError(f"the buffers have sequences of {lengths} tokens: these must be equal; cut or pad them alike")
     if lengths and group_size(group) > 1:
         check_length(lengths[0], group_size(group))
-    # The same tensor may come twice, as input and labels, and is cut once.
+    # A tensor that is given twice, as input and labels, is cut once.
     dim_of = {id(buffer): (buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)}
     return _sharded(list(dim_of.values()), {id(x) for x in kept}, _AttendToAllRanks(group, mask_BS))
 
 
 @contextlib.contextmanager
 def _sharded(buffers: list[tuple[Tensor, int]], kept: set[int], mode: "_AttendToAllRanks") -> Iterator[None]:
-    # Only what the tensor object points at changes: memory that it shares with other tensors stays as it is.
+    # The tensor object gets other memory (`.data`); memory that it shared with other tensors stays as it is.
     whole = [(buffer, buffer.data) for buffer, _ in buffers if id(buffer) not in kept]
     for buffer, dim in buffers:
         buffer.data = split_zigzag(buffer.data, group_size(mode.group), group_rank(mode.group), dim)
@@ -61,14 +62,14 @@ def _sharded(buffers: list[tuple[Tensor, int]], kept: set[int], mode: "_AttendTo
 
 
 class _AttendToAllRanks(TorchFunctionMode):
-    """`F.scaled_dot_product_attention` of parts of sequences, in the zigzag layout, sees the whole sequences."""
+    """Mode in which `F.scaled_dot_product_attention` of zigzag parts of sequences sees the whole sequences."""
 
     def __init__(self, group: Group, mask_BS: Tensor | None):
         super().__init__()
         self.group, self._mask_BS = group, mask_BS
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # While this runs the mode is off: what `attend` calls, wherever it was called, comes through unchanged.
+        # torch disables the mode while this method runs, so that the SDPA calls of `attend` are not replaced again.
         run = self._attend if func is F.scaled_dot_product_attention else func
         if run is func and "attention" in (name := getattr(func, "__name__", "")):
             raise ValueError(
@@ -102,7 +103,7 @@ class _AttendToAllRanks(TorchFunctionMode):
             demand(
                 (self._mask_BS[:, -1:] >= self._mask_BS[:, :1]).all(),
                 lambda _: (
-                    "attention is not causal, and the batch's attention_mask hides padding, which it would see: over "
+                    "attention is not causal and would see padding, and the batch's attention_mask hides padding: over "
                     "context-parallel ranks pass is_causal=True, or call megatron_ext.sequence.attention.attend with a "
                     "mask"
                 ),

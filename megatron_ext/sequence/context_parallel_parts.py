@@ -1,4 +1,4 @@
-"""Splits packed or unpacked sequences over context-parallel ranks, and gathers them."""
+"""The split of packed or unpacked sequences over context-parallel ranks, and gathering of the parts."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -25,9 +25,9 @@ _DIFFERENT = (
 
 @dataclass(frozen=True)
 class SequenceParts:
-    """Cut of a sequence dim over the context-parallel ranks `group` (None: not at all), as Megatron makes it.
+    """Split of a sequence dim over the context-parallel ranks of `group`, as in Megatron; None: no split.
 
-    `cu_seqlens`, integers `[documents + 1]` with padding counted, says where the documents of a packed sequence begin.
+    `cu_seqlens`: where the documents of a packed sequence begin, integers `[documents + 1]` with padding counted.
     """
 
     group: Group
@@ -35,7 +35,8 @@ class SequenceParts:
 
     @classmethod
     def of(cls, group: Group, packed: Any) -> Self:
-        """Make the parts of Megatron's `PackedSeqParams`, whose own group comes first; None: sequences are whole."""
+        """Make the split from Megatron's `PackedSeqParams` (None: sequences are not packed), whose group overrides
+        `group`."""
         if packed is None:
             return cls(group)
         if getattr(packed, "cp_group", None) is not None:
@@ -46,7 +47,7 @@ class SequenceParts:
         return cls(group, packed.cu_seqlens_q if padded is None else padded)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of the whole `x`. Communicates nothing."""
+        """Return this rank's part of the whole `x`. Communicates nothing."""
         if (ranks := group_size(self.group)) == 1:
             return x
         rank = group_rank(self.group)
@@ -55,7 +56,7 @@ class SequenceParts:
         return x.index_select(dim, thd_partition_indices(self.cu_seqlens, x.shape[dim], ranks, rank))
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """The whole from this rank's part. Communicates one all-gather; backward one reduce-scatter."""
+        """Return the whole from this rank's part. Communicates one all-gather; backward one reduce-scatter."""
         if group_size(self.group) == 1:
             return x
         if self.cu_seqlens is None:
@@ -63,11 +64,11 @@ class SequenceParts:
         return self._joined(gather_parts(x, self.group, dim), dim)
 
     def gather_or_refuse(self, x: Tensor, dim: int, fault: ValueError | None, first: int | None = None) -> Tensor:
-        """`gather`, or the `fault` of a rank that has one, on every rank: see `told_parts`.
+        """Gather as `gather` does, or raise on every rank if one has a `fault`: see `told_parts`.
 
-        `first`: how many positions all ranks are known to have; None: as many as this one. Those behind follow in a
-        second all-gather, once it is known that all ranks have as many; where there are any, the host waits for the
-        first one.
+        `first`: how many positions all ranks are known to have; None: as many as this rank. Positions after these
+        follow in a second all-gather, after the first one has shown that all ranks have as many; the host waits for
+        the first one then.
         """
         if group_size(self.group) == 1:
             if fault is not None:
@@ -82,7 +83,7 @@ class SequenceParts:
         return self._joined(parts.flatten(dim, dim + 1), dim)
 
     def _joined(self, parts: Tensor, dim: int) -> Tensor:
-        """The whole from all ranks' parts in rank order."""
+        """Return the whole from all ranks' parts in rank order."""
         ranks, total = group_size(self.group), parts.shape[dim]
         if self.cu_seqlens is None:
             return merge_zigzag(parts, ranks, dim)
@@ -91,15 +92,15 @@ class SequenceParts:
 
 
 def told_parts(x: Tensor, group: Group, dim: int, fault: ValueError | None, held: int | None = None) -> Tensor:
-    """`[..., W, P, ...]`, every rank's `x` `[..., P, ...]`; and whether it has a `fault`, in one more position.
+    """Gather every rank's `x` `[..., P, ...]` as `[..., W, P, ...]`, with one more position that tells of a `fault`.
 
-    `held`: how many positions the rank has, of which `x` are the first; all ranks must have as many.
+    `held`: how many positions this rank has, of which `x` holds the first; all ranks must have as many.
 
     Communicates one all-gather; backward one reduce-scatter.
 
     Raises:
-        ValueError: a rank has a fault: its own there, on the others one that says so. Ranks have different numbers of
-            positions.
+        ValueError: a rank has a fault, which that rank raises, and of which the others' error speaks; or ranks have
+            different numbers of positions.
     """
     ranks, positions = group_size(group), x.shape[dim]
     held = positions if held is None else held
@@ -116,6 +117,6 @@ def told_parts(x: Tensor, group: Group, dim: int, fault: ValueError | None, held
     demand(~(more < 0).any(), lambda _: REFUSED, more)
     same = (more == held - positions).all()
     if held > positions:
-        same = same.cpu()  # the host waits: ranks that have no more do not take part in what follows
+        same = same.cpu()  # the host waits: ranks without further positions take no part in the second all-gather
     demand(same, lambda _: _DIFFERENT.format(held), more)
     return told.narrow(dim + 1, 0, positions)

@@ -1,13 +1,13 @@
 """Batches for context-parallel training, by the names and signatures of NeMo Automodel's `cp_utils`.
 
-Two ways to give every rank its part of the sequences, both in the zigzag layout:
+There are two ways to give every rank its part of the sequences, both in the zigzag layout:
 
-- `make_cp_batch_and_ctx`: rows of one length. The batch becomes this rank's part while a context is entered; causal
-  `F.scaled_dot_product_attention` inside sees the keys of all ranks.
-- `make_cp_batch_for_te`: documents packed in rows, as one line of tokens with cumulative lengths, for
+- `make_cp_batch_and_ctx`: for rows of one length. The batch becomes this rank's part when a context is entered; inside,
+  causal `F.scaled_dot_product_attention` sees the keys of all ranks.
+- `make_cp_batch_for_te`: for documents packed in rows. They become one line of tokens with cumulative lengths, for
   Transformer Engine's attention or for `megatron_ext.sequence.attention.attend`.
 
-transformers 5 takes the positions of a part for several documents and makes a mask of them, which the context refuses:
+transformers 5 mistakes the positions of a part for several documents, and builds a mask that the context refuses:
 prepare its models with `megatron_ext.dtensor.use_attention(model, cp_group)` or `_parallelize_model(..., cp_mesh=...)`.
 """
 
@@ -29,7 +29,7 @@ _REQUIRED = ("input_ids", "labels", "seq_lens", "seq_lens_padded")
 
 
 class _TrainContext(AbstractContextManager):
-    """Contexts entered together. `with context:` and `with context():`, as NeMo's recipes write it, are the same."""
+    """Contexts entered together, by `with context:` or `with context():`, as NeMo's recipes write it."""
 
     def __init__(self, contexts: Sequence[AbstractContextManager] = ()):
         self._contexts, self._entered = contexts, contextlib.ExitStack()
@@ -48,7 +48,7 @@ class _TrainContext(AbstractContextManager):
 
 
 def _build_position_ids(batch: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """Give `batch` its `position_ids`, int64 `[1, S]` on `device`, unless it has some. Returns `batch` itself."""
+    """Give `batch` its `position_ids`, int64 `[1, S]` on `device`, unless it has some. Return `batch` itself."""
     if "position_ids" not in batch:
         batch["position_ids"] = torch.arange(batch["input_ids"].shape[1], device=device)[None]
     return batch
@@ -57,12 +57,12 @@ def _build_position_ids(batch: dict[str, Any], device: torch.device | str) -> di
 def get_train_context(
     enable_loss_parallel: bool, enable_compiled_autograd: bool, cp_context: AbstractContextManager | None = None
 ) -> _TrainContext:
-    """The contexts that a training step (forward and backward) runs in, as one; to be entered once.
+    """Make one context, to be entered once, of the contexts for a training step (forward and backward).
 
     Args:
         enable_loss_parallel: torch's `loss_parallel`, for cross entropy of logits that are vocab-sharded DTensors.
         enable_compiled_autograd: compile the backward pass too.
-        cp_context: of `create_context_parallel_ctx`.
+        cp_context: a context from `create_context_parallel_ctx`.
 
     Returns:
         A context manager, which may be called first: `with context():` is `with context:`.
@@ -88,27 +88,27 @@ def create_context_parallel_ctx(
     cp_no_restore_buffers: set[Tensor],
     cp_rotate_method: str | None = None,
 ) -> AbstractContextManager[None]:
-    """A context, to be entered once, in which whole tensors are this rank's part in the zigzag layout.
+    """Make a context, to be entered once, in which whole tensors become this rank's part in the zigzag layout.
 
-    The tensors change in place; memory that they share with others does not. Inside, `F.scaled_dot_product_attention`
-    without a mask, causal or not, is attention over the sequences of all ranks, on CPU and GPU: keys and values are
-    gathered (`megatron_ext.sequence.attention`). Backward belongs inside too where activations are recomputed.
-    torch's own `context_parallel` has the same purpose, but runs causal attention on GPUs only.
+    The tensors change in place; memory that they share with other tensors does not. Inside,
+    `F.scaled_dot_product_attention` without a mask, causal or not, is attention over the sequences of all ranks, on CPU
+    and GPU: keys and values are gathered (`megatron_ext.sequence.attention`). If activations are recomputed, run
+    backward inside too. torch's own `context_parallel` has the same purpose, but runs causal attention on GPUs only.
 
     Args:
         cp_mesh: 1-D, the ranks that share each sequence.
         cp_buffers: tensors of equal length S along their sequence dim, the same on all ranks of `cp_mesh`.
-        cp_seq_dims: the sequence dim of each.
-        cp_no_restore_buffers: those of them that may stay this rank's part afterwards; the others become whole again.
-        cp_rotate_method: "allgather", "alltoall" or None: accepted for torch's sake; results are the same.
+        cp_seq_dims: the sequence dim of each buffer.
+        cp_no_restore_buffers: the buffers that stay this rank's part afterwards; the others become whole again.
+        cp_rotate_method: "allgather", "alltoall" or None, as in torch; results are the same.
 
     Communicates: nothing itself; each attention one all-gather, backward one reduce-scatter.
 
     Raises:
-        ValueError: S is no multiple of 2W (where torch falls back to another layout, silently), lengths differ, a
-            buffer requires grad, the lists don't fit each other, an unknown `cp_rotate_method`. From attention: a mask,
-            another number of keys than of queries, or a function that calls SDPA unseen (`torch.nn.MultiheadAttention`,
-            `flex_attention`).
+        ValueError: S is no multiple of 2W (torch silently uses another layout then), lengths differ, a buffer requires
+            grad, the lists do not fit each other, an unknown `cp_rotate_method`. From attention: a mask, another number
+            of keys than of queries, or a function that computes attention without SDPA
+            (`torch.nn.MultiheadAttention`, `flex_attention`).
     """
     if cp_rotate_method not in _ROTATE_METHODS:
         raise ValueError(f"cp_rotate_method is {cp_rotate_method!r}: it must be one of {_ROTATE_METHODS}")
@@ -124,31 +124,31 @@ def make_cp_batch_and_ctx(
     num_chunks: int = 1,
     seq_lens_padding_value: int = -1000,
 ) -> tuple[AbstractContextManager, dict[str, Any]]:
-    """A context, and the batch that becomes this rank's part of the sequences when it is entered.
+    """Make a context, and the batch that becomes this rank's part of the sequences when the context is entered.
 
         context, batch = make_cp_batch_and_ctx(device_mesh, batch)
         with context:  # or context(), as NeMo's recipes write it
             logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
 
     Args:
-        device_mesh: with a dim named "cp"; without one, or None, nothing is shared.
-        batch: `input_ids` `[B, S]`, and if they are there `labels` `[B, S]` (aligned: the target of each position; the
-            targets of a part cannot be found by shifting it), `position_ids` `[B or 1, S]` and `attention_mask`
-            `[B, S]`; whole sequences, the same on all "cp" ranks.
+        device_mesh: a mesh; the ranks of its dim "cp" share each sequence. None, or no such dim: no sequence is shared.
+        batch: `input_ids` `[B, S]`; optional `labels` `[B, S]` (the target of each position, shifted already: a part
+            cannot be shifted), `position_ids` `[B or 1, S]` and `attention_mask` `[B, S]`. Whole sequences, the same on
+            all "cp" ranks.
         loss_mask: `[B, S]`, becomes this rank's part as well; None with `use_te`.
-        use_te: make the batch with `make_cp_batch_for_te`, to which the other arguments go.
+        use_te: make the batch with `make_cp_batch_for_te`, which gets the arguments after this one.
 
     Returns:
-        With several "cp" ranks: the context, and a new dict of the same tensors, with `position_ids` and without the
-        attention mask, which "causal" implies. Tensors change when the context is entered, and stay this rank's part
-        after it, but for `position_ids`. With `use_te`: an empty context, and a batch that is this rank's part already.
-        Else: an empty context, and `batch` itself.
+        With several "cp" ranks: the context, and a new dict of the same tensors, with `position_ids`, and without the
+        attention mask, which causal attention does not need. The tensors change when the context is entered, and all
+        except `position_ids` stay this rank's part afterwards. With `use_te`: an empty context, and a batch that is
+        this rank's part already. Else: an empty context, and `batch` itself.
 
     Communicates: nothing itself; see `create_context_parallel_ctx`.
 
     Raises:
-        ValueError: S is no multiple of 2W, lengths differ, `attention_mask` hides more than padding behind the tokens
-            of a row, or `loss_mask` comes with `use_te`. From attention that is not causal: the mask hides padding.
+        ValueError: S is no multiple of 2W, lengths differ, `attention_mask` hides more than padding at the end of rows,
+            or `loss_mask` comes with `use_te`. From attention that is not causal: the mask hides padding.
         KeyError: no `input_ids`.
     """
     cp_mesh = device_mesh["cp"] if device_mesh is not None and "cp" in (device_mesh.mesh_dim_names or ()) else None
@@ -182,35 +182,37 @@ def make_cp_batch_for_te(
     num_chunks: int = 1,
     seq_lens_padding_value: int = -1000,
 ) -> dict[str, Any]:
-    """A batch of packed rows as one line of documents, of which each rank gets its part of every document.
+    """Make one line of documents from a batch of packed rows, and return this rank's part of every document.
 
     Args:
-        cp_mesh: 1-D, the ranks that share each document; None: this one alone.
+        cp_mesh: 1-D, the ranks that share each document; None: this rank has whole documents.
         batch: integers unless said otherwise, the same on all ranks of `cp_mesh`; other keys are left out.
 
             - `input_ids`: `[B, S]`, or embeddings `[B, S, D]` of any dtype (differentiable).
-            - `labels`: `[B, S]`, aligned.
-            - `position_ids` (optional): `[B or 1, S]`. Without them each document counts from 0.
-            - `seq_lens`, `seq_lens_padded`: `[B, N]`, tokens of each document of a row, and the places that it takes.
-        padding_token_id: a token that counts as padding wherever it stands, in `padding_mask`.
-        num_chunks: cut the rows in so many groups, each a line of its own.
-        seq_lens_padding_value: what fills `seq_lens` of rows with fewer documents, and `cu_seqlens` of chunks.
+            - `labels`: `[B, S]`, the target of each position, shifted already.
+            - `position_ids` (optional): `[B or 1, S]`. Without them positions count from 0 in each document.
+            - `seq_lens`, `seq_lens_padded`: `[B, N]`, each document's length without and with its padding.
+        padding_token_id: a token that `padding_mask` marks as padding wherever it is.
+        num_chunks: the number of groups into which rows are cut, each a line of its own.
+        seq_lens_padding_value: the value that fills up `seq_lens` of rows with fewer documents, and `cu_seqlens` of
+            chunks with fewer documents.
 
     Returns:
-        Of the whole line (T = B * S), or this rank's part of it (T / W); with several chunks each with a leading dim:
+        This rank's part of the line, T = B * S / W tokens; with several chunks T is that over their number, and each
+        tensor has a leading dim:
 
         - `input_ids`, `labels`, `position_ids`: `[T]` (embeddings `[T, D]`).
-        - `padding_mask`: bool `[T]`: the places behind a document's tokens, and those of `padding_token_id`.
+        - `padding_mask`: bool `[T]`, True for padding after a document's tokens, and for `padding_token_id`.
         - `cu_seqlens`, `cu_seqlens_padded`: int32 `[documents + 1]`, of the whole line.
-        - `max_seqlen`: int32 `[]`, the places of its longest document.
+        - `max_seqlen`: int32 `[]`, the longest document's length with padding.
         - `qkv_format`: "thd".
 
     Communicates: nothing. On CUDA the number of documents is read back: one host synchronisation a chunk.
 
     Raises:
-        ValueError: another `qkv_format`; shapes or lengths that don't fit each other; documents whose places are no
-            multiple of 2W; a batch that `num_chunks` does not divide. Values are checked on CPU; on CUDA a wrong one
-            stops the device.
+        ValueError: another `qkv_format`; shapes or lengths that do not fit each other; documents whose padded lengths
+            are no multiple of 2W; a batch that `num_chunks` does not divide. Values are checked on CPU; on CUDA a wrong
+            value stops the device.
         KeyError: one of `input_ids`, `labels`, `seq_lens`, `seq_lens_padded` is missing.
     """
     if qkv_format != "thd":
@@ -239,13 +241,13 @@ def _shard_thd_chunk_for_te(
     seq_lens_padding_value: int,
     padding_token_id: int,
 ) -> dict[str, Any]:
-    """This rank's part of one line of documents: `input_ids`, `labels`, `position_ids`, `cu_seqlens_padded` and so on.
+    """Return this rank's part of one line of documents, with the entries that `make_cp_batch_for_te` describes.
 
-    What comes out is described at `make_cp_batch_for_te`. `cu_seqlens` may be filled up with `seq_lens_padding_value`;
-    without `cu_seqlens_padded` there is no padding, and without `padding_mask` it is where `padding_token_id` stands.
+    `cu_seqlens` may be filled up with `seq_lens_padding_value`. Without `cu_seqlens_padded` documents have no padding;
+    without `padding_mask` the mask is made from `padding_token_id`.
 
     Raises:
-        ValueError: no `cu_seqlens`: these are rows; lengths that cannot be split over the ranks.
+        ValueError: `batch` has no `cu_seqlens`, so that it holds rows; lengths that cannot be split over the ranks.
     """
     if batch.get("cu_seqlens") is None:
         raise ValueError(
@@ -283,9 +285,9 @@ def _check_only_padding_behind(attention_mask: Tensor, input_ids: Tensor) -> Non
     demand(
         (attention_mask[:, :-1] >= attention_mask[:, 1:]).all(),
         lambda _: (
-            "attention_mask hides tokens before others that it shows: only padding behind the tokens of a row is "
-            "hidden by causal attention of parts; pad there, or call megatron_ext.dtensor.causal_lm_loss, which takes "
-            "any padding mask"
+            "attention_mask hides tokens before others that it shows: causal attention of parts hides only padding "
+            "behind the tokens of a row; pad there, or call megatron_ext.dtensor.causal_lm_loss, which takes any "
+            "padding mask"
         ),
         attention_mask,
     )

@@ -1,4 +1,4 @@
-"""Small tensors on another device than the work: moved there, or read on the host once and not once a layer."""
+"""Small tensors on another device than the work: copied to it, or read on the host once instead of once a layer."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class HostMemo(Generic[T]):
-    """`memo(tensor, *more)` is `read(tensor, *more)`, remembered while the tensor lives unchanged.
+    """Memo of `read(tensor, *more)`, whose results are kept while the tensor lives and its version does not change.
 
-    All layers of a model get the same mask and the same document boundaries. Reading them costs a host synchronisation
-    on a GPU, which is thus paid once per micro-batch. On the CPU nothing is remembered: there numpy may have changed
-    what a tensor holds, without a new version. So may a collective, on a GPU too: what it gives must be a new tensor.
+    All layers of a model get the same mask and the same document boundaries. Reading these tensors from a GPU is a host
+    synchronisation, which the memo makes once per micro-batch. Results for CPU tensors are not kept, as numpy can
+    change them without a new version. So can a collective on a GPU: pass its result as a new tensor object.
     """
 
     def __init__(self, read: Callable[..., T]):
@@ -23,7 +23,7 @@ class HostMemo(Generic[T]):
         self._seen = WeakTensorKeyDictionary()
 
     def __call__(self, tensor: Tensor, *more: object) -> T:
-        if tensor.device.type == "cpu" or tensor.is_inference():  # which has no version
+        if tensor.device.type == "cpu" or tensor.is_inference():  # an inference tensor has no version
             return self._read(tensor, *more)
         state = (tensor._version, more)
         seen = self._seen.get(tensor)
@@ -33,5 +33,5 @@ class HostMemo(Generic[T]):
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on `device`. The host does not wait for a copy to a GPU; from one it must, to see the values at all."""
+    """Return `x` on `device`. The host waits for a copy to the CPU, but not for a copy to a GPU."""
     return x.to(device, non_blocking=device.type != "cpu")

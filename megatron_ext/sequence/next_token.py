@@ -1,4 +1,4 @@
-"""Labels from token ids: the token that comes next. Labels are shifted here alone."""
+"""Labels from token ids: the next tokens. No other module shifts labels."""
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ def next_tokens(
     """Return for every token the next token, and `ignore_index` where there is none.
 
     Args:
-        tokens: `[..., S]`, any integer dtype: whole sequences. Or weights of tokens, which stay floating.
-        cu_seqlens: integers `[documents + 1]`; for packed sequences, where each document's tokens begin. The last
-            token of a document has none after it.
-        cu_seqlens_padded: the same with the padding that follows each document; None: there is none.
+        tokens: `[..., S]`, whole sequences of token ids of any integer dtype, or of weights of any floating dtype.
+        cu_seqlens: integers `[documents + 1]`, the cumulative lengths of packed documents. The last token of a document
+            has no next token.
+        cu_seqlens_padded: the cumulative lengths with the padding after each document; None: there is no padding.
 
     Returns:
-        As `tokens`, integers in int64. No host synchronisation.
+        A tensor of the shape of `tokens`, int64, or the floating dtype of `tokens`. No host synchronisation.
     """
     positions = tokens.shape[-1]
     labels = (tokens if tokens.is_floating_point() else tokens.to(torch.int64)).roll(-1, -1)

@@ -1,10 +1,10 @@
-"""Labels of this rank's positions from token ids, and whole sequences from the results of these labels.
+"""Labels of this rank's positions from token ids, and whole sequences from results for these labels.
 
-What is known of token t+1 stands at position t: a sequence of S tokens has S - 1 results. Each layout of a batch is an
-object that knows both ways: `labels()`, and `results(x)` of something that was computed for every label.
+The result for token t+1 is at position t, so that a sequence of S tokens has S - 1 results. Each layout of a batch is a
+class with the two methods `labels()` and `results(x)`, where `x` holds a number for every label.
 
 Legend: B sequences, S tokens of each, W context-parallel ranks, P positions that this rank holds; in packs T tokens of
-N documents, U the length of their rows once unpacked.
+N documents, U the length of the rows into which they are unpacked.
 """
 
 import math
@@ -29,27 +29,28 @@ class Targets(Protocol):
     """The targets of a batch, in some layout."""
 
     def labels(self) -> Tensor:
-        """int64 `[B, P]`: for each position of this rank the token that follows, `IGNORE_INDEX` where none does."""
+        """Return the next token of each position of this rank, int64 `[B, P]`; `IGNORE_INDEX` where there is none."""
 
     def results(self, x_BP: Tensor, fault: ValueError | None = None) -> Tensor:
-        """`[B, S - 1]` of the whole sequences, on every rank, from `[B, P]` of this rank's positions.
+        """Return `[B, S - 1]` of the whole sequences, on every rank, from `[B, P]` of this rank's positions.
 
-        With a `fault` this rank has nothing to give, and it is raised: on the other ranks too, once all have met here.
+        A `fault` of this rank is raised after the exchange, and on the other ranks an error that speaks of it.
         """
 
 
 @dataclass(frozen=True)
 class PaddedParts:
-    """Sequences of `length` positions, padded behind to `W * positions`, of which each rank has its zigzag part.
+    """Sequences of `length` positions, padded at the end to `W * positions`, of which each rank has its zigzag part.
 
-    Args of the methods have the sequence at dim 1. `slices`: of how many ranks' positions each rank's consist.
+    Arguments of the methods have the sequence at dim 1. `slices`: the number of sequence-parallel ranks that share this
+    rank's positions.
 
-    `whole` begins with as many positions of each rank as `length` needs, a number that every rank knows, and with how
-    many each has. So a rank with too few, or with others than the rest, is an error on all of them; where sequences are
-    padded further on every rank alike, what is left follows in a second exchange.
+    `whole` first exchanges as many positions of each rank as `length` needs, which every rank knows, and the number of
+    positions that each rank has. A rank with too few positions, or with another number than the rest, is then an error
+    on all ranks. If all ranks have more positions than `length` needs, the rest follows in a second exchange.
 
     Raises:
-        ValueError: the only rank holds fewer positions than there are; `cp_group` does not hold this rank.
+        ValueError: there is one rank, and it has fewer than `length` positions; this rank is not in `cp_group`.
     """
 
     length: int
@@ -77,17 +78,17 @@ class PaddedParts:
         )
 
     def split(self, x: Tensor, fill: int) -> Tensor:
-        """This rank's `[B, P, ...]` of `[B, length, ...]`, `fill` in the padding. Communicates nothing."""
+        """Return this rank's `[B, P, ...]` of `[B, length, ...]`, with `fill` in the padding. Communicates nothing."""
         ranks = group_size(self.cp_group)
         places = self.positions if self.fault is None else self._needed
         padding = places * ranks - self.length
         return SequenceParts(self.cp_group).split(F.pad(x, [0, 0] * (x.dim() - 2) + [0, padding], value=fill), 1)
 
     def whole(self, x: Tensor, fault: ValueError | None = None) -> Tensor:
-        """`[B, length, ...]` from this rank's `[B, P, ...]`. 1 all-gather; backward 1 reduce-scatter. 2 and 2 where the
-        sequences are padded further than `length` needs.
+        """Return `[B, length, ...]` from this rank's `[B, P, ...]`.
 
-        With a `fault` it is raised: on the other ranks too, after the first all-gather.
+        Communicates 1 all-gather, backward 1 reduce-scatter; 2 and 2 if sequences are padded more than `length` needs.
+        A `fault` of this rank is raised after the first all-gather, and on other ranks an error that speaks of it.
         """
         parts = SequenceParts(self.cp_group)
         return parts.gather_or_refuse(x, 1, self.fault or fault, self._needed)[:, : self.length]
@@ -100,10 +101,11 @@ class PaddedParts:
 
 
 class PaddedTargets:
-    """Sequences side by side: `tokens_BS` are whole and unshifted, `[B, P]` is the shape of this rank's positions.
+    """Targets of padded sequences: `tokens_BS` are whole and unshifted, `shape_BP` is `[B, P]` of this rank.
 
-    Gradients of all ranks add up: each rank's use of the whole counts, as in Megatron and NeMo-RL's AllGatherCPTensor.
-    Tokens that do not fit this rank's positions are refused as `PaddedParts` says; `slices`: as there.
+    In backward the gradients that all ranks have of the whole results are summed, as in Megatron and NeMo-RL's
+    AllGatherCPTensor. Tokens that do not fit this rank's positions are refused as in `PaddedParts`; `slices`: as in
+    `PaddedParts`.
     """
 
     def __init__(self, tokens_BS: Tensor, shape_BP: torch.Size, cp_group: Group, slices: int = 1):
@@ -119,18 +121,19 @@ class PaddedTargets:
 
 
 class PackedTargets:
-    """Documents laid end to end in one sequence, B = 1; their results become rows `[N, U - 1]`, zeros after each one's.
+    """Targets of documents laid end to end in one sequence, B = 1. Results are `[N, U - 1]`, a row for each document,
+    filled up with zeros.
 
-    Nothing here waits for the device: `cu_seqlens_padded` may lie on a GPU.
+    The host never waits for the device: `cu_seqlens_padded` may be on a GPU.
 
     Args:
         tokens_1T: `[1, T]`, unshifted; if `shifted` `[1, P]`, the labels of this rank's positions.
         shape_BP: `[1, P]`, the shape of this rank's positions.
-        cu_seqlens_padded: integers `[N + 1]`, where each document begins, counted over all ranks, and where the last
-            one ends. Each length is a multiple of 2W at W > 1.
+        cu_seqlens_padded: integers `[N + 1]`, the documents' cumulative lengths with padding, over all ranks. Each
+            length is a multiple of 2W if W > 1.
         unpacked_seqlen: U.
-        cu_seqlens: the same without the padding behind each document, which then gets zeros. None: not known; a
-            document is taken to have as many tokens as places, up to U: what lies behind is its padding.
+        cu_seqlens: the cumulative lengths without padding; results of padding are 0 then. None: unknown, and all of a
+            document's positions up to U count as tokens.
 
     Raises:
         ValueError: shapes that do not fit; values of `cu_seqlens` or `cu_seqlens_padded` that break a rule, or a
@@ -159,7 +162,7 @@ class PackedTargets:
                 f"on each of {ranks} context-parallel ranks: a pack must be [1, {held}] of unshifted token ids, or "
                 f"[1, {shape_BP[1]}] with target_is_pre_rolled=True"
             )
-            if ranks == 1 or shape_BP[0] != 1:  # else the logits of the others may fit, and they must be told
+            if ranks == 1 or shape_BP[0] != 1:  # else other ranks may have no fault, and `results` tells them
                 raise self._fault
         if isinstance(unpacked_seqlen, bool) or not isinstance(unpacked_seqlen, int) or unpacked_seqlen < 1:
             raise ValueError(
@@ -187,16 +190,17 @@ class PackedTargets:
         document = torch.searchsorted(self._start[1:].contiguous(), place, right=True)
         column = place - self._start[document]
         kept = (column < lengths[document] - 1) & (column < width)
-        target = (document * width + column).where(kept, documents * width)  # the others go past the end, and are cut
+        target = (document * width + column).where(kept, documents * width)  # others go to the end, which is cut off
         return x_T.new_zeros(documents * width + 1).scatter(0, target, x_T)[:-1].view(documents, width)
 
 
 class PermutedTargets:
-    """Sequences in any order over the ranks of `cp_group`: place i of the ranks' parts, joined, is position `order[i]`.
+    """Targets of sequences in any order over the ranks of `cp_group`: place i of the ranks' joined parts is position
+    `order[i]`.
 
-    That is how Hugging Face models run under torch's `context_parallel`. The gradient of a result goes to the rank
-    that computed it, from that rank's own copy: as with `DTensor.full_tensor()`, every rank computes the same loss, and
-    FSDP's mean over data- and context-parallel ranks is made a sum by a factor of their number in the loss.
+    Hugging Face models under torch's `context_parallel` have such sequences. The gradient of a result goes to the rank
+    that computed it, from that rank's own copy, as with `DTensor.full_tensor()`: every rank must compute the same loss.
+    FSDP averages gradients over data- and context-parallel ranks; for a sum, multiply the loss by their number.
 
     Args:
         tokens_BP: `[B, P]`, this rank's unshifted token ids.
@@ -244,7 +248,7 @@ def _check_tokens(tokens: Tensor, batch: int) -> None:
 
 
 def _check_lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor, longest: int) -> None:
-    """Hold the lengths of documents to the places that they have, and to `longest`."""
+    """Raise ValueError unless lengths begin with 0, never fall, and fit into the padded lengths and into `longest`."""
     if cu_seqlens.shape != cu_seqlens_padded.shape:
         raise ValueError(
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, cu_seqlens_padded {tuple(cu_seqlens_padded.shape)}: they "

@@ -1,7 +1,7 @@
-"""Batches of padded, packed rows ("BSHD") as one line of documents ("THD").
+"""One line of documents ("THD") from a batch of padded, packed rows ("BSHD").
 
-Suffixes: B rows, S places of a row, N documents of a row (filled up with a sentinel), T = B * S places of the line,
-E documents of the line.
+Suffixes: B rows, S positions of a row, N documents of a row (filled up with a sentinel), T = B * S positions of the
+line, E documents of the line.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron_ext.sequence.zigzag import demand, thd_partition_indices
 
-partition_indices = thd_partition_indices  # its name in this module
+partition_indices = thd_partition_indices  # a second public name
 
 
 def check_shapes(batch: Mapping[str, Tensor]) -> None:
-    """Hold a batch of rows to the shapes that `cp_utils.make_cp_batch_for_te` names."""
+    """Raise ValueError unless a batch of rows has the shapes that `cp_utils.make_cp_batch_for_te` names."""
     shape = list(batch["input_ids"].shape)
     if len(shape) not in (2, 3):
         raise ValueError(f"input_ids has shape {shape}: it must be [batch, tokens] or [batch, tokens, channels]")
@@ -36,10 +36,10 @@ def check_shapes(batch: Mapping[str, Tensor]) -> None:
 
 
 def to_thd(batch: dict[str, Tensor], padding_token_id: int, sentinel: int) -> dict[str, Tensor]:
-    """The rows of `batch` end to end; see `cp_utils.make_cp_batch_for_te` for what goes in and comes out.
+    """Join the rows of `batch` end to end; `cp_utils.make_cp_batch_for_te` describes the batch and the result.
 
     Raises:
-        ValueError: lengths that don't fit each other.
+        ValueError: lengths that do not fit each other.
     """
     input_ids, labels_BS = batch["input_ids"], batch["labels"]
     rows, places = input_ids.shape[:2]
@@ -51,7 +51,7 @@ def to_thd(batch: dict[str, Tensor], padding_token_id: int, sentinel: int) -> di
     ends_E = padded_E.cumsum(0)
     total = rows * places
     place_T = torch.arange(total, device=input_ids.device)
-    # Documents that take no place (their end is that of the one before) are skipped by the search.
+    # The search skips empty documents, whose end is that of the document before.
     document_T = torch.searchsorted(ends_E, place_T, right=True)
     inside_T = place_T - (ends_E - padded_E)[document_T]
 
@@ -71,7 +71,7 @@ def to_thd(batch: dict[str, Tensor], padding_token_id: int, sentinel: int) -> di
 
 
 def stack_lines(lines: list[dict[str, Any]], sentinel: int) -> dict[str, Any]:
-    """The lines as one batch with a leading dim; cumulative lengths are filled up with `sentinel`."""
+    """Stack the lines to one batch with a leading dim; cumulative lengths are filled up with `sentinel`."""
     documents = max(line["cu_seqlens"].shape[0] for line in lines)
     stacked = dict(lines[0])
     for name in [name for name, x in stacked.items() if isinstance(x, Tensor)]:

@@ -1,11 +1,11 @@
-"""The head-tail ("zigzag") layout of context parallelism: which positions of a sequence live on which rank.
+"""The head-tail ("zigzag") layout of context parallelism: which positions of a sequence each rank holds.
 
 With W ranks a sequence is cut into 2W chunks of equal length, and rank r holds chunk r and chunk 2W-1-r. Under a causal
-mask an early chunk is cheap and a late one dear, so that every rank gets the same work. Packed sequences ("THD") are
-cut document by document, and a rank's pieces of all documents follow each other.
+mask early chunks cost little and late ones much, so that with one of each every rank has the same work. Packed
+sequences ("THD") are cut document by document, and a rank holds its pieces of all documents one after the other.
 
 The layout is Megatron-Core's (`get_batch_on_this_cp_rank`) and Transformer Engine's (`thd_get_partitioned_indices`).
-Splitting and merging communicate nothing and are differentiable; `gather_zigzag` is the one exchange.
+Splitting, merging and gathering are differentiable; only `gather_zigzag` and `gather_parts` communicate.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron_ext.distributed.collectives import all_gather, reduce_scatter
 from megatron_ext.distributed.groups import Group, group_size
 
-# What the other ranks say where one has a fault of its own.
+# The error on the other ranks if one rank has a fault of its own.
 REFUSED = "another rank of cp_group refused its arguments (its own error says which): they must fit on every rank"
 
 
 def split_zigzag(x: Tensor, ranks: int, rank: int, dim: int = 0) -> Tensor:
-    """`rank`'s part of the whole sequence `x`: its two chunks joined, `1 / ranks` of `x` along `dim`. Any dtype.
+    """Return the part of the whole sequence `x` that `rank` holds: two chunks joined, `1 / ranks` of `x` along `dim`.
 
-    The gradient is that of this rank's part, zero elsewhere.
+    `x` may have any dtype. Its gradient is zero outside of this part.
 
     Raises:
         ValueError: the length does not divide by `2 * ranks`.
@@ -36,7 +36,7 @@ def split_zigzag(x: Tensor, ranks: int, rank: int, dim: int = 0) -> Tensor:
 
 
 def merge_zigzag(x: Tensor, ranks: int, dim: int = 0) -> Tensor:
-    """The whole sequence from all ranks' parts joined in rank order along `dim`, as an all-gather leaves them.
+    """Return the whole sequence from all ranks' parts joined in rank order along `dim`, as after an all-gather.
 
     Raises:
         ValueError: the length does not divide by `2 * ranks`.
@@ -44,12 +44,12 @@ def merge_zigzag(x: Tensor, ranks: int, dim: int = 0) -> Tensor:
     if ranks == 1:
         return x
     chunks = x.split(check_length(x.shape[dim], ranks), dim)
-    # Rank r brings chunk r at place 2r and chunk 2W-1-r at place 2r+1: first the heads upward, then the tails downward.
+    # Chunk r is at place 2r, chunk 2W-1-r at place 2r+1: take the even places upward, then the odd ones downward.
     return torch.cat(chunks[0::2] + chunks[::-2], dim)
 
 
 def zigzag_positions(length: int, ranks: int, rank: int, device: torch.device | str | None = None) -> Tensor:
-    """int64 `[length / ranks]`: the places in the whole sequence of the tokens that `rank` holds.
+    """Return the positions in the whole sequence of the tokens that `rank` holds, int64 `[length / ranks]`.
 
     Raises:
         ValueError: `length` does not divide by `2 * ranks`.
@@ -58,20 +58,21 @@ def zigzag_positions(length: int, ranks: int, rank: int, device: torch.device | 
 
 
 def thd_partition_indices(cu_seqlens: Tensor, total: int, ranks: int, rank: int) -> Tensor:
-    """Return the tokens of a packed sequence that `rank` holds, as Transformer Engine's `thd_get_partitioned_indices`.
+    """Return the indices of a packed sequence's tokens that `rank` holds, as `thd_get_partitioned_indices` of
+    Transformer Engine does.
 
     Args:
-        cu_seqlens: integers `[documents + 1]`, where each document begins (padding included), and the end of the last.
+        cu_seqlens: integers `[documents + 1]`, where each document begins (padding counted), and the end of the last.
         total: number of tokens in the pack, `cu_seqlens[-1]`.
-        ranks, rank: size of the context-parallel group, and this rank's place in it.
+        ranks, rank: size of the context-parallel group, and this rank's index in it.
 
     Returns:
         int32 `[total / ranks]` on the device of `cu_seqlens`; no host synchronisation.
 
     Raises:
         ValueError: `cu_seqlens` is not 1-D or not integer; its values do not start at 0, do not end at `total`, fall,
-            or belong to a document whose length does not divide by `2 * ranks`. Values are checked on CPU; on CUDA a
-            wrong one stops the device (`torch._assert_async`); fake tensors and `torch.compile` are not checked.
+            or give a document whose length does not divide by `2 * ranks`. Values are checked on CPU; on CUDA a wrong
+            value stops the device (`torch._assert_async`); fake tensors and compiled code are not checked.
     """
     check_cu_seqlens(cu_seqlens, total, multiple=2 * ranks if ranks > 1 else 1)
     start = cu_seqlens.to(torch.int64) // ranks  # where each document begins among the tokens of one rank
@@ -85,9 +86,9 @@ def thd_partition_indices(cu_seqlens: Tensor, total: int, ranks: int, rank: int)
 
 
 def gather_zigzag(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """The whole sequence from this rank's part, along `dim`.
+    """Return the whole sequence, gathered along `dim` from the ranks' parts.
 
-    Communicates: one all-gather; backward one reduce-scatter, so that every rank's use of the whole counts.
+    Communicates: one all-gather; backward one reduce-scatter, which sums the gradients of all ranks.
 
     Raises:
         ValueError: this rank's part has an odd length.
@@ -98,12 +99,12 @@ def gather_zigzag(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 
 
 def gather_parts(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Every rank's `x` joined along `dim` in rank order. One all-gather; backward one reduce-scatter."""
+    """Join every rank's `x` along `dim` in rank order. Communicates one all-gather; backward one reduce-scatter."""
     return _Exchange.apply(x, group, dim, True) if group_size(group) > 1 else x
 
 
 class _Exchange(torch.autograd.Function):
-    """All ranks' parts joined (`gather`), or this rank's part of their sum: each is the other's gradient."""
+    """All-gather (`gather`) or reduce-scatter along a dim; the backward of each is the other."""
 
     @staticmethod
     def forward(ctx, x, group, dim, gather):
@@ -116,7 +117,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, total: int, multiple: int = 1, argument: str = "cu_seqlens") -> None:
-    """Hold `cu_seqlens` to its rules: 0, never falling, lengths that divide by `multiple`, `total`."""
+    """Raise ValueError unless `cu_seqlens` begins with 0, never falls, ends at `total`, and has lengths that divide by
+    `multiple`."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError(
             f"{argument} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}: it must be integers [documents + 1]; "
@@ -135,10 +137,10 @@ def check_cu_seqlens(cu_seqlens: Tensor, total: int, multiple: int = 1, argument
 
 
 def demand(right: Tensor, message: Callable[[str], str], of: Tensor) -> None:
-    """Raises ValueError unless `right`, a bool tensor made from the values of `of`, which the message may show.
+    """Raise ValueError if `right` is False, a bool tensor computed from the values of `of`, which the message shows.
 
-    Off the CPU a wrong one stops the device, without a host synchronisation; fake tensors, and those of a graph that is
-    being compiled, are not looked at.
+    On other devices than the CPU a False stops the device, without a host synchronisation. Fake tensors, and tensors of
+    a graph that is being compiled, are not checked.
     """
     if torch.compiler.is_compiling() or isinstance(right, FakeTensor):
         return
@@ -149,7 +151,7 @@ def demand(right: Tensor, message: Callable[[str], str], of: Tensor) -> None:
 
 
 def check_length(length: int, ranks: int) -> int:
-    """The length of each of the `2 * ranks` chunks of a sequence of `length`, which must divide."""
+    """Return the length of each of the `2 * ranks` chunks of a sequence; raises ValueError unless `length` divides."""
     if length % (2 * ranks):
         raise ValueError(
             f"the sequence has length {length}: over {ranks} context-parallel ranks it must be a multiple of "

@@ -1,4 +1,4 @@
-"""Steps of two runs beside each other, stock and ours: how much they differ, a table of both, and a picture."""
+"""Steps of a stock run and of ours, side by side: how much they differ, a table of both, and a picture."""
 
 import math
 from collections.abc import Sequence
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_NORMS_DIFFER = 10  # times as much as losses, which are means over tokens
+_NORMS_DIFFER = 10  # gradient norms may differ by so many times as much as losses, which are means over tokens
 _STOCK, _OURS = "#9aa5b1", "#0b6e4f"
 _LEAST = 2.0**-26  # equal numbers are drawn here, where a log axis has no 0
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of one rank; None for what the rank does not know, seconds of the first step among it.
+    """One step of one rank; a number that the rank does not know is None, such as the seconds of the first step.
 
     Attributes:
-        loss: of all micro-batches.
-        gradient_norm: before clipping.
-        peak_mib: what was allocated at most.
-        seconds: from the end of the step before.
-        losses_fused: losses and read-outs of models without logits, from the first step on.
+        loss: the sum of the losses of all micro-batches.
+        gradient_norm: the norm of the gradients before clipping.
+        peak_mib: the most memory that was allocated.
+        seconds: the time since the end of the step before.
+        losses_fused: the number of losses and read-outs without logits so far.
     """
 
     loss: float | None
@@ -31,7 +31,7 @@ class RecordedStep:
 
 
 def relative_difference(a: float, b: float) -> float:
-    """The difference of two numbers relative to the first; 0 if both are NaN, infinite where one of them is."""
+    """Return the difference of two numbers relative to the first; 0 if both are NaN, infinite if one of them is."""
     if (math.isnan(a) and math.isnan(b)) or a == b:
         return 0.0
     difference = abs(a - b) / abs(a) if a else math.inf
@@ -48,24 +48,24 @@ class TwoRuns:
 
     @property
     def largest(self) -> tuple[float, float]:
-        """The largest relative difference of a step's loss, and of its gradient norm; 0 where neither run has one."""
+        """Return the largest relative differences of a step's loss and gradient norm; 0 if neither run has one."""
         return self._largest("loss"), self._largest("gradient_norm")
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The largest relative differences that are allowed: of a step's loss, and of its gradient norm."""
+        """Return the largest relative differences allowed, of a step's loss and of its gradient norm."""
         return self.tolerance, _NORMS_DIFFER * self.tolerance
 
     @property
     def agreement(self) -> str:
-        """The limits of what both runs have, in words."""
+        """Return, in words, the limits of the numbers that the stock run has."""
         numbers = zip(("loss", "gradient_norm"), ("losses", "gradient norms"), self.limits, strict=True)
         had = {name for step in self.stock for name, x in vars(step).items() if x is not None}
         return " and ".join(f"{words} within {limit:g}" for name, words, limit in numbers if name in had)
 
     @property
     def clipped(self) -> list[str]:
-        """The numbers of two digits that a step's gradient norm is in both runs, as is one that was clipped."""
+        """Return gradient norms that are the same number of two digits in both runs of a step, as if clipped to it."""
         found = set()
         for a, b in zip(self.stock, self.ours, strict=False):
             norms = [a.gradient_norm or 0.0, b.gradient_norm or 0.0]
@@ -76,13 +76,13 @@ class TwoRuns:
 
     @property
     def differences(self) -> str:
-        """The largest differences, in words."""
+        """Return, in words, the largest differences."""
         loss, norm = self.largest
         return f"largest relative difference: loss {loss:.1e}, gradient norm {norm:.1e}"
 
     @property
     def fuses_nothing(self) -> bool:
-        """Return whether this rank has losses, and none of the changed run was fused."""
+        """Return whether this rank has losses, and no loss of our run was fused."""
         return any(step.loss is not None for step in self.ours) and not any(step.losses_fused for step in self.ours)
 
     @property
@@ -100,8 +100,8 @@ class TwoRuns:
         """Return how the runs differ; None if they are the same within the tolerance."""
         if not self.stock or len(self.stock) != len(self.ours):
             return (
-                f"the stock run took {len(self.stock)} steps of an optimizer, the other one {len(self.ours)}: "
-                f"there is nothing to compare beyond the shorter one"
+                f"the stock run took {len(self.stock)} steps of an optimizer, the other run {len(self.ours)}: "
+                f"steps of one run alone cannot be compared"
             )
         for name, found, limit in zip(("loss", "gradient norm"), self.largest, self.limits, strict=True):
             if found > limit:
@@ -127,8 +127,8 @@ def _shown(x: float | None, form: str) -> str:
 
 
 def draw(runs: TwoRuns, file: Path) -> str:
-    """Write a PNG of losses, their differences, memory and time of each step; return a sentence that says where, or why
-    there is none: it needs matplotlib, which is optional."""
+    """Write a PNG of each step's loss, differences, memory and time; return words for the user: the file, or that
+    matplotlib, which is optional, is missing."""
     try:
         from matplotlib.figure import Figure  # writes files, needs no screen
     except ImportError:
@@ -151,7 +151,7 @@ def draw(runs: TwoRuns, file: Path) -> str:
 
 
 def _both(axes: Any, runs: TwoRuns, name: str, title: str) -> None:
-    """The numbers of both runs; those that are missing leave a gap."""
+    """Draw the numbers of both runs; missing ones leave a gap."""
     for label, steps, colour, width in (("stock", runs.stock, _STOCK, 5), ("ours", runs.ours, _OURS, 1.8)):
         values = [float("nan") if (x := getattr(step, name)) is None else x for step in steps]
         axes.plot(range(1, len(values) + 1), values, "o-", color=colour, linewidth=width, label=label)

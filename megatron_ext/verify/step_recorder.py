@@ -1,9 +1,9 @@
-"""Write down loss, gradient norm, memory and time of a script's first steps, of which the script knows nothing.
+"""Record loss, gradient norm, memory and time of a script's first steps, without a change to the script.
 
-A step's loss is the sum of the scalars that backward starts from: with Megatron's schedules those of its micro-batches,
-on the last stage of a pipeline. The gradient norm is that which Megatron's optimizer returns, over all ranks and before
-clipping; of another optimizer, the norm of the gradients that this rank hands to it, before clipping by torch's
-functions.
+A step's loss is the sum of the scalars from which backward starts: with Megatron's schedules the losses of its
+micro-batches, on the last stage of a pipeline. The gradient norm is that which Megatron's optimizer returns, over all
+ranks and before clipping. For any other optimizer it is the norm of this rank's gradients, before torch's functions
+clip them.
 """
 
 import functools
@@ -26,17 +26,17 @@ from megatron_ext.verify.side_by_side import RecordedStep
 
 
 def file_of_rank(folder: str | os.PathLike, name: str) -> Path:
-    """The file that this process's rank writes the run `name` into."""
+    """Return the file into which this process's rank records the run `name`."""
     return Path(folder) / f"{name}-{os.environ.get('RANK', '0')}.jsonl"
 
 
 def read_steps(file: Path) -> list[RecordedStep]:
-    """The steps that were written; none if there is no file."""
+    """Return the recorded steps; none if there is no file."""
     return [RecordedStep(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 class StepRecorder:
-    """Writes each step into `file`, and ends the script with SystemExit after `steps` of them."""
+    """Recorder that writes each step into `file`, and ends the script with SystemExit after `steps` steps."""
 
     def __init__(self, file: Path, steps: int, on_gpu: bool):
         self.file, self.steps, self.on_gpu = file, steps, on_gpu
@@ -47,7 +47,7 @@ class StepRecorder:
         self._before: float | None = None
 
     def start(self) -> None:
-        """Record steps from now on in this process, of whichever optimizers and backward passes there are."""
+        """Record from now on the steps of all optimizers and backward passes in this process."""
         Replacement(torch.autograd, "backward", self._seen).apply()
         clips = "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"
         for module, name, _ in [*in_modules(getattr(torch.nn.utils, name) for name in clips)]:
@@ -96,7 +96,7 @@ class StepRecorder:
             finally:
                 self._depth -= 1
             if not self._depth:
-                # Megatron's is 0 where it does not clip.
+                # Megatron's norm is 0 if it does not clip; then it is unknown.
                 self._norm = found[1] or None if isinstance(found, tuple) and len(found) > 1 else None
                 self._ended()
             return found
@@ -115,7 +115,7 @@ class StepRecorder:
             self._ended()
 
     def _ended(self) -> None:
-        if not self._backwards:  # another optimizer of the same step
+        if not self._backwards:  # no backward since the last step: a second optimizer in the same step
             return
         if self.on_gpu:
             torch.cuda.synchronize()
@@ -132,7 +132,7 @@ class StepRecorder:
             raise SystemExit(0)
 
     def _peak_mib(self) -> float:
-        """The allocator's peak since the last step on a GPU; on a CPU that of the process until now."""
+        """Return the allocator's peak since the last step on a GPU; on a CPU the process's peak so far."""
         if not self.on_gpu:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         peak: float = torch.cuda.max_memory_allocated() / 2**20
@@ -146,6 +146,6 @@ def _norm(gradient: Tensor) -> Tensor:
 
 
 def _losses_fused() -> int:
-    """Return how many losses and read-outs were fused in this process, where Megatron's models are patched."""
+    """Return how many losses and read-outs of Megatron's models were fused in this process so far."""
     reports: Any = sys.modules.get("megatron_ext.megatron.fusion_report")
     return 0 if reports is None else sum(one.losses_fused + one.read_outs for one in reports.fusion_report().models)

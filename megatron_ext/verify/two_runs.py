@@ -14,19 +14,20 @@ from megatron_ext.proof.proofs import FUSION_VARIABLE
 from megatron_ext.verify.side_by_side import TwoRuns
 from megatron_ext.verify.step_recorder import file_of_rank, read_steps
 
-_STORES: list[dist.TCPStore] = []  # other ranks may need one for longer than rank 0 does
+_STORES: list[dist.TCPStore] = []  # kept alive, as other ranks may need a store for longer than rank 0
 
 
 def run_twice(ways: Sequence[str], script: Sequence[str], steps: int, tolerance: float) -> TwoRuns:
-    """The first steps of `script`, with its arguments, stock and by the launcher's options `ways`, on this rank.
+    """Run the first `steps` of `script`, given with its arguments, stock and with the launcher's options `ways`.
 
-    Each rank of a job calls it, and starts a process of its own for each run. `--cpu` and its kin stand in both. The
-    stock run has fusion turned off, so that a script which calls the patch itself is stock there; one that asks the
-    patch for what Megatron's loss does not have, such as `z_loss`, fails.
+    Each rank of a job calls it, and starts a process for each run. Options of the emulation (`--cpu`, `--nccl-rules`,
+    `--transformer-engine`) are given to both runs. The stock run has fusion turned off, so that a script that patches
+    models itself is stock too; a script that asks the patch for options that Megatron's loss lacks, such as `z_loss`,
+    fails there.
 
     Raises:
         ValueError: there are several ranks, and torchrun has not started them.
-        RuntimeError: a run failed; its last lines are in the message.
+        RuntimeError: a run failed; the message has its last lines.
     """
     check_ranks()
     on_cpu = [way for way in ways if way in ("--cpu", "--nccl-rules", "--transformer-engine")]
@@ -51,9 +52,10 @@ def _exit_code(command: list[str], environment: dict[str, str], log: Path) -> in
 
 
 def _meeting_place(name: str) -> dict[str, str]:
-    """The environment in which the ranks of one run find each other, at a store of their own that rank 0 holds.
+    """Return environment variables by which the ranks of one run find each other, at a new store that rank 0 holds.
 
-    In torchrun's, where the ranks of this job meet to train, each run would read what the one before has left.
+    Under torchrun's own environment both runs would use the job's store, and the second would read keys that the first
+    has left.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return {}
@@ -66,7 +68,7 @@ def _meeting_place(name: str) -> dict[str, str]:
 
 
 def check_ranks() -> None:
-    """Raise where the ranks of two runs could not find each other."""
+    """Raise ValueError if the ranks of the two runs could not find each other."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise ValueError(
             "--verify runs the script twice before it trains, and several ranks find each other again by torchrun's "

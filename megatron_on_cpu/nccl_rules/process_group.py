@@ -13,13 +13,28 @@ from torch import Tensor
 from megatron_on_cpu.nccl_rules.buffers import content, fill, size_bytes
 from megatron_on_cpu.nccl_rules.checks import check_message
 from megatron_on_cpu.nccl_rules.collectives import Collectives, Exchange, describe
-from megatron_on_cpu.nccl_rules.observed import show
 from megatron_on_cpu.nccl_rules.queues.engine import Engine
 from megatron_on_cpu.nccl_rules.queues.launches import Communicator, Part, Payloads
 from megatron_on_cpu.nccl_rules.rules import NcclRules
-from megatron_on_cpu.nccl_rules.work import FinishedWork, NcclRulesWork
+from megatron_on_cpu.nccl_rules.work import NcclRulesWork
 
 _ProcessGroup: Any = dist.ProcessGroup  # torch declares each way to call a method; it calls them in one
+# Operators that do nothing, with c10d's names: dispatch modes see the calls. c10d's own ask for a backend in C++.
+_OPERATORS = (
+    "allreduce allreduce_coalesced reduce broadcast allgather allgather_base allgather_into_tensor_coalesced "
+    "reduce_scatter reduce_scatter_base reduce_scatter_tensor_coalesced alltoall alltoall_base gather scatter barrier "
+    "send recv"
+)
+_library = torch.library.Library("nccl_rules", "DEF")
+for _operator in _OPERATORS.split():
+    _library.define(f"{_operator}(Tensor[] tensors) -> ()")
+    _library.impl(_operator, lambda tensors: None, "CompositeExplicitAutograd")
+
+
+def show(name: str, tensors: Sequence[Tensor]) -> None:
+    """Tell the dispatch modes, if there are any, that `name` is called."""
+    if torch._C._len_torch_dispatch_stack():
+        getattr(torch.ops.nccl_rules, name)(list(tensors))
 
 
 class NcclRulesGroup(Collectives, _ProcessGroup):
@@ -119,7 +134,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
         if some or self._grouped is not None:
             return self._launch([(self._part(exchange), exchange) for exchange in some])
         self._communicator()
-        return FinishedWork([x for exchange in exchanges for x in exchange.outputs])
+        return NcclRulesWork.finished(self._engine, [x for exchange in exchanges for x in exchange.outputs])
 
     def _launch(
         self, parts: list[tuple[Part, Exchange]], communicator: Callable[[], Communicator] | None = None
@@ -154,7 +169,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
 
     def _end_coalescing(self, device: Any = None) -> dist.Work | None:
         grouped, self._grouped = self._grouped, None
-        return self._launch(grouped) if grouped else FinishedWork([])
+        return self._launch(grouped) if grouped else NcclRulesWork.finished(self._engine, [])
 
     # Messages. Tags are ignored: messages between two ranks meet in the order in which they were launched.
 

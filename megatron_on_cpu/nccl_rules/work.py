@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_on_cpu.nccl_rules.queues.engine import Engine
-from megatron_on_cpu.nccl_rules.queues.launches import Launch
+from megatron_on_cpu.nccl_rules.queues.launches import Communicator, Launch
 
 
 class NcclRulesWork(dist.Work):
@@ -18,6 +18,11 @@ class NcclRulesWork(dist.Work):
     def __init__(self, engine: Engine, launch: Launch, outputs: Sequence[Tensor], timeout_s: float):
         super().__init__()
         self._engine, self._launch, self._outputs, self._timeout_s = engine, launch, list(outputs), timeout_s
+
+    @classmethod
+    def finished(cls, engine: Engine, outputs: Sequence[Tensor]) -> "NcclRulesWork":
+        """Make the work of a collective that NCCL discards, with its outputs as they were."""
+        return cls(engine, Launch("", [], Communicator("", []), [], done=True), outputs, 0.0)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises CommunicationHang where waiting has no end."""
@@ -45,44 +50,11 @@ class NcclRulesWork(dist.Work):
 
         On a GPU they run before the outputs are there, on a stream that waits; here this call waits.
         """
+        future: torch.futures.Future[Any] = torch.futures.Future()
         try:
             self.wait()
         except Exception as error:
-            future: torch.futures.Future[Any] = torch.futures.Future()
             future.set_exception(error)
-            return future
-        return _complete_future(self._outputs)
-
-
-class FinishedWork(dist.Work):
-    """A collective that NCCL discards, with its outputs as they were."""
-
-    def __init__(self, outputs: Sequence[Tensor]):
-        super().__init__()
-        self._outputs = list(outputs)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-    is_success = is_completed
-
-    def exception(self) -> Exception | None:
-        return None
-
-    def result(self) -> list[Tensor]:
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future:
-        return _complete_future(self._outputs)
-
-
-def _complete_future(outputs: list[Tensor]) -> torch.futures.Future:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(outputs)
-    return future
+        else:
+            future.set_result(self._outputs)
+        return future

@@ -1,14 +1,19 @@
 """Cross entropy of logits whose vocabulary may be sharded: in the place of TE's Triton kernels, which need a GPU.
 
-Communicates one all-gather of three numbers a token over the group, as those do.
+Communicates one all-gather of three numbers a token over the group, as those do. Since 2.20 the functions take and
+give other values, and a mean is over the tokens that are not ignored.
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_on_cpu.transformer_engine.parameters import taking
 
-def coordinates(group: dist.ProcessGroup | None) -> tuple[int, int]:
+
+def _coordinates(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """(this rank's number in `group`, how many ranks it has); None is a group of one rank."""
     return (0, 1) if group is None else (group.rank(), group.size())
 
@@ -25,7 +30,7 @@ def cross_entropy_forward(
 
     The kernels put the gradients where the logits were; here the logits stay.
     """
-    rank, ranks = coordinates(dist_process_group)
+    rank, ranks = _coordinates(dist_process_group)
     if label_smoothing > 0 and ranks > 1:
         raise NotImplementedError(
             f"label_smoothing is {label_smoothing} over {ranks} ranks: the CPU emulation of Transformer Engine has it "
@@ -63,3 +68,29 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
     """The gradients of the logits, multiplied by those of the losses."""
     factor = grad_output.reshape(-1, 1) if grad_output.numel() > 1 else grad_output
     return (_input.reshape(-1, _input.shape[-1]) * factor).to(_input.dtype).view_as(_input)
+
+
+def cross_entropy_forward_since_2_20(
+    _input: Tensor,
+    target: Tensor,
+    label_smoothing: float,
+    reduce_loss: bool,
+    dist_process_group: dist.ProcessGroup | None,
+    ignore_idx: int,
+    overwrite_input: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int]:
+    """(losses or their mean, what backward needs, nothing, labels, how many are not ignored, rank, ranks).
+
+    The kernels keep the logits for backward, here it is their gradients; the logits stay, whatever `overwrite_input`.
+    """
+    loss, grad = cross_entropy_forward(_input, target, label_smoothing, False, dist_process_group, ignore_idx)
+    count = (target != ignore_idx).sum().clamp(min=1).view(1) if reduce_loss else None
+    loss = loss if count is None else (loss.sum() / count).squeeze()
+    return loss, grad, torch.empty(0), target, count, *_coordinates(dist_process_group)
+
+
+@taking("saved_input stats target n_non_ignore grad_output label_smoothing reduce_loss rank world_size ignore_idx")
+def cross_entropy_backward_since_2_20(given: Any) -> Tensor:
+    """The gradients of the logits, multiplied by those of the losses."""
+    factor = given.grad_output if given.n_non_ignore is None else given.grad_output / given.n_non_ignore
+    return cross_entropy_backward(given.saved_input, factor)

@@ -65,25 +65,17 @@ def rmsnorm_bwd(
     dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Any]:
     """[gradient of the input, of the weight]."""
-    dx, dgamma = _rms_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
-    return [dx.to(x.dtype), dgamma.to(gamma.dtype)]
+    return rmsnorm_bwd_add(dz, x, torch.zeros(()), rsigma, gamma, sm_margin, zero_centered_gamma)
 
 
 def rmsnorm_bwd_add(
     dz: Tensor, x: Tensor, add: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Any]:
     """Gradients as of `rmsnorm_bwd`; the gradient of the residual stream, `add`, is added to that of the input."""
-    dx, dgamma = _rms_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
-    return [(dx + add.float()).to(x.dtype), dgamma.to(gamma.dtype)]
-
-
-def _rms_gradients(
-    dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, zero_centered_gamma: bool
-) -> tuple[Tensor, Tensor]:
     normed = x.float() * rsigma[:, None]
     inner = dz.float() * _gamma(gamma, zero_centered_gamma)
     dx = (inner - normed * (inner * normed).mean(-1, keepdim=True)) * rsigma[:, None]
-    return dx, (dz.float() * normed).sum(0)
+    return [(dx + add.float()).to(x.dtype), (dz.float() * normed).sum(0).to(gamma.dtype)]
 
 
 def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:

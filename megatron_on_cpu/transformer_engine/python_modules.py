@@ -19,7 +19,6 @@ from megatron_on_cpu.redirections import cpu_for
 from megatron_on_cpu.transformer_engine import cross_entropy
 from megatron_on_cpu.transformer_engine.experts import permutation_by_mask
 from megatron_on_cpu.transformer_engine.quantisation.tensors import high_precision
-from megatron_on_cpu.transformer_engine.since_2_20 import cross_entropy as cross_entropy_since_2_20
 
 
 def _canonical(device: Any) -> torch.device:
@@ -120,9 +119,9 @@ def _mxfp8(module: ModuleType) -> Replacements:
 
 
 def _cross_entropy(module: ModuleType) -> Replacements:
-    since_2_20 = "overwrite_input" in inspect.signature(module.cross_entropy_forward).parameters
-    source = cross_entropy_since_2_20 if since_2_20 else cross_entropy
-    yield module, {name: vars(source)[name] for name in ("cross_entropy_forward", "cross_entropy_backward")}
+    version = "_since_2_20" if "overwrite_input" in inspect.signature(module.cross_entropy_forward).parameters else ""
+    names = ("cross_entropy_forward", "cross_entropy_backward")
+    yield module, {name: getattr(cross_entropy, name + version) for name in names}
 
 
 MODULES: Modules = {

@@ -17,6 +17,7 @@ from benchmarks import gpu, gpu_in_a_row, gpu_probes, gpu_run, gpu_steps, nvml, 
 from benchmarks.cases import GPU_CASES
 from benchmarks.gpu_run import NOT_MEASURED
 from benchmarks.gpu_steps import Step
+from megatron_on_cpu import megatron_on_cpu
 from tests.pages import ROOT
 from tests.passed import Passed
 
@@ -102,17 +103,17 @@ def test_tests_and_measurements_rehearsed(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    return gpu_run.Run(gpu_run.Machine("cpu", *6 * [lambda: None]), ORIGIN, tmp_path / "rows.csv", 0.0)
+    with megatron_on_cpu():
+        yield gpu_run.Run(ORIGIN, tmp_path / "rows.csv", 0.0)
 
 
 def rows(file: Path) -> dict:
     return {(row.impl, row.metric): row for row in record.read(file)}
 
 
-def test_a_lost_device_ends_the_run(tmp_path):
+def test_a_lost_device_ends_the_run(run, monkeypatch):
     """The measurement under way gets a row with the reason; the rest is left to the next run."""
-    machine = gpu_run.Machine("cpu", None, failing("illegal memory access"), None, None, None, lambda: None)
-    run = gpu_run.Run(machine, ORIGIN, tmp_path / "rows.csv", 0.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", failing("illegal memory access"))
     with pytest.raises(SystemExit, match="illegal memory access"):
         run.attempt(gpu.REHEARSAL[0], "a head", failing("launch failed"))
     (row,) = record.read(run.out)
@@ -216,9 +217,10 @@ def test_a_row_tells_what_holds_the_clock(monkeypatch):
     reasons = iter([["heat, by software"], [], ["heat, by software", "power limit"], ["heat, by software"]])
     card = nvml.STAND_IN
     monkeypatch.setattr(card, "held_by", lambda: next(reasons))
-    machine, ticks = gpu_run.Machine("cpu", *6 * [lambda: None]), iter(range(100))
+    ticks = iter(range(100))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(gpu_in_a_row.time, "perf_counter", lambda: next(ticks))
-    found = {metric: values for metric, _, values in gpu_in_a_row.in_a_row(machine, card, lambda: None, 4.0)}
+    found = {metric: values for metric, _, values in gpu_in_a_row.in_a_row(card, lambda: None, 4.0)}
     assert found["held by the heat, by software"] == [0.75]
     assert found["held by the power limit"] == [0.25]
     assert len(found["clock"]) == 4

@@ -11,12 +11,11 @@ import torch
 from benchmarks import record
 from benchmarks.cases import Case
 from benchmarks.pipeline import __main__ as program
-from benchmarks.pipeline.costs import LINKS, Model, Setup, head_seconds
+from benchmarks.pipeline.costs import LINKS, LLAMA_8B, LLAMA_70B, Model, Setup, head_seconds, setups
 from benchmarks.pipeline.launched import launched_seconds
 from benchmarks.pipeline.launched import table as launched_table
 from benchmarks.pipeline.schedules import SCHEDULES, Timeline, even, ours, paper, redistributed, stock
-from benchmarks.pipeline.setups import LLAMA_8B, LLAMA_70B, setups
-from benchmarks.plan import plan
+from benchmarks.plan import WHOLE, plan
 from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import (
     Kind,
     length,
@@ -89,7 +88,7 @@ def test_the_note_shows_the_committed_rows():
 
 
 def test_the_heads_time_is_the_launch_plans():
-    whole = plan(Case("", 2048, 1024, 32768, 4, torch.bfloat16), 1, DEVICES["H100"])[0].seconds
+    whole = plan(Case("", 2048, 1024, 32768, 4, torch.bfloat16), WHOLE, DEVICES["H100"])[0].seconds
     parts = head_seconds(2048, 1024, 32768, 4, DEVICES["H100"])
     assert sum(parts) == pytest.approx(whole)
     assert min(parts) >= 2 * (2048 * 32768 // 4 * 1024) / 790e12

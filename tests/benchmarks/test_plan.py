@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import head_memory, plan, record
+from benchmarks.implementations import ours
 from benchmarks.launches import LEAST_SECONDS, Launch, Plan, planned
 from megatron_ext import linear_log_probs
 from megatron_ext.head.call.gpu_properties import DEVICES, epilogue_seconds, product_seconds, waves
@@ -27,10 +28,21 @@ ADDS_IN_FP32 = pytest.mark.skipif(
 )
 
 
-def committed(case, cache):
+def committed(case, name):
     rows = record.read(record.RESULTS / "plan.csv")
-    name = getattr(cache, "name", None) or f"ours, cache {cache:g}"
     return {row.metric: row.p50 for row in rows if (row.case, row.impl) == (case.name, f"{name}, H200")}
+
+
+def assert_committed(case, name, made, peak=None):
+    """The committed rows of a case and head are those of a plan that was made now."""
+    rows, logits = committed(case, name), case.tokens * case.columns
+    assert rows, "`python -m benchmarks.run plan` writes them"
+    values = {plan.MILLISECONDS: made.seconds * 1e3, plan.SUSTAINED: made.sustained_seconds * 1e3}
+    if peak is not None:
+        values |= {plan.BESIDE: made.elementwise_bytes / logits, plan.PEAK: peak / logits}
+        values[plan.LAUNCHES] = len(made.launches)
+    for metric, value in values.items():
+        assert rows[metric] == pytest.approx(value, rel=1e-4), f"{metric}: run `python -m benchmarks.run plan`"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +56,7 @@ def committed(case, cache):
 )
 def test_the_committed_rows_are_what_the_code_launches(case, cache):
     """FLOPs and collectives are the head's, and so is the promised peak: dx and dW at 4 bytes an element, and E."""
-    made, peak = plan.plan(case, cache)
+    made, peak = plan.plan(case, ours(cache))
     logits = case.tokens * case.columns
     assert sum(launch.flops for launch in made.launches) == (8 - 2 * cache) * case.nvh
     assert sum(launch.is_collective for launch in made.launches) == (2 if case.ranks > 1 else 0)
@@ -52,29 +64,13 @@ def test_the_committed_rows_are_what_the_code_launches(case, cache):
     passes = [one for one in made.launches if one.name in ("long_row_kernel", "whole_row_kernel")]
     assert passes
     assert sum(one.read + one.written for one in passes) <= (4.3 + 2 * cache) * logits, "each logit is read once"
-    rows = committed(case, cache)
-    assert rows, "`python -m benchmarks.run plan` writes them"
-    for metric, value in (
-        (plan.MILLISECONDS, made.seconds * 1e3),
-        (plan.BESIDE, made.elementwise_bytes / logits),
-        (plan.PEAK, peak / logits),
-        (plan.LAUNCHES, len(made.launches)),
-    ):
-        assert rows[metric] == pytest.approx(value, rel=1e-4), f"{metric}: run `python -m benchmarks.run plan`"
+    assert_committed(case, f"ours, cache {cache}", made, peak)
 
 
 @pytest.mark.parametrize("head", plan.PEERS[:-1], ids=lambda head: head.name)
 @pytest.mark.parametrize("case", quick_if(plan.B.__eq__, [plan.A, plan.B]), ids=lambda case: case.name)
 def test_committed_rows_of_options_are_those_of_the_code(case, head):
-    made, peak = plan.plan(case, head)
-    rows = committed(case, head)
-    for metric, value in (
-        (plan.MILLISECONDS, made.seconds * 1e3),
-        (plan.SUSTAINED, made.sustained_seconds * 1e3),
-        (plan.PEAK, peak / (case.tokens * case.columns)),
-        (plan.LAUNCHES, len(made.launches)),
-    ):
-        assert rows[metric] == pytest.approx(value, rel=1e-4), f"{metric}: run `python -m benchmarks.run plan`"
+    assert_committed(case, head.name, *plan.plan(case, head))
 
 
 @pytest.mark.parametrize("case", quick_if(plan.B.__eq__, [plan.A, plan.B]), ids=lambda case: case.name)
@@ -83,9 +79,7 @@ def test_committed_rows_of_read_outs_are_those_of_the_code(case):
     reads, logits = plan.reads(case), case.tokens * case.columns
     assert reads.keys() == READ_BYTES.keys()
     for name, made in reads.items():
-        rows = committed(case, replace(plan.TENSOR_PARALLEL, name=name))
-        for metric, value in ((plan.MILLISECONDS, made.seconds * 1e3), (plan.SUSTAINED, made.sustained_seconds * 1e3)):
-            assert rows[metric] == pytest.approx(value, rel=1e-4), f"{metric}: run `python -m benchmarks.run plan`"
+        assert_committed(case, name, made)
         products = [launch for launch in made.launches if launch.flops]
         assert len(products) <= (1 if "fused" in name else 8)
         assert sum(launch.flops for launch in products) == 2 * case.nvh
@@ -110,14 +104,14 @@ READ_BYTES = {
 )
 def test_a_mean_takes_the_memory_of_cache_0_and_an_fp32_dw(case):
     """And 6 NVH, where the default does not keep all exponentials."""
-    (made, peak), (_, least) = plan.plan(case, plan.MEAN), plan.plan(case, 0)
+    (made, peak), (_, least) = plan.plan(case, plan.MEAN), plan.plan(case, plan.NONE)
     assert sum(launch.flops for launch in made.launches) == 6 * case.nvh
     assert peak <= least + 4 * case.columns * case.width
 
 
 def test_the_page_tells_where_the_default_is_worse_than_all():
     """Worse means more time and a higher peak. At B, where `cache=0.5` has the higher peak, the default keeps all."""
-    half, whole = (committed(plan.B, cache) for cache in (0.5, 1))
+    half, whole = (committed(plan.B, f"ours, cache {cache}") for cache in (0.5, 1))
     assert half[plan.PEAK] > whole[plan.PEAK]
     assert plan.kept_by_default(plan.B) == 1
     page = " ".join((DOCS / "head.md").read_text().split())
@@ -127,7 +121,7 @@ def test_the_page_tells_where_the_default_is_worse_than_all():
     found = []
     for case in plan.CASES:
         if plan.kept_by_default(case) < 1:
-            least, default, mean = (committed(case, head) for head in (1, plan.ours(None), plan.MEAN))
+            least, default, mean = (committed(case, head.name) for head in (plan.WHOLE, plan.DEFAULT, plan.MEAN))
             if default[plan.PEAK] > least[plan.PEAK]:
                 assert default[plan.SUSTAINED] > least[plan.SUSTAINED]
                 assert mean[plan.PEAK] < least[plan.PEAK]
@@ -184,7 +178,7 @@ SUSTAINED = [
 
 @pytest.mark.parametrize("case, impl, most", SUSTAINED, ids=lambda x: getattr(x, "name", str(x)))
 def test_times_at_the_limit_of_power(case, impl, most):
-    assert committed(case, replace(plan.TENSOR_PARALLEL, name=impl))[plan.SUSTAINED] <= most
+    assert committed(case, impl)[plan.SUSTAINED] <= most
 
 
 # ms, or percent above the floor, at most. Why some are above 8 %: docs/head.md.
@@ -204,7 +198,7 @@ BUDGETS = [
 def test_budgets(case, cache, metric, most):
     """And the products take hardly more than they would alone, but for epilogues: chunks and blocks fill waves, W is
     read seldom."""
-    rows = committed(case, cache)
+    rows = committed(case, f"ours, cache {cache}")
     assert rows[metric] <= most
     products = sum(value for name, value in rows.items() if " @ " in name)
     assert products - rows[plan.EPILOGUES] <= (1.03 if cache == 1 else 1.02) * rows["floor"]
@@ -214,14 +208,14 @@ def test_a_step_is_shorter_than_full_recomputation():
     """8 NVH, forward at 788 and backward at 763 TFLOP/s, as a kernel reports that never stores logits."""
     case = plan.CASES[-1]
     theirs = (2 / 788e12 + 6 / 763e12) * case.nvh * 1e3
-    assert committed(case, 1)[plan.MILLISECONDS] <= 0.85 * theirs
+    assert committed(case, "ours, cache 1")[plan.MILLISECONDS] <= 0.85 * theirs
 
 
 @ADDS_IN_FP32
 def test_one_column_less_than_all_costs_one_column_more():
     """No copy of what is kept, and no other way through the rest."""
     case = replace(plan.A, tokens=1024, width=512, vocab=16384)
-    (whole, _), (less, _) = (plan.plan(case, cache) for cache in (1, 1 - 1 / case.vocab))
+    (whole, _), (less, _) = (plan.plan(case, ours(cache)) for cache in (1, 1 - 1 / case.vocab))
     assert sum(launch.flops for launch in less.launches) == 6 * case.nvh + 2 * case.tokens * case.width
     assert less.elementwise_bytes <= whole.elementwise_bytes + 4 * case.tokens * case.width + 100 * case.tokens
     assert less.seconds <= whole.seconds + 60e-6
@@ -302,7 +296,7 @@ def test_epilogues():
 def test_checks_are_launches_too(ranks, assertions):
     """One rank checks labels; several also check refusals, options, labels, shards and equal columns."""
     case = replace(plan.A, tokens=64, width=32, vocab=8192, ranks=ranks)
-    names = [launch.name for launch in plan.plan(case, 1)[0].launches]
+    names = [launch.name for launch in plan.plan(case, plan.WHOLE)[0].launches]
     assert names.count("_assert_async") == assertions
     assert names.count("ids_exist_kernel") == names.count("columns_kernel") == 1
     assert names.count("exchange_checks_kernel") == (ranks > 1), "what ranks sent is checked in one launch"
@@ -313,7 +307,7 @@ def test_checks_are_launches_too(ranks, assertions):
 def test_one_label_for_all_tokens_takes_bounded_time():
     """Two passes bound the time: the first adds up at most a window of tokens a program, the second windows' sums."""
     case = replace(plan.A, tokens=131072, width=2048, vocab=8192)
-    usual, worst = (plan.plan(case, 1, worst_labels=worst)[0] for worst in (False, True))
+    usual, worst = (plan.plan(case, plan.WHOLE, worst_labels=worst)[0] for worst in (False, True))
     times = [{launch.name: launch.seconds for launch in one.launches} for one in (usual, worst)]
     assert times[0]["label_parts_kernel"] == pytest.approx(LEAST_SECONDS)
     assert 40e-6 < times[1]["label_parts_kernel"] < 200e-6

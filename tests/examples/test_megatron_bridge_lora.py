@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import megatron_bridge_lora
 import pytest
@@ -81,19 +82,17 @@ def test_heads_of_the_example_give_megatrons_losses():
     from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
     from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 
-    argv = sys.argv
     for capped in (False, True):
         with model_parallel():
             trained, fused = [], []
             for head in ("own", "patch", "spec"):
                 reset_fusion_report()
                 words = f"--pretrained-checkpoint DIR --recipe tiny_config --train-iters 3 --head {head}"
-                sys.argv = ["megatron_bridge_lora.py", *words.split()]
+                argv = mock.patch.object(sys, "argv", ["megatron_bridge_lora.py", *words.split()])
                 try:
-                    with stub_modules(bridge(capped, trained)):
+                    with stub_modules(bridge(capped, trained)), argv:
                         megatron_bridge_lora.main()
                 finally:
-                    sys.argv = argv
                     unpatch()
                 fused.append(fusion_report().losses_fused)
             assert fused == [0, 1, 1]

@@ -1,7 +1,7 @@
 """The script's own parts, on every rank of a small world. How it runs as a program: test_programs.py."""
 
 import gc
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import checkpoint
@@ -11,9 +11,8 @@ import text
 import torch
 from arguments import check_arguments, parse_arguments
 
-from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
 from tests.examples import EXAMPLES
-from tests.gpt import child_processes, model_parallel
+from tests.gpt import child_processes, model_parallel, ours_everywhere
 from tests.ranks import ranks
 
 SMALL = (
@@ -36,12 +35,8 @@ def started(words: str, cache: Path):
     with model_parallel(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size):
         check_arguments(args, torch.distributed.get_world_size())
         gc.collect()  # models of the run before: ours cannot take their place
-        if args.layers == "ext":
-            substitute_tensor_parallel()
-        try:
+        with ours_everywhere() if args.layers == "ext" else nullcontext():
             yield args
-        finally:
-            restore_tensor_parallel()
 
 
 def metrics_of(words: str, cache: Path) -> dict:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import checkpoint
+import psutil
 import pytest
 
 from tests.examples import EXAMPLES
@@ -31,22 +32,6 @@ def run(*command: str, **kwargs):
     return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=TIMEOUT_S, **kwargs)
 
 
-def descendants(pid: int) -> set[int]:
-    """The process, its children, and theirs."""
-    found = {pid}
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            found |= descendants(int(child))
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 # The demo with a model that takes no time.
 DEMO = """
 import sys
@@ -64,7 +49,7 @@ def small_demo(*arguments: str) -> list[str]:
     return [sys.executable, "-c", DEMO, str(EXAMPLES), "--device", "cpu", *arguments, "--data", data]
 
 
-def interrupt_when(seen: Callable[[], bool], command: list[str], log: Path, cwd: Path) -> tuple[bool, str, set[int]]:
+def interrupt_when(seen: Callable[[], bool], command: list[str], log: Path, cwd: Path) -> tuple[bool, str, list]:
     """Starts `command`, sends it SIGINT once there is something to be `seen`.
 
     Returns whether it ended soon, its output, and the processes that it left. Soon is well before a launcher that
@@ -77,7 +62,8 @@ def interrupt_when(seen: Callable[[], bool], command: list[str], log: Path, cwd:
         begun = time.monotonic()
         while not seen() and process.poll() is None and time.monotonic() < begun + TIMEOUT_S:
             time.sleep(0.05)
-        family = descendants(process.pid)
+        root = psutil.Process(process.pid)
+        family = [root, *root.children(recursive=True)]
         assert process.poll() is None, log.read_text()
         assert len(family) >= 3, "two ranks and their parent"
         start = time.monotonic()
@@ -87,9 +73,9 @@ def interrupt_when(seen: Callable[[], bool], command: list[str], log: Path, cwd:
         finally:
             soon = time.monotonic() - start < max(10, start - begun)
             time.sleep(0.5)  # for the kernel to clear up
-            left = {pid for pid in family if alive(pid)}
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
+            left = [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+            for one in left:
+                one.kill()
     return soon, log.read_text(), left
 
 

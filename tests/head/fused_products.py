@@ -6,7 +6,6 @@ import torch
 
 from megatron_ext.distributed.groups import VocabShard
 from megatron_ext.head import Entropy, IsArgmax, LmHead, LogProbs
-from megatron_ext.head.call.statistics import statistics_rows
 from megatron_ext.head.kernels import TRITON as twin
 from megatron_ext.head.row_passes.passes import PYTORCH as plain
 
@@ -27,7 +26,7 @@ def compare_fused_products(device, sizes, options, padding=0):
         bias_V[: min(columns - 1, 300) : 2] = -torch.inf
     bends = {"counted": counted, "temperature": options.get("temperature", 1.0), "bias_V": bias_V}
     sums = {name: value for name, value in options.items() if name.startswith("with_")}
-    rows = statistics_rows(False, "with_entropy" in options, "with_hits" in options, False)
+    rows = 3 + ("with_entropy" in options) + ("with_hits" in options)
     scale_T, slope_T = torch.randn(2, tokens, generator=generator).to(device)
     found = []
     for side in (plain, twin):

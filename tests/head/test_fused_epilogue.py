@@ -175,7 +175,7 @@ def test_launches_of_logits_made_again_are_an_eighth():
     assert len(made) <= 8
     assert sum(one.flops for one in made) == 2 * plan.B.nvh
     assert not any(one.name in ("row_gradient_kernel", "long_row_kernel", "whole_row_kernel") for one in fused.launches)
-    apart, peak_apart = plan.plan(plan.B, 0)
+    apart, peak_apart = plan.plan(plan.B, plan.NONE)
     assert sum(one.name == "row_gradient_kernel" for one in apart.launches) >= 72
     assert peak <= peak_apart
 

@@ -61,7 +61,7 @@ def compare(device: str, dtype: torch.dtype, columns: int, counted: int, flags: 
     if counted == 0:
         target.fill_(-1)
     bias = draw(columns) if with_bias else None
-    shape = plain.statistics_rows(with_mean, with_entropy, with_hits, softcapped), TOKENS
+    shape = 3 + 2 * with_mean + with_entropy + with_hits + softcapped, TOKENS
     bends = {"bias_V": bias, "counted": counted, "softcap": softcap, "temperature": temperature}
     options = {**bends, **dict(zip(SUMS, flags[2:5], strict=True))}
     found = []
@@ -114,7 +114,7 @@ def compare_kept_in_bf16(device: str, columns: int, counted: int, kept: int, fla
     options |= dict(zip(SUMS, flags[2:5], strict=True))
     found = []
     for side in (plain, twin):
-        stats = z.new_empty(plain.statistics_rows(*flags[2:5], flags[1]), len(z))
+        stats = z.new_empty(3 + sum(flags[1:5]) + flags[2], len(z))
         exp, shift = z.new_full(z.shape, 7.0, dtype=torch.bfloat16), z.new_empty(len(z))
         side.row_statistics(z, target, stats, exp_TV=exp[:, :kept], shift_T=shift, **options)
         assert (exp[:, kept:] == 7.0).all()
@@ -258,8 +258,7 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
     for rank in range(ranks):
         start = rank * columns
         target = (labels - start).where((labels >= start) & (labels < start + columns), -1)
-        shared = statistics.shared_rows(settings, settings.ranks)
-        stats = statistics.new_statistics(tokens, shared, settings.ranks, z.dtype, z.device)
+        stats = statistics.new_statistics(tokens, statistics.own_rows(settings), 1, z.dtype, z.device)
         shift = z.new_empty(tokens)
         stats[statistics.START, -1] = start if ranks > 1 else torch.nan  # one rank does not sign what it does not send
         counted = 0 if ranks == 3 and rank == 1 else columns

@@ -6,43 +6,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import MutableMapping
+from contextlib import ExitStack
 from types import ModuleType
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-from torch import Tensor
-from torch._dynamo import trace_rules
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._device import DeviceContext
 
 from megatron_on_cpu import context, megatron_on_cpu, random_numbers, redirections
+from megatron_on_cpu.nccl_rules import NcclRules
 from tests.ranks import TIMEOUT_S
 
-OWNERS = [torch, torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams, torch.cuda.nvtx, torch.jit]
-OWNERS += [
-    torch.random,
-    torch.utils.data.dataset,
-    trace_rules,
-    torch.accelerator,
-    torch.autocast,
-    torch.amp.autocast_mode,
-    DeviceContext,
-    Tensor,
-    torch.nn.Module,
-    dist,
-]
-OWNERS += [
-    DeviceMesh,
-    dist.distributed_c10d,
-    dist.ProcessGroup,
-    os.environ,
-    sys.modules,
-    torch.cuda.graphs,
-    torch._C,
-    symmetric_memory,
-]
+# All that the emulation replaces something in, the environment and the modules.
+ROWS = redirections.redirections(random_numbers.DeviceGenerator(), torch.Generator())
+OWNERS = [*{id(owner): owner for owner, _ in ROWS}.values(), os.environ, sys.modules]
 
 
 def snapshot():
@@ -72,11 +49,6 @@ def untouched():
     before = snapshot()
     yield
     assert_same_objects(before, snapshot())
-
-
-def test_owners_are_all_that_is_replaced():
-    rows = redirections.redirections(random_numbers.DeviceGenerator(), torch.Generator())
-    assert {id(owner) for owner, _ in rows} <= {id(owner) for owner in OWNERS}
 
 
 def test_megatron_fsdp_compares_streams(monkeypatch):
@@ -143,6 +115,16 @@ def test_nests():
             raise ZeroDivisionError
         assert torch.zeros is inside
     assert torch.zeros is outside
+
+
+@pytest.mark.parametrize("outer", [None, NcclRules(eager=True)], ids=["gloo", "eager"])
+def test_rules_of_nccl_are_those_of_the_outermost(monkeypatch, outer):
+    monkeypatch.setattr(context, "_enter", lambda *options: ExitStack())
+    with megatron_on_cpu(nccl_rules=outer):
+        with megatron_on_cpu(), megatron_on_cpu(nccl_rules=outer):
+            pass
+        with pytest.raises(RuntimeError, match=r"nccl_rules=NcclRules\(eager=False.*outermost"):
+            megatron_on_cpu(nccl_rules=NcclRules()).__enter__()
 
 
 @pytest.mark.usefixtures("untouched")

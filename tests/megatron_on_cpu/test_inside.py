@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_on_cpu import megatron_on_cpu
 from tests.ranks import TIMEOUT_S
@@ -282,6 +283,22 @@ def test_functions_that_are_told_of_autocast(cast_inputs):
     assert taken == [cast_inputs or torch.bfloat16]
     assert z.dtype == (cast_inputs or torch.bfloat16)
     assert torch.equal(y.grad, torch.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_by_torch_draws_the_same_numbers(use_reentrant):
+    drawn = []
+
+    def dropped(x):
+        drawn.append(torch.nn.functional.dropout(x, 0.5))
+        return drawn[-1].sum()
+
+    x = torch.ones(64, requires_grad=True)
+    with megatron_on_cpu():
+        checkpoint(dropped, x, use_reentrant=use_reentrant).backward()
+        after = torch.nn.functional.dropout(x, 0.5)
+    assert torch.equal(x.grad, drawn[0])
+    assert not torch.equal(after, drawn[0])
 
 
 def test_pinned_memory_is_a_copy():

@@ -42,7 +42,7 @@ def test_bytes_are_those_of_real_tensors_on_a_cpu():
 def test_bytes_as_on_cuda_are_those_of_the_plan(ranks):
     case = Case("small", 512, 64, 4096, ranks, torch.bfloat16)
     sizes = Sizes(512, 64, 4096, ranks)
-    assert plan(case, 0)[1] == pytest.approx(peak_bytes(sizes, partial(ours, 0)), abs=4 * 512)
+    assert plan(case, measured(0))[1] == pytest.approx(peak_bytes(sizes, partial(ours, 0)), abs=4 * 512)
     assert plan(case, measured(1))[1] == pytest.approx(peak_bytes(sizes, partial(ours, 1)), abs=4 * 512)
     if ranks == 1:
         assert plan(case, UNFUSED)[1] == pytest.approx(peak_bytes(sizes, megatron), abs=4 * 512)

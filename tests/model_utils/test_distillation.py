@@ -107,6 +107,13 @@ def test_without_a_group_the_logits_are_whole():
     assert not sent
 
 
+def test_largest_id_of_unsigned_bytes_is_a_token():
+    logits = torch.randn(1, 2, 256)
+    indices = torch.tensor([[[255, 3], [0, 255]]], dtype=torch.uint8)
+    found = gather_logits_at_global_indices(logits, indices, vocab_start_index=0, vocab_end_index=256)
+    same(found, logits.gather(-1, indices.long()))
+
+
 @ranks(2)
 def test_what_does_not_fit_is_an_error_on_every_rank():
     logits, _ = problem()

@@ -161,7 +161,8 @@ def plain_train(config: dict, data: BatchedDataDict, loss_fn: Any) -> tuple[list
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in tensors.items()}
+    """Copies: on a mesh of one rank `full_tensor()` is the model's own memory."""
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for name, x in tensors.items()}
 
 
 def exported(worker: Any) -> dict[str, Tensor]:
@@ -199,7 +200,7 @@ def check_trains(worker: Any, config: dict, data: BatchedDataDict, loss_fn: Any,
 def held_by(worker: Any) -> dict[str, Tensor]:
     """Copies of a worker's weights, whole, and of its optimizer's state."""
     state = [x for s in worker.optimizer.state.values() for x in s.values()]
-    return {name: x.clone() for name, x in whole(worker.return_state_dict() | dict(enumerate(state))).items()}
+    return whole(worker.return_state_dict() | dict(enumerate(state)))
 
 
 @contextmanager

@@ -40,8 +40,8 @@ from megatron_ext.proof.values import HOOKS
 
 _CHANGED = (
     "the lm head, the loss, a value that their code reads, or an argument of this {} has changed since its "
-    "tensor-parallel ranks decided to fuse it, and they cannot decide anew: {}. Change it on every rank alike, as "
-    "also a counter that the loss function keeps, and give every rank the same arguments"
+    "tensor-parallel ranks decided to fuse it, and they cannot decide anew: {}. Change it on every rank alike (also "
+    "counters that the loss function keeps), and give every rank the same arguments"
 )
 _OWN_HOOKS = ("torch.distributed.", "transformers.integrations.", "megatron_ext.")
 _OWN_OF_ALL = ("torch.", *_OWN_HOOKS)  # for global hooks, such as those of torch's counter of operations
@@ -91,7 +91,7 @@ def tell_of_change(model: Any, head: Any, read: Read, hidden: Tensor, given: Seq
 
 
 def tell_of_unread_head(model: Any, head: Any, read: Read, given: Sequence[Tensor]) -> None:
-    """Tell the ranks whose forward has called the head, and which wait for this rank, that its forward did not call it.
+    """Tell ranks that have called the head, and wait for this rank in it, that this rank's forward did not call it.
 
     Raises `ToldFault`, unless no rank has called the head.
     """

@@ -59,7 +59,7 @@ class FusedLoss:
     Attributes:
         calls_without_labels: how many calls in training made logits because they had no labels.
         compiled: whether a call with labels ran in a graph of torch.compile.
-        arguments: the arguments of the last cross entropy that was read; ranks compare them in the exchange.
+        arguments: the arguments of the last cross entropy that was read, on which the exchange between ranks depends.
         owners: the owners of proofs by kinds of calls, in the order of first calls.
     """
 
@@ -129,7 +129,7 @@ def use_fused_loss(
     import_transformers()
     if hasattr(model, "_orig_mod"):
         raise ValueError(
-            "model is what torch.compile made, which would make the logits inside of its graph: call "
+            "model is compiled by torch.compile, whose graph would make the logits: call "
             "use_fused_loss(model) on the model itself, and compile its decoder: model.model.compile()"
         )
     inside = model_inside(model)

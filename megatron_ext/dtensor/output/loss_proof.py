@@ -221,8 +221,7 @@ class _DecoderOutput:
 
 def with_decoder(model: nn.Module, head_path: str, hidden: Tensor) -> Any:
     """Return `model` with a decoder that returns `hidden`, in place of the decoder beside the lm head at `head_path`,
-    or beside a module around the head. Raises ValueError if there is no decoder.
-    """
+    or beside a module around the head. Raises ValueError if there is no decoder."""
     around = head_path
     while around:
         around = around.rpartition(".")[0]

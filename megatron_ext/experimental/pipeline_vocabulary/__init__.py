@@ -33,11 +33,11 @@ from megatron_ext.megatron.fused_loss.module_calls import attribute
 __all__ = ["recorded", "restore", "share_vocabulary"]
 
 _SCHEDULES = (
-    "forward_backward_no_pipelining",  # which trains what was built before
+    "forward_backward_no_pipelining",  # trains models that were built before
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
-_HYBRIDS = (  # the second one since 0.18 derived from the first
+_HYBRIDS = (  # since 0.18 the second one is derived from the first
     ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),
     ("megatron.core.models.mamba.mamba_model", "MambaModel"),
 )
@@ -45,19 +45,19 @@ _replaced: contextlib.ExitStack | None = None  # closed, it puts Megatron's func
 
 
 def share_vocabulary() -> None:
-    """GPT and hybrid models built from now on share embedding and output layer over all pipeline stages.
+    """Let GPT and hybrid models built from now on share embedding and output layer over all pipeline stages.
 
     Each of p stages x t tensor-parallel ranks holds V/(p t) rows of both, with the values that Megatron's
-    initialisation gives them; losses, gradients and checkpoints (`dist_checkpointing`) are those of stock. Call it
-    before the model is built; calling it twice does nothing more. `restore()` undoes it; models that were built
+    initialisation gives them; losses, gradients and checkpoints (`dist_checkpointing`) are those of stock Megatron.
+    Call it before the model is built; a second call does nothing more. `restore()` undoes it; models that were built
     meanwhile stay as they are and cannot be trained any more.
 
     Communicates: nothing. While a model is built: see `Builder.add`. While it is trained: see `stage_run`.
 
     Raises:
         RuntimeError: greenlet is not installed.
-        ValueError: from building and training, see `Builder.add` and `schedule.forward_backward`; a language model is
-            built that is none of these; one is trained that was built before.
+        ValueError: while a model is built or trained, see `Builder.add` and `schedule.forward_backward`; a language
+            model of another kind is built; or a language model is trained that was built before.
     """
     global _replaced
     check_installed()
@@ -88,7 +88,7 @@ def restore() -> None:
 
 
 def _kinds() -> list[type]:
-    """Megatron's language models that can share their vocabulary, as far as this version has them."""
+    """List Megatron's language models that can share their vocabulary, as far as this version has them."""
     kinds = [GPTModel]
     for module, name in _HYBRIDS:
         with contextlib.suppress(ImportError, AttributeError):

@@ -1,7 +1,7 @@
 """The process groups over which stages that share the vocabulary send.
 
-How many they are decides only what runs beside what: whatever shares a communicator is sent one after the other. In
-which order, see `order.stage_programs`: it is the same on all stages, so one group for everything would do.
+The number of groups decides only which messages travel at the same time: messages on one communicator are sent one
+after the other. Their order (`order.stage_programs`) is the same on all stages, so one group for everything would do.
 """
 
 import os
@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron_ext.distributed import collectives
 from megatron_ext.experimental.pipeline_vocabulary.order.passes import Sent
 
-_OWN = {  # what goes over a group of its own, of the pipeline's ranks
+_OWN = {  # exchanges that have a group of their own, of the pipeline's ranks
     "backward": (Sent.BACKWARD,),
     "head": (Sent.HIDDEN, Sent.GRAD_LOSS),
     "sum": (Sent.SUM,),
@@ -27,18 +27,19 @@ def communicator_of(kind: Sent) -> str:
 
 
 class PipelineGroups:
-    """Made by all ranks of the job together. Communicates: which ranks form groups, and what making groups does.
+    """Process groups of this rank's pipeline. All ranks of the job must make them together.
 
-    Megatron's own groups take what Megatron sends over them as well: activations, and the statistics of all ranks that
-    share the vocabulary. Made are four of the pipeline's ranks and one of the tensor-parallel ranks.
+    Activations, and the statistics of all ranks that share the vocabulary, travel over Megatron's own groups. Made here
+    are four groups of the pipeline's ranks and one of the tensor-parallel ranks.
 
-    `fault`: why this rank's model cannot be trained so, which it alone may see; sent along, and raised on every rank.
+    `fault`: why this rank's model cannot be trained so, which it alone may see; it is raised on every rank.
+    Communicates: one exchange of the ranks in each group, and whatever making groups communicates.
 
     Attributes:
-        stages, stage: of the pipeline.
+        stages, stage: the number of pipeline stages, and this rank's.
         statistics: all ranks that share the vocabulary: those of the pipeline and of tensor parallelism.
-        tp: Megatron's tensor-parallel group, for what the passes send.
-        tp_aside: the same ranks, for what is sent beside the passes.
+        tp: Megatron's tensor-parallel group, for the passes' messages.
+        tp_aside: the same ranks, for messages beside the passes.
         one_queue: CUDA_DEVICE_MAX_CONNECTIONS is 1 somewhere, so that nothing can run beside the passes.
     """
 
@@ -64,11 +65,11 @@ class PipelineGroups:
         self._of[Sent.FORWARD] = pipeline
 
     def __getitem__(self, kind: Sent) -> Any:
-        """The pipeline's ranks, for one kind of message."""
+        """Return the group of the pipeline's ranks for one kind of message."""
         return self._of[kind]
 
     def close(self) -> None:
-        """Megatron's groups are about to go, or are gone."""
+        """Destroy the groups that were made here."""
         for group in self._made:
             dist.destroy_process_group(group)
         self._made = []

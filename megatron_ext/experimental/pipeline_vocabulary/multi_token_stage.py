@@ -19,13 +19,13 @@ from megatron_ext.megatron.fused_loss.module_calls import call_known
 
 
 class ModelCall:
-    """One call of the model under way. A paused forward step has a context of its own, and this in it.
+    """State of one call of the model, kept in the context of its paused forward step.
 
     Attributes:
-        arguments: the model's, by name.
-        hidden: of all predictions, one after the other `[P S, B, H]`, once its layers of MTP have run.
-        embeddings: of each layer of MTP, with their ids, that it has not asked for yet; None before the first asks.
-        labels, losses: of all predictions; None before the first is asked for.
+        arguments: the model's arguments, by name.
+        hidden: hidden states of all predictions, one after the other `[P S, B, H]`, once the layers of MTP have run.
+        embeddings: ids and embeddings for layers of MTP that have not asked for theirs; None before the first asks.
+        labels, losses: of all predictions; empty and None before the first is asked for.
     """
 
     def __init__(self, arguments: dict[str, Any]):
@@ -36,7 +36,7 @@ class ModelCall:
         self.losses: Losses | None = None
 
     def further_on(self, tensor_BS: Tensor, layers: int) -> list[Tensor]:
-        """`P [B, S]`: the tensor, and what each layer of MTP finds in its place."""
+        """Return P tensors `[B, S]`: the tensor itself, and its shift for each layer of MTP."""
         settings = {
             "cp_group": parallel_state.get_context_parallel_group(),
             "packed_seq_params": self.arguments.get("packed_seq_params"),
@@ -51,7 +51,7 @@ _under_way: ContextVar[ModelCall] = ContextVar("megatron_ext_model_call")
 
 
 def watch(model: Any) -> None:
-    """Have every call of `model` say what it was given and what its layers of MTP made."""
+    """Note the arguments of every call of `model`, and the hidden states that its layers of MTP make."""
     signature = inspect.signature(model.forward)
 
     def before(module: Any, args: Any, kwargs: Any) -> None:
@@ -66,12 +66,12 @@ def watch(model: Any) -> None:
 
 
 def ids_of_all(ids_BS: Tensor, layers: int) -> Tensor:
-    """`[P B, S]`: the token ids, and those that the layers of MTP will look up."""
+    """Return `[P B, S]`: the token ids, and those that the layers of MTP will look up."""
     return torch.cat(_under_way.get().further_on(ids_BS, layers)) if layers else ids_BS
 
 
 def next_embedding(ids_BS: Tensor, layers: int, batch_dim: int) -> Tensor:
-    """The embedding that a layer of MTP asks for, of token ids `[B, S]`."""
+    """Return the embedding that a layer of MTP asks for, of token ids `[B, S]`."""
     call = _under_way.get()
     if call.embeddings is None:
         ids, answer, send = known().further.pop()
@@ -85,7 +85,7 @@ def next_embedding(ids_BS: Tensor, layers: int, batch_dim: int) -> Tensor:
 
 
 def losses_of(hidden: Tensor, labels_BS: Tensor, layers: int) -> tuple[Losses, int]:
-    """The losses of one prediction, of hidden states `[S, B, H]`, and its number."""
+    """Return the losses of one prediction, of hidden states `[S, B, H]`, and the prediction's number."""
     call = _under_way.get()
     if call.hidden is None or call.arguments.get("labels") is None:
         raise ValueError(

@@ -19,7 +19,7 @@ _MARK: Form = ((1,), torch.int64)
 
 
 class Marks:
-    """Failed rank, as far as this rank knows: the number in the job plus one, 0 for none. On `device`."""
+    """The failed rank, as far as this rank knows: its global rank plus one, 0 for none, in a tensor on `device`."""
 
     def __init__(self, device: torch.device):
         self.mark = torch.zeros(1, dtype=torch.int64, device=device)
@@ -30,7 +30,7 @@ class Marks:
     def expect(self, found: Tensor, expected: Tensor, name: str) -> None:
         """Mark this rank if two tensors differ, which the device may find out later.
 
-        Not where another rank has failed before: then zeros came in the place of what is expected.
+        Nothing is marked if another rank has failed before: then zeros came in place of the expected numbers.
         """
         if found.shape != expected.shape:
             raise ValueError(f"the {name} have shape {tuple(found.shape)}, {tuple(expected.shape)} was expected")
@@ -59,7 +59,7 @@ class Marks:
         self.mark.clamp_(min=dist.get_rank() + 1)
 
     def raise_what_failed(self) -> None:
-        """Raises this rank's own error, or a RuntimeError that names another rank. Waits for the device."""
+        """Raise this rank's own error, or a RuntimeError that names another rank. Waits for the device."""
         failed = self._before or int(self.mark)
         if self._error is not None and not self._before:
             raise self._error
@@ -73,10 +73,10 @@ class Marks:
             raise RuntimeError(
                 f"rank {failed - 1} failed in this step and the other stages of its pipeline end with it; its own "
                 f"error says why"
-            ) from self._error  # which came of the zeros that were sent, if there is one
+            ) from self._error  # its own error, if any, came of the zeros that were sent
 
     def pack(self, *tensors: Tensor) -> Tensor:
-        """A new buffer with the tensors and this rank's mark."""
+        """Make a new buffer with the tensors and this rank's mark."""
         forms = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         buffer = empty_parcel(forms, self.mark.device)
         for view, tensor in zip(views(buffer, [*forms, _MARK]), (*tensors, self.mark), strict=True):
@@ -84,12 +84,12 @@ class Marks:
         return buffer
 
     def unpack(self, buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-        """The tensors in a buffer that has arrived, as views of it; its mark is kept."""
+        """Return the tensors in a buffer that has arrived, as views of it, and keep its mark."""
         *tensors, mark = views(buffer, [*forms, _MARK])
         torch.maximum(self.mark, mark, out=self.mark)
         return tensors
 
 
 def empty_parcel(forms: Sequence[Form], device: torch.device) -> Tensor:
-    """A buffer for tensors of these shapes and dtypes, and the mark."""
+    """Make a buffer for tensors of these shapes and dtypes, and the mark."""
     return torch.zeros(room([*forms, _MARK]), dtype=torch.uint8, device=device)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 try:
     import greenlet
-except ImportError:  # said where it is needed
+except ImportError:  # `check_installed` raises
     greenlet = None
 
 
 class AskEmbedding(NamedTuple):
-    """Request for embeddings of token ids `[P B, S]`; the answer is of the first B, and a function for its gradient."""
+    """Request for embeddings of token ids `[P B, S]`; the answer: the first B, and a function for their gradient."""
 
     ids: Tensor
 
@@ -35,9 +35,9 @@ class StepContext(NamedTuple):
     """Context that the schedule gives to a forward step at its begin.
 
     Attributes:
-        expect: `expect(found, expected, name)`: what the model uses has to be what the stages were asked for.
-        further: on the last stage of multi-token prediction the other token ids, their embeddings, and a function for
-            its gradient; taken out once, so that the embeddings are not kept.
+        expect: `expect(found, expected, name)` marks a failure if the model uses other ids or labels than it asked for.
+        further: on the last stage, with multi-token prediction, the other token ids, their embeddings, and a function
+            for their gradient; taken out once, so that the embeddings are not kept.
     """
 
     expect: Callable[[Tensor, Tensor, str], None]
@@ -45,7 +45,7 @@ class StepContext(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """The answer to `AskLosses`: of P predictions of each position, see `multi_token_stage`.
+    """The answer to `AskLosses`, for P predictions of each position; see `multi_token_stage`.
 
     Attributes:
         loss: `[P B, S]`, fp32.
@@ -60,14 +60,14 @@ class Losses(NamedTuple):
     send: Callable[[int, Tensor], Tensor]
 
     def part(self, which: int, of: int) -> "Losses":
-        """The part of one prediction."""
+        """Return the part of one prediction."""
         hits = None if self.hits is None else self.hits.chunk(of, 1)[which]
         unit_dx = None if self.unit_dx is None else self.unit_dx.chunk(of, 1)[which]
         return Losses(self.loss.chunk(of)[which], hits, unit_dx, self.send)
 
 
 def check_installed() -> None:
-    """Raises RuntimeError where greenlet is missing."""
+    """Raise RuntimeError where greenlet is missing."""
     if greenlet is None:
         raise RuntimeError("sharing the vocabulary over pipeline stages needs greenlet: pip install greenlet")
 
@@ -81,12 +81,12 @@ class PausedForward:
         self._coroutine.known = known
 
     def go(self, answer: Any = None) -> Any:
-        """The next question, or what the function returns. Raises what the function raises."""
+        """Return the next question, or the function's result. Raises what the function raises."""
         return self._coroutine.switch() if not self._coroutine else self._coroutine.switch(answer)
 
 
 def known() -> StepContext:
-    """Within a paused forward: what it was told; refused where the model was called outside of the schedule."""
+    """Return the context of the paused forward that runs; raise RuntimeError outside of the schedule."""
     told = getattr(greenlet and greenlet.getcurrent(), "known", None)
     if told is None:
         raise RuntimeError(
@@ -97,7 +97,7 @@ def known() -> StepContext:
 
 
 def ask(question: AskEmbedding | AskLosses) -> Any:
-    """Within a paused forward: the schedule's answer."""
+    """Pause the forward that runs, and return the schedule's answer to its question."""
     known()
     recording = torch.is_grad_enabled()
     answer = greenlet.getcurrent().parent.switch(question)
@@ -106,7 +106,7 @@ def ask(question: AskEmbedding | AskLosses) -> Any:
 
 
 def differentiable(answer: Tensor, send: Callable[[Tensor], Any], source: Tensor | None = None) -> Tensor:
-    """`answer`, whose gradient is given to `send`; what that returns is the gradient of `source`, if there is one."""
+    """Return `answer` with a gradient: `send` gets it, and returns the gradient of `source`, if there is one."""
     source = torch.zeros(0, device=answer.device, requires_grad=True) if source is None else source
     return _Answer.apply(source, answer, send)
 
@@ -119,7 +119,7 @@ class _Answer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        send, ctx.send = ctx.send, None  # which holds tensors
+        send, ctx.send = ctx.send, None  # `send` holds tensors
         if send is None:
             raise RuntimeError("stages that share a vocabulary take one backward pass of a micro-batch")
         return send(grad), None, None

@@ -1,4 +1,4 @@
-"""The schedule that takes the place of Megatron's where a model shares its vocabulary over the pipeline stages."""
+"""The schedule that replaces Megatron's for a model that shares its vocabulary over the pipeline stages."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -85,7 +85,7 @@ def forward_backward(*, model: Any, data_iterator: Any, **arguments: Any) -> lis
 def _require_same_order(
     call: ScheduleArguments, shape: Shape, times: Times, sharing: Sharing, fault: ValueError | None
 ) -> None:
-    """Programs follow from `shape` and `times` alone: ranks that have the same ones send in one order."""
+    """Raise on all ranks if `shape` or `times` differ: programs follow from these alone, and so does the order."""
     require_same(
         "the schedule of a vocabulary shared over pipeline stages",
         {
@@ -123,13 +123,13 @@ def _finish(config: Any, models: list[Any], run: StageRun) -> None:
         for function, chunk in zip(functions, models, strict=True):
             function(chunk.parameters())
     if config.finalize_model_grads_func is not None:
-        # Megatron sums gradients of the embedding's copies where there is multi-token prediction, and here are none.
+        # With multi-token prediction Megatron sums gradients of the embedding's copies, and here there are no copies.
         with attribute(config, "mtp_num_layers", None):
             config.finalize_model_grads_func(models, run.tokens if config.calculate_per_token_loss else None)
 
 
 def refuse_others(others: dict[str, Any]) -> None:
-    """Raises ValueError for arguments that would change how the schedule runs."""
+    """Raise ValueError for arguments that would change how the schedule runs."""
     for name in ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"):
         if others.get(name) is not None:
             raise ValueError(

@@ -43,7 +43,7 @@ class SharedRows(nn.Module):
         key = f"{prefix}weight"
         weight = self.state_dict(keep_vars=True)["weight"]
         pieces = {0: (self.vocab.start // self.vocab.columns, self.pieces)}
-        # The table may be padded otherwise where it is loaded.
+        # A job that loads the table may pad it to another size.
         return {key: LayerPlacement(sharded_offsets, metadata).pieces(weight, key, pieces, allow_shape_mismatch=True)}
 
 
@@ -110,7 +110,7 @@ class SharedOutputLayer(SharedRows):
         return {} if self.tied else super().sharded_state_dict(*args, **kwargs)
 
     def losses(self, labels_BS: Tensor, logits: Any, *_: Any, **__: Any) -> Tensor:
-        """The model's `compute_language_model_loss`: `[B, S]`, fp32."""
+        """Compute the losses `[B, S]`, fp32, in place of the model's `compute_language_model_loss`."""
         changed = not isinstance(logits, PromisedLogits) or logits.terms.made is not None
         if changed or logits.terms.scale != 1:
             raise ValueError(

@@ -33,9 +33,9 @@ class SideWork:
         return None if self._stream is None else torch.cuda.current_stream().record_event()
 
     def run(self, work: Callable[[], Any], after: Any = None, reads: Iterable[Any] = ()) -> SideStreamResult:
-        """Begins `work` after what was begun before, and after what `now` gave.
+        """Begin `work` after the work begun before, and after the event `after`, which `now` returned.
 
-        `reads`: what it reads and was not made here; what is no tensor does not matter.
+        `reads`: tensors that the work reads and that were made on another stream; other objects are ignored.
         """
         stream = self._stream
         if stream is None:
@@ -56,7 +56,7 @@ class SideWork:
         return aside.found
 
     def close(self) -> None:
-        """The current stream waits for all that was begun."""
+        """Let the current stream wait for all work that was begun."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 

@@ -27,13 +27,13 @@ class MicroBatchSizes(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """P B"""
+        """Return the number of sequences of all predictions, P B."""
         return self.predictions * self.batch
 
 
 class StageMessages:
-    """A pass puts what it sends with `put`; the stage's program says when `launch` sends and begins to receive it, and
-    `arrived` gives it to the pass that waits for it. `marks`: see `packed_messages`.
+    """Messages of one stage. A pass hands its tensors to `put`; the stage's program says when `launch` sends them, or
+    begins to receive; `arrived` gives received tensors to the pass that waits. `marks`: see `packed_messages`.
 
     With `config.variable_seq_lengths` the first stage sends the shape of its token ids before them: the other stages
     learn it when they launch `Sent.TOKENS`, and wait for it on the host.
@@ -60,15 +60,15 @@ class StageMessages:
         return MicroBatchSizes(batch, sequence, sequence // ranks, self.config.hidden_size, self.predictions)
 
     def sizes(self, micro_batch: int) -> MicroBatchSizes:
-        """Known once its token ids are launched, on the first stage once they are read."""
+        """Return a micro-batch's sizes, known once its token ids are launched, or read on the first stage."""
         return self._found[micro_batch] if self.vary else self.given
 
     def found(self, micro_batch: int, batch: int, sequence: int) -> None:
-        """The shape of a micro-batch's token ids is known."""
+        """Note the shape of a micro-batch's token ids."""
         self._found[micro_batch] = self._sizes(batch, sequence)
 
     def forms(self, exchange: Exchange) -> list[Form]:
-        """Shapes and dtypes of the tensors in a message."""
+        """Return shapes and dtypes of the tensors in a message."""
         batch, sequence, piece, width, _ = sizes = self.sizes(exchange.micro_batch)
         tokens, losses = (sizes.sequences, sequence), (sequence, sizes.sequences)
         if exchange.kind in _OF_TWO:
@@ -122,7 +122,7 @@ class StageMessages:
             self.found(micro_batch, *collectives.start_broadcast(shape, group, 0).wait().tolist())
 
     def wait_for(self, exchange: Exchange) -> None:
-        """The current stream waits for what arrives; nothing does where this stage has sent it."""
+        """Let the current stream wait for a message that arrives; do nothing for one that this stage has sent."""
         if exchange in self._arriving:
             self._arriving[exchange].wait()
 

@@ -6,11 +6,10 @@ gradient (a broadcast); hidden states with the labels (a broadcast), statistics 
 gradient (a sum on the last stage) and that of the losses (a broadcast of a number per token). Passes send nothing
 themselves: the stage's program says when each message is launched, see `order.stage_programs`.
 
-A pass that fails on one rank: see `packed_messages`.
+For a pass that fails on one rank see `packed_messages`.
 
 With multi-token prediction its layers are part of the last stage's forward pass, and the same messages are larger:
-see `multi_token_stage`. The embedding is then summed on the last stage too, and its gradient comes from there as
-well.
+see `multi_token_stage`. The embedding is then summed on the last stage too, which sends a gradient of it as well.
 """
 
 import inspect
@@ -55,7 +54,7 @@ class ScheduleArguments(NamedTuple):
 
 
 class StageRun:
-    """Runs a stage's program. `config` is Megatron's."""
+    """One run of a stage's program. `config` is Megatron's."""
 
     def __init__(self, call: ScheduleArguments, shape: Shape, config: Any, sharing: Sharing):
         self.call, self.shape, self.config = call, shape, config
@@ -83,13 +82,13 @@ class StageRun:
         }
 
     def run(self, program: Sequence[Entry], on_pass: Callable[[Run], None] | None = None) -> list[Any]:
-        """Megatron's list of what the loss function reported, on the last stage; empty elsewhere.
+        """Run the program. Return Megatron's list of the loss function's reports on the last stage, [] elsewhere.
 
-        `on_pass` is told of each pass when it has ended on the host: from when its message had arrived until then, by
-        `time.perf_counter()`.
+        `on_pass` is called with each pass when it has ended on the host; its times, by `time.perf_counter()`, go from
+        the wait for its messages until then.
 
         Raises:
-            RuntimeError: another rank failed. What fails on this rank is raised as it is.
+            RuntimeError: another rank failed. An error of this rank is raised as it is.
         """
         for entry in program:
             if isinstance(entry, Exchange):
@@ -107,7 +106,7 @@ class StageRun:
         return self.data_store
 
     def launch(self, exchange: Exchange) -> None:
-        """This stage's part of an exchange is begun."""
+        """Begin this stage's part of an exchange."""
         of_vocabulary = {
             Sent.EMBEDDING: self.vocabulary.sum_embedding,
             Sent.STATISTICS: self.vocabulary.gather_statistics,
@@ -197,14 +196,14 @@ class StageRun:
             self.inputs[n, chunk] = input_
 
     def _received(self, what: Pass) -> Tensor:
-        """Activations or their gradient, of another stage."""
+        """Return activations or their gradient, from another stage."""
         (exchange,) = (
             one for one in needed(self.groups.stage, what, self.shape) if one.kind in (Sent.FORWARD, Sent.BACKWARD)
         )
         return self.messages.arrived(exchange)[0]
 
     def _up_to_losses(self, n: int, paused: PausedForward) -> tuple[Tensor, Tensor]:
-        """Hidden states and labels."""
+        """Run the forward until it asks for losses; return their hidden states and labels."""
         question = paused.go()
         if not isinstance(question, AskLosses):
             raise ValueError(
@@ -251,7 +250,7 @@ class StageRun:
             self._enter_chunk(n, chunk)
             with gradients_held(self.config, n == self.call.num_microbatches - 1):
                 step, given = schedules.backward_step, [input_, output, grad]
-                if "model_type" in inspect.signature(step).parameters:  # of older versions
+                if "model_type" in inspect.signature(step).parameters:  # in older versions
                     given.append(schedules.get_model_type(self.call.model[chunk]))
                 return step(*given, self.config)
 

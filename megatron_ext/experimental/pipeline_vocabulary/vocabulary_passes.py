@@ -1,7 +1,7 @@
 """The passes of embedding and lm head on one pipeline stage, each of which does this stage's part of a micro-batch.
 
-What is between two passes of a micro-batch lies in dictionaries by its number. The passes of the layers (`stage_run`)
-put in what the model asks, and take out what it is answered.
+Results between two passes of a micro-batch lie in dictionaries, by the micro-batch's number. The passes of the layers
+(`stage_run`) put in the model's questions, and take out the answers.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from megatron_ext.megatron.fused_loss.megatron_log import counts_acceptance
 
 @contextlib.contextmanager
 def gradients_held(config: Any, last: bool) -> Iterator[None]:
-    """A pass that gives gradients: data parallelism may reduce them in the last one, or is told to at the end."""
+    """Context of a pass that makes gradients: data parallelism reduces them in the last pass, or if told at the end."""
     functions = config.no_sync_func
     if functions is None or (last and config.grad_sync_func is None):
         functions = ()
@@ -46,7 +46,7 @@ class VocabularyPasses:
         parts: this stage's part of the embedding, of B sequences and of the others.
         sums: of the embedding, on the first stage of B sequences, on the last one of the others if P > 1.
         products, statistics: of the head, between its passes.
-        results: `linear_steps.Result` aside; its `unit_dx_TD` goes to `sums_of_dx` on the last stage.
+        results: `linear_steps.Result` of the side stream; its `unit_dx_TD` goes to `sums_of_dx` on the last stage.
         grad_embeddings: on the stages that have `sums`, until they are sent.
     """
 
@@ -69,7 +69,7 @@ class VocabularyPasses:
         self._part_of_dx: Pending | None = None  # on its way to the last stage
         self._grad_parts: dict[int, dict[int, Tensor]] = {}
         self.grad_embeddings: dict[int, Tensor] = {}
-        # How often each parameter will get a gradient yet.
+        # How many more gradients each parameter will get.
         tied = output.weight is embedding.weight
         self.left: dict[Tensor, int] = dict.fromkeys(
             (embedding.weight, output.weight), shape.micro_batches * (1 + tied)
@@ -111,13 +111,13 @@ class VocabularyPasses:
                     self.messages.sent(pending)
 
     def embedding_of(self, n: int) -> Tensor:
-        """The embedding that this stage's layers asked for, when all stages have looked up their rows."""
+        """Return the embedding that this stage's layers asked for, once all stages have looked up their rows."""
         found = self.sums.pop(n).wait()
         slices = self.embedding.reduce_scatter_embeddings
         return found if slices else collectives.all_reduce(found, self.groups.tp, in_place=True)
 
     def further(self, n: int) -> tuple[Tensor, Tensor, Callable[[Tensor], None]]:
-        """Return for the layers of multi-token prediction the token ids, the embeddings, and who takes the gradient."""
+        """Return the token ids of multi-token prediction, their embeddings, and a function that takes the gradient."""
         ids = self.ids[n][self.messages.sizes(n).batch :]
         if not self.backward:
             del self.ids[n]
@@ -152,8 +152,8 @@ class VocabularyPasses:
         """Begin `Sent.STATISTICS`."""
         found = self.products[n]
         begin = partial(linear_steps.start_exchange, found)
-        # Where they are read: there is their memory.
-        self.statistics[n] = self.side.run(begin, self.side.now(), [found.first.stats_KT])
+        # On the stream that reads the statistics, which then owns their memory.
+        self.statistics[n] = self.side.run(begin, self.side.now(), [found.stats_KT])
 
     def make_result(self, what: Pass) -> None:
         """Make the result of a micro-batch beside the passes, or as one of them."""
@@ -161,7 +161,7 @@ class VocabularyPasses:
         found, statistics = self.products.pop(n), self.statistics.pop(n).found
         failures: list[Exception] = []
         result = self.side.run(lambda: self._result(found, statistics, failures), reads=found.tensors())
-        for error in failures:  # marks are of the passes' stream
+        for error in failures:  # marks belong to the passes' stream
             self.marks.fail(error)
         if self.backward or self.groups.is_last:
             self.results[n] = result
@@ -171,7 +171,7 @@ class VocabularyPasses:
         return [loss, IsArgmax(labels_T, IGNORE_INDEX)] if self.hits else [loss]
 
     def _result(self, found: linear_steps.Products, statistics: Pending, failures: list[Exception]) -> Any:
-        """A `linear_steps.Result`; in sequence parallelism its `unit_dx_TD` is that of this rank's tokens."""
+        """Make a `linear_steps.Result`; in sequence parallelism its `unit_dx_TD` is that of this rank's tokens."""
         stats_RKT, weight, result = statistics.wait(), self.output.weight.detach(), None
         try:
             if not self.marks.has_failed:
@@ -180,7 +180,7 @@ class VocabularyPasses:
             failures.append(error)
         if result is None:
             unit = weight.new_zeros(found.x_TD.shape) if self.backward else None
-            loss = torch.zeros_like(found.first.shift_T)
+            loss = torch.zeros_like(found.shift_T)
             results = [[loss], [loss.bool()]][: 1 + self.hits]
             result = linear_steps.Result(results, unit, found, None, [])
         if result.unit_dx_TD is not None and self.output.sequence_parallel:

@@ -1,4 +1,4 @@
-"""Models built by Megatron get shared vocabulary layers: every stage its rows of what the first and last stage made."""
+"""Shared vocabulary layers for models that Megatron builds: each stage gets its rows of the first and last stage's."""
 
 import contextlib
 from typing import Any
@@ -40,26 +40,26 @@ class _Holder(nn.Module):
 
 
 class Builder:
-    """Shares the vocabulary of the models that Megatron builds on this stage, chunk after chunk, until `end` is closed:
-    the models are not trained any more."""
+    """Sharing of the vocabulary of models that Megatron builds on this stage, chunk after chunk. Once `end` is closed,
+    the models cannot be trained any more."""
 
     def __init__(self, end: contextlib.ExitStack) -> None:
         self._built: list[Any] = []
         self._end = end
 
     def add(self, model: Any) -> None:
-        """The next chunk has been built: with the last one the vocabulary layers are shared. Before models are wrapped.
+        """Add a chunk that was built, before it is wrapped; with the last one the vocabulary layers are shared.
 
         Communicates, with the last chunk: which ranks form groups, and whether the embedding gives slices; one
         broadcast over the pipeline for the embedding and one for an output layer that is not tied to it, each of what
         Megatron would have kept on one stage.
 
         Raises:
-            ValueError: the model or its config cannot be run so; the message says why. On every stage alike, as far as
-                all stages can see it.
+            ValueError: the model or its config cannot be run so; the message says why. The error is raised on every
+                stage if all stages can see the reason.
         """
         if hasattr(model, SHARED) or any(one is model for one in self._built):
-            return  # a class derived from another of these has called its __init__
+            return  # a derived class has called the `__init__` of its base class, which is replaced too
         built, self._built = self._built, []  # nothing is left of a model that is refused
         check_config(model.config)
         check_model(model)
@@ -82,7 +82,7 @@ class Builder:
         self._end.callback(groups.close)
         whole = front.embedding.word_embeddings.weight if groups.is_first else None
         weight = _rows(whole, groups, 0, size, config)
-        # Whether it gives slices of the sequence, only the stage knows that has built it.
+        # Only the stage that has built the embedding knows whether it returns slices of the sequence.
         in_slices = groups.is_first and front.embedding.word_embeddings.reduce_scatter_embeddings
         in_slices = collectives.all_gather_object(in_slices, groups[Sent.TOKENS])[0]
         embedding = SharedEmbedding(weight, size, groups, in_slices=in_slices, mtp_layers=mtp_layers)
@@ -103,8 +103,8 @@ class Builder:
         if groups.is_last:
             setattr(back, fusion_decision.LOSS, output.losses)
             output.counters = counters_of(back)
-            # Megatron's looks for an entry of the output layer on every stage that has one, and stores a copy of the
-            # embedding where multi-token prediction runs. Here rows are stored once, by the module that has them.
+            # Megatron's method looks for an entry of the output layer on every stage that has one, and stores a copy of
+            # the embedding where multi-token prediction runs. Here rows are stored once, by the module that has them.
             hidden = {"post_process": False} if tied else {}
             hidden |= {"mtp_process": False} if mtp_layers else {}
             if hidden:
@@ -113,7 +113,7 @@ class Builder:
 
 
 def _rows(whole: Tensor | None, groups: PipelineGroups, source: int, size: int, config: Any) -> nn.Parameter:
-    """This rank's rows of the tensor-parallel shard that stage `source` has made."""
+    """Return this rank's rows of the tensor-parallel shard that stage `source` has made."""
     columns = size // parallel_state.get_tensor_model_parallel_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if whole is None:
@@ -124,7 +124,7 @@ def _rows(whole: Tensor | None, groups: PipelineGroups, source: int, size: int, 
     rows = columns // groups.stages
     own = buffer[groups.stage * rows : (groups.stage + 1) * rows].clone()
     weight = nn.Parameter(own.cpu() if config.use_cpu_initialization else own)
-    # What Megatron reads off a parameter: cut over ranks along dimension 0, and of the vocabulary.
+    # Attributes that Megatron reads: the parameter is cut over ranks along dimension 0, and is of the vocabulary.
     set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
     weight.allreduce = True  # type: ignore[attr-defined]
     weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
@@ -132,7 +132,7 @@ def _rows(whole: Tensor | None, groups: PipelineGroups, source: int, size: int, 
 
 
 def _with_attributes(owner: Any, method: Any, values: dict[str, Any]) -> Any:
-    """A method of `owner` that finds other attributes there."""
+    """Wrap a method of `owner` so that `owner` has these attributes during a call."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
@@ -144,7 +144,7 @@ def _with_attributes(owner: Any, method: Any, values: dict[str, Any]) -> Any:
 
 
 def check_config(config: Any) -> None:
-    """Raises ValueError for a config whose vocabulary cannot be shared over the stages, before anything is sent."""
+    """Raise ValueError for a config whose vocabulary cannot be shared over the stages, before anything is sent."""
     if config.pipeline_model_parallel_size < 2:
         raise ValueError(
             "pipeline_model_parallel_size is 1: there are no stages to share the vocabulary; train with at least 2, or "
@@ -173,7 +173,7 @@ def check_config(config: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raises ValueError for a model that cannot share its vocabulary, as far as every stage sees it."""
+    """Raise ValueError for a model that cannot share its vocabulary, as far as every stage sees it."""
     for name in ("share_embeddings_and_output_weights", "vocab_size", "position_embedding_type"):
         if not hasattr(model, name):
             raise ValueError(
@@ -220,7 +220,7 @@ def _depth(model: Any) -> int:
 
 
 def check_vocabulary(size: int, config: Any) -> None:
-    """Raises ValueError for a vocabulary that does not divide by the ranks which share it."""
+    """Raise ValueError for a vocabulary that does not divide by the ranks which share it."""
     stages, ranks = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
     if size % (stages * ranks):
         raise ValueError(

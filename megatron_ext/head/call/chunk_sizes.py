@@ -228,14 +228,13 @@ def cached_columns(call: ResolvedHead, tokens: int, columns: int, like: Tensor, 
 def kept_columns(call: ResolvedHead, tokens: int, weight_VD: Operand, hidden_TD: Tensor, keep: bool) -> tuple[int, int]:
     """Bytes that backward will need for dx and dW and that nothing holds during forward, or the weight's if none will
     follow: each chunk reads the weight; and for how many columns exponentials are kept."""
+    parts = weight_VD.parts if isinstance(weight_VD, SideBySide) else [weight_VD]
     if not keep:
-        return weight_VD.nbytes, 0
-    size = weight_VD.element_size()
-    first, *others = weight_VD.parts if isinstance(weight_VD, SideBySide) else [weight_VD]
-    dw = 0 if call.fuse_main_grad or not first.requires_grad else first.nbytes
-    for part in others:
-        dw += part.nbytes if part.requires_grad else 0
-    later = dw + (4 + 2 * size) * tokens * weight_VD.shape[1]
+        return sum(part.nbytes for part in parts), 0
+    later = (4 + 2 * parts[0].element_size()) * tokens * weight_VD.shape[1]
+    for part in parts:
+        if part.requires_grad and not (call.fuse_main_grad and part is parts[0]):
+            later += part.nbytes
     return later, cached_columns(call, tokens, weight_VD.shape[0], hidden_TD, later)
 
 
@@ -313,10 +312,3 @@ def _stepped(span: slice, step: int) -> list[slice]:
 
 def _rounded(n: int, multiple: int) -> int:
     return max(multiple, n // multiple * multiple)
-
-
-def fixed_chunks(call: ResolvedHead, tokens: int, columns: int, on_gpu: bool) -> list[slice]:
-    """Tokens in chunks of a multiple of `TOKENS`."""
-    given = slice(0, call.chunk_tokens or tokens)
-    first = given if call.chunk_tokens else (chunks(given, None, columns, on_gpu) or [given])[0]
-    return _stepped(slice(0, tokens), fixed_order.whole_blocks(first))

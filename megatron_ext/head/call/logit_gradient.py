@@ -50,22 +50,9 @@ def _added(x_T: Tensor | None, y_T: Tensor | None) -> Tensor | None:
     return y_T if x_T is None else x_T if y_T is None else x_T + y_T
 
 
-class Coefficients(NamedTuple):
-    """a, c and d of the form above, the temperature's factor in them; all 0 for tokens that do not count.
-
-    `target` is the gradient of the label's logit without d, `p_y (a + c (z_y - E_p[z])) + b`: b alone would be
-    cancelled by p_y a where the model is sure. `alpha` turns this shard's exponentials into probabilities.
-    """
-
-    a: Tensor
-    c: Tensor | None
-    d: Tensor | None
-    target: Tensor
-    alpha: Tensor
-
-
 class PassCoefficients(NamedTuple):
-    """Coefficients of `row_gradient`: `exp(u) (scale + slope u) + offset`, u = z - this shard's maximum."""
+    """Coefficients of `row_gradient`, in the order of its arguments: `exp(u) (scale + slope u) + offset`, u = z - this
+    shard's maximum."""
 
     scale: Tensor
     slope: Tensor | None
@@ -78,8 +65,14 @@ class PassCoefficients(NamedTuple):
         return PassCoefficients(scale, slope, offset)
 
 
-def coefficients(stats: Statistics, kept_T: Tensor | None, basis: Basis, temperature: float) -> Coefficients:
-    """Return the coefficients that the gradients of `basis` mean for the logits before the softcap.
+def coefficients(
+    stats: Statistics, kept_T: Tensor | None, basis: Basis, temperature: float
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Return the coefficients that the gradients of `basis` mean for the logits before the softcap: a, c and d of the
+    form above, the temperature's factor in them, `target` and `alpha`; all 0 for tokens that do not count.
+
+    `target` is the gradient of the label's logit without d, `p_y (a + c (z_y - E_p[z])) + b`: b alone would be
+    cancelled by p_y a where the model is sure. `alpha` turns this shard's exponentials into probabilities.
 
     `kept_T`: bool, tokens with a gradient; None: all.
     """
@@ -112,7 +105,7 @@ def coefficients(stats: Statistics, kept_T: Tensor | None, basis: Basis, tempera
         target = target + c * log_p.exp() * away
     # Above 0 only where this shard has no finite logit: its shift is 0 then, and its probabilities are 0 anyway.
     alpha = kept((stats.shift - stats.largest).sub_(stats.log_sum).clamp_(max=0).exp_())
-    return Coefficients(a, c, d, target, alpha)
+    return a, c, d, target, alpha
 
 
 def bent_at_target(x_T: Tensor, stats: Statistics) -> Tensor:
@@ -120,11 +113,10 @@ def bent_at_target(x_T: Tensor, stats: Statistics) -> Tensor:
     return x_T if stats.bend is None else x_T * stats.bend
 
 
-def pass_coefficients(stats: Statistics, coef: Coefficients, unit_T: Tensor | None = None) -> PassCoefficients:
-    """`coef` as `row_gradient` wants it, in fp64; divided by `unit_T` if given."""
-    a, c, d, _, alpha = coef
-    if unit_T is not None:
-        a, c, d = a / unit_T, None if c is None else c / unit_T, None if d is None else d / unit_T
+def pass_coefficients(
+    stats: Statistics, a: Tensor, c: Tensor | None, d: Tensor | None, alpha: Tensor
+) -> PassCoefficients:
+    """The coefficients as `row_gradient` wants them, in fp64."""
     if c is None:
         return PassCoefficients(alpha * a, None, d)
     assert stats.expected is not None
@@ -157,20 +149,21 @@ def token_gradient(
         basis: the gradients of what was read out.
         labelled: the caller knows that every label is this rank's.
     """
-    coef, inside = coefficients(stats, kept_T, basis, call.temperature), None
-    dtype = stats.shift.dtype
-    target, offset, through = coef.target, coef.d, None
+    a, c, offset, target, alpha = coefficients(stats, kept_T, basis, call.temperature)
+    inside, through, dtype = None, None, stats.shift.dtype
     if call.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
         target = bent_at_target(target if offset is None else target + offset, stats)
         offset, through = None, offset
-    if coef.c is None and call.softcap is None:
-        scale = coef.a * coef.alpha
+    if c is None and call.softcap is None:
+        scale = a * alpha
     else:
         # G's entries stay near probabilities, which 16 bits hold whatever the loss scale; where a rules, a certain
         # token's is 1, which no rounding touches.
-        others = [x.abs() / 256 for x in (coef.c, through) if x is not None]
-        scale = torch.stack([coef.a.abs(), *others]).amax(0)
-        inside = pass_coefficients(stats, coef._replace(d=through), scale.where(scale > 0, 1.0)).to(dtype)
+        others = [x.abs() / 256 for x in (c, through) if x is not None]
+        scale = torch.stack([a.abs(), *others]).amax(0)
+        unit = scale.where(scale > 0, 1.0)
+        c, through = (None if x is None else x / unit for x in (c, through))
+        inside = pass_coefficients(stats, a / unit, c, through, alpha).to(dtype)
     if not labelled:
         target = target.masked_fill(target_T < 0, 0.0)
     offset = None if offset is None else offset.to(dtype)

@@ -36,22 +36,12 @@ class SideBySide:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape of the operand."""
         return torch.Size((self.parts[0].shape[0], self.columns[-1].stop))
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of all parts, once `to` has made them alike."""
         return self.parts[0].dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all parts."""
-        return sum(part.nbytes for part in self.parts)
-
-    def element_size(self) -> int:
-        """Return the element size of the first part."""
-        return self.parts[0].element_size()
 
     def __getitem__(self, rows: slice) -> "SideBySide":
         return SideBySide([part[rows] for part in self.parts])
@@ -61,7 +51,6 @@ class SideBySide:
         return SideBySide([part.to(dtype) for part in self.parts])
 
     def index_select(self, dim: int, index: Tensor) -> "SideBySide":
-        """Some rows of each part."""
         return SideBySide([part.index_select(dim, index) for part in self.parts])
 
     def across(self, x_TD: Tensor) -> list[tuple[Tensor, Tensor]]:

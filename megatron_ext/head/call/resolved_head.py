@@ -99,16 +99,13 @@ class ResolvedHead:
 
     def without_scale(self) -> "ResolvedHead":
         """This head, its scale in softcap and temperature: `c tanh(s z / c) = s (c / s) tanh(z / (c / s))`."""
-        if self.logit_scale == 1.0:
-            return self
         softcap = None if self.softcap is None else self.softcap / self.logit_scale
         temperature = self.temperature / self.logit_scale
         return replace(self, softcap=softcap, temperature=temperature, logit_scale=1.0)
 
     def without_bends(self) -> "ResolvedHead":
         """Return this head for logits that have passed scale and softcap already."""
-        bent = self.softcap is not None or self.logit_scale != 1.0
-        return replace(self, softcap=None, logit_scale=1.0) if bent else self
+        return replace(self, softcap=None, logit_scale=1.0)
 
     @property
     def ranks(self) -> int:

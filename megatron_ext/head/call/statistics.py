@@ -15,7 +15,7 @@ one that is not known. What the statistics of all ranks show to be wrong is rais
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, reduce
@@ -109,13 +109,9 @@ SIZE, COUNTED, START, OPTIONS, LABELS = range(5)
 REFUSED = -1.0
 
 
-def statistics_rows(with_mean: bool, with_entropy: bool, with_hits: bool, with_bend: bool) -> int:
-    """Number of rows K that `row_statistics` writes; `with_bend`: there is a softcap."""
-    return 3 + 2 * with_mean + with_entropy + with_hits + with_bend
-
-
-# Shared rows that every call sends, whichever of them it has: a rank with other options is told so then.
-SENT = statistics_rows(True, True, True, False)
+# Shared rows that every call sends, whichever of them it has: a rank with other options is told so then. All but the
+# softcap's slope.
+SENT = 7
 
 
 class Statistics(NamedTuple):
@@ -137,21 +133,14 @@ class Statistics(NamedTuple):
 
 
 def own_rows(call: ResolvedHead) -> int:
-    """Number of rows that `row_statistics` writes."""
-    return statistics_rows(call.mean, call.expected, call.hits, call.softcap is not None)
-
-
-def shared_rows(call: ResolvedHead, ranks: int) -> int:
-    """Number of rows before those of read-outs' own: those of the shared pass, filled up to `SENT` where several ranks
-    send them."""
-    rows = 3 + 2 * call.mean + call.expected + call.hits + (call.softcap is not None)
-    return rows if ranks == 1 else max(rows, SENT)
+    """Number of rows K that `row_statistics` writes."""
+    return 3 + 2 * call.mean + call.expected + call.hits + (call.softcap is not None)
 
 
 def new_statistics(
     tokens: int, shared: int, ranks: int, dtype: torch.dtype, device: torch.device, more: int = 0
 ) -> Tensor:
-    """`[K, T + 1]`: room for the `shared_rows` and `more`, and the column that says whose it is."""
+    """`[K, T + 1]`: room for the `shared` rows and `more`, and the column that says whose it is."""
     stats_KT = torch.empty(shared + more, tokens + 1, dtype=dtype, device=device)
     if ranks == 1:  # nothing is sent, and nobody reads that column
         return stats_KT
@@ -177,51 +166,13 @@ def sign(stats_KT: Tensor, vocab: VocabShard, *checksums: int | Tensor) -> None:
             stats_KT[row, -1].fill_(number)  # on CUDA an assignment of a number is a copy that waits
 
 
-def exchange(
-    stats_KT: Tensor,
-    call: ResolvedHead,
-    words: Callable[[], str],
-    checksum: Callable[[], Tensor | int],
-    labels_T: Tensor,
-    places_T: Tensor | None = None,
-    tokens: int | None = None,
-    *,
-    check: Callable[[Tensor, Tensor, ResolvedHead, str], None],
-) -> Tensor:
-    """Every rank's statistics, signed, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
+def gathered(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None, tokens: int) -> Tensor:
+    """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather.
 
     Args:
-        words: this rank's options; asked for where ranks can read each other's.
-        checksum: what `labels_checksum` gives of the ids that are asked for; asked for where `words` are.
-        labels_T: what `check_apart` takes.
         places_T: where this rank's tokens are in the order that all ranks know, if they are in another one.
         tokens: how many there are in that order, if more than this rank has.
-        check: `RowPasses.check_exchange` of the passes that the statistics come from.
-
-    Raises:
-        ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
     """
-    tokens = stats_KT.shape[1] - 1 if tokens is None else tokens
-    if call.ranks == 1 or tokens == 0:
-        return stats_KT.unsqueeze(0)
-    if not has_values(stats_KT):
-        return exchange_signed(stats_KT, call, places_T, tokens)
-    said = words()
-    sign(stats_KT, call.vocab, options_checksum(said), checksum())
-    stats_RKT = _gathered(stats_KT, call, places_T, tokens)
-    check(stats_RKT, labels_T, call, said)
-    return stats_RKT
-
-
-def exchange_signed(
-    stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None = None, tokens: int | None = None
-) -> Tensor:
-    """`exchange` without checks. Communicates: 1 all-gather."""
-    sign(stats_KT, call.vocab)
-    return _gathered(stats_KT, call, places_T, stats_KT.shape[1] - 1 if tokens is None else tokens)
-
-
-def _gathered(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None, tokens: int) -> Tensor:
     if call.softcap is not None:
         stats_KT = stats_KT[:SENT]  # its slope at the label is nobody else's
     if places_T is None:
@@ -231,14 +182,6 @@ def _gathered(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None, tok
     stats_RKT = collectives.all_gather(sent_KT.unsqueeze(0), call.group)
     found_T = stats_RKT.flatten(0, 1).index_select(1, places_T)  # of 3 dims it is 10 times slower
     return found_T.view(*stats_RKT.shape[:2], -1)
-
-
-def refuse(tokens: int, call: ResolvedHead, dtype: torch.dtype, device: torch.device, more: int = 0) -> None:
-    """Take part in the exchange, telling the other ranks that this one refused its arguments."""
-    if call.ranks > 1 and tokens:
-        shared = shared_rows(call, call.ranks)
-        stats_KT = new_statistics(tokens, shared, call.ranks, dtype, device, more).fill_(REFUSED)
-        _gathered(stats_KT, call, None, tokens)
 
 
 def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead) -> Statistics:
@@ -253,7 +196,21 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHe
         whole = joined(stats_RKT, call)[:, :-1].double().unbind()
     else:
         whole = _merged(stats_RKT[..., :-1].double(), stats_RKT[:, START, -1:], call)
-    return _of_whole(whole, own_KT, call, shift_T)
+    peaks, total, target, *rows = whole
+    total = total.clamp(min=1.0)  # less only in a row of -inf: its label has -inf, and nothing NaN
+    more = iter(rows)
+    mean = columns = expected = hits = bend = None
+    if call.mean:
+        sums, columns = next(more), next(more).clone()
+        mean = sums / columns
+    if call.expected:
+        expected = next(more) / total
+    if call.hits:
+        hits = next(more) > 0
+    if call.softcap is not None:
+        bend = own_KT[own_rows(call) - 1, :-1].clone()
+    # Copies of what is kept for backward, which would keep all rows otherwise, and which torch's compiler needs apart.
+    return Statistics(peaks.clone(), total.log(), target - _finite(peaks), shift_T, mean, columns, expected, hits, bend)
 
 
 def joined(stats_NKT: Tensor, call: ResolvedHead) -> Tensor:
@@ -262,8 +219,7 @@ def joined(stats_NKT: Tensor, call: ResolvedHead) -> Tensor:
 
     The softcap's slope at the label is none of them.
     """
-    own_NKT = stats_NKT[:, : statistics_rows(call.mean, call.expected, call.hits, False)]
-    return in_tree(own_NKT.unbind(0), lambda one_KT, other_KT: _joined(one_KT, other_KT, call))
+    return in_tree(stats_NKT.unbind(0), lambda one_KT, other_KT: _joined(one_KT, other_KT, call))
 
 
 def _joined(one_KT: Tensor, other_KT: Tensor, call: ResolvedHead) -> Tensor:
@@ -296,25 +252,6 @@ def _merged(stats_RKT: Tensor, start_R1: Tensor, call: ResolvedHead) -> list[Ten
 def added(x_RT: Tensor, call: ResolvedHead) -> Tensor:
     """The sum of all shards' numbers, in the tree's order where bits are fixed."""
     return in_tree(x_RT.unbind(0), torch.add) if call.bits != "fast" else x_RT.sum(0)
-
-
-def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: ResolvedHead, shift_T: Tensor) -> Statistics:
-    """Return what `combine` gives of the rows of one part that is the whole vocabulary."""
-    peaks, total, target, *rows = whole
-    total = total.clamp(min=1.0)  # less only in a row of -inf: its label has -inf, and nothing NaN
-    more = iter(rows)
-    mean = columns = expected = hits = bend = None
-    if call.mean:
-        sums, columns = next(more), next(more).clone()
-        mean = sums / columns
-    if call.expected:
-        expected = next(more) / total
-    if call.hits:
-        hits = next(more) > 0
-    if call.softcap is not None:
-        bend = own_KT[own_rows(call) - 1, :-1].clone()
-    # Copies of what is kept for backward, which would keep all rows otherwise, and which torch's compiler needs apart.
-    return Statistics(peaks.clone(), total.log(), target - _finite(peaks), shift_T, mean, columns, expected, hits, bend)
 
 
 def fingerprint(z_TV: Tensor, counted: int) -> Tensor:

@@ -26,7 +26,7 @@ from megatron_ext.head.call.matmul import add_to_parts, bend, in_one, operand, t
 from megatron_ext.head.call.resolved_head import FAST, FIXED, Arithmetic, ResolvedHead, leaves_of
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
-from megatron_ext.numerics import cpu_products, fixed_order, tensors
+from megatron_ext.numerics import fixed_order, tensors
 from megatron_ext.numerics.tensors import accumulation_dtype, has_values, new_matrix, part_of, parts_of
 
 
@@ -40,7 +40,6 @@ class LogitTransform(NamedTuple):
 
     @property
     def changes(self) -> bool:
-        """Return whether it does anything."""
         return self.bias_V is not None or self.softcap is not None or self.scale != 1.0
 
     def applied(self, z_tV: Tensor) -> Tensor:
@@ -180,9 +179,10 @@ class ChunkGradient:
         if stats is not None:
             basis = logit_gradient.basis_of(plan.readouts, stats, saved, grads)
             if any(grad_T is not None for grad_T in basis):
-                coef = logit_gradient.coefficients(stats, plan.kept_T, basis, plan.call.temperature)
-                self._exact, dtype = logit_gradient.pass_coefficients(stats, coef), stats.shift.dtype
-                value = logit_gradient.bent_at_target(coef.target if coef.d is None else coef.target + coef.d, stats)
+                found = logit_gradient.coefficients(stats, plan.kept_T, basis, plan.call.temperature)
+                a, c, d, target, alpha = found
+                self._exact, dtype = logit_gradient.pass_coefficients(stats, a, c, d, alpha), stats.shift.dtype
+                value = logit_gradient.bent_at_target(target if d is None else target + d, stats)
                 self._passed, self._value = self._exact.to(dtype), value.to(dtype)
 
     def write(self, rows: slice, out_tV: Tensor) -> None:
@@ -201,7 +201,17 @@ class ChunkGradient:
             raw_tV, logits = logits_of_chunk(self.made, rows, keep_raw=bent)
         first = self._passed is None and not columns  # of those that pull: nothing is there yet
         if self._passed is not None:
-            self._write_softmax(self._passed, logits[0], rows, out_tV)
+            plan.passes.row_gradient(
+                logits[0],
+                part_of(plan.target_T, rows),
+                part_of(self.stats.shift, rows),
+                out_tV,
+                *parts_of(rows, *self._passed, self._value),
+                counted=call.counted,
+                softcap=call.softcap,
+                temperature=call.temperature,
+                labelled=plan.labelled,
+            )
         elif columns or not pulling:
             out_tV.zero_()
         if columns:
@@ -213,35 +223,12 @@ class ChunkGradient:
             first = False
         for each in places:
             if each is not None:
-                self._add_at_places(*each, out_tV)
+                token_n, column_n, grad_n = each
+                there = token_n, call.place(column_n)
+                value_n = out_tV[there].double() + grad_n / call.temperature  # rounded once
+                out_tV.index_put_(there, value_n.to(out_tV.dtype))
         if raw_tV is not None:
             self.made[0].transform.pull(raw_tV, out_tV)
-
-    def _write_softmax(
-        self, passed: logit_gradient.PassCoefficients, z_tV: Tensor, rows: slice, out_tV: Tensor
-    ) -> None:
-        plan, call = self.plan, self.plan.call
-        scale_t, slope_t, offset_t, value_t = parts_of(rows, *passed, self._value)
-        plan.passes.row_gradient(
-            z_tV,
-            part_of(plan.target_T, rows),
-            part_of(self.stats.shift, rows),
-            out_tV,
-            scale_T=scale_t,
-            slope_T=slope_t,
-            offset_T=offset_t,
-            value_T=value_t,
-            counted=call.counted,
-            softcap=call.softcap,
-            temperature=call.temperature,
-            labelled=plan.labelled,
-        )
-
-    def _add_at_places(self, token_n: Tensor, column_n: Tensor, grad_n: Tensor, out_tV: Tensor) -> None:
-        """Add gradients at single places of `out_tV`: the sum is made in fp64, and rounded once."""
-        at = token_n, self.plan.call.place(column_n)
-        value_n = out_tV[at].double() + grad_n / self.plan.call.temperature
-        out_tV.index_put_(at, value_n.to(out_tV.dtype))
 
     def _add_at_columns(self, found: Sequence[tuple[Tensor, Tensor]], z_tV: Any, rows: slice, out_tV: Tensor) -> None:
         """Add gradients at token ids in fp64, rounded once: the terms cancel where the model is sure of one id."""
@@ -294,11 +281,12 @@ class KeptGradient:
         options = tokens, w_VD.shape[0], x_TD, 0
         return [rows for part in parts for rows in chunk_sizes.product_chunks(part, *options)]
 
-    def write(self, rows: slice, readout: Any, raw_tV: Any, logits: list[Tensor], stats_Kt: Tensor) -> None:
-        """U of a chunk that `readout` has scanned, in the memory of its logits; `raw_tV`: before bias and softcap."""
+    def write(self, rows: slice, raw_tV: Any, logits: list[Tensor], stats_Kt: Tensor) -> None:
+        """U of a chunk that was scanned, in the memory of its logits; `raw_tV`: before bias and softcap; `stats`: the
+        rows of the read-out."""
         if rows.stop > self.tokens:
             return
-        out_tV, tokens = logits[0], rows.stop - rows.start
+        out_tV, tokens, readout = logits[0], rows.stop - rows.start, self._plan.readouts[0]
         (value_t, *_), saved = readout.results(None, stats_Kt.unsqueeze(0), stats_Kt)
         readout.pull(saved, slice(0, tokens), logits, torch.ones_like(value_t), out_tV, True)
         out_tV[:, self._plan.call.counted :] = 0
@@ -333,18 +321,17 @@ class KeptGradient:
             scaled_TD = (x_TD[:kept] * g_T1).masked_fill_(g_T1 == 0, 0).to(x_TD.dtype)
             add_to_parts(totals_VD, self.unit_TV, scaled_TD, columns)
         if total_V is not None:
-            total_V += cpu_products.mm(self.unit_TV.t(), g_T1.to(self.unit_TV.dtype)).squeeze(1)
+            total_V += matmul.column_sums(self.unit_TV, g_T1.squeeze(1))
 
 
 def kept_gradient(plan: Plan, source: ComputedLogits) -> KeptGradient | None:
     """Return the memory for the gradients of a read-out by factor alone, whose logits `source` makes; None: nothing is
     kept."""
-    call, (x_TD, w_VD) = plan.call, (source.x_TD, source.w_VD)
-    if plan.ranks != 1 or plan.fixed:
+    x_TD, w_VD = source.x_TD, source.w_VD
+    # torch's compiler does not take an output of forward in whose memory its products lie.
+    if plan.ranks != 1 or plan.fixed or torch.compiler.is_compiling():
         return None
-    if torch.compiler.is_compiling():  # which does not take an output of forward in whose memory its products lie
-        return None
-    tokens = chunk_sizes.kept_tokens(call, plan.tokens, w_VD.shape[0], x_TD)
+    tokens = chunk_sizes.kept_tokens(plan.call, plan.tokens, w_VD.shape[0], x_TD)
     if not tokens:
         return None
     source.memory_TV = tensors.new_matrix(x_TD, tokens, w_VD.shape[0])

@@ -30,7 +30,7 @@ from megatron_ext.head.engine.chunk_logits import (
 )
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.passes import engine_combined, in_engine_order, write_engine_sums
-from megatron_ext.numerics import tensors
+from megatron_ext.numerics import fixed_order, tensors
 from megatron_ext.numerics.tensors import accumulation_dtype, part_of, parts_of
 from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
 
@@ -197,10 +197,12 @@ def _product_chunks(plan: Plan, made: Sequence[Sequence[ComputedLogits]], kept: 
 def row_chunks(plan: Plan, columns: int, tokens: int | None = None) -> list[slice]:
     """`tokens`: how many a chunk has where nothing else says it; None: by the number of columns."""
     call, on_gpu, whole = plan.call, plan.target_T.is_cuda, slice(0, plan.tokens)
-    if alike := plan.chunks():
-        return alike
+    alike = plan.chunks()
     if plan.fixed:
-        return chunk_sizes.fixed_chunks(call, plan.tokens, columns, on_gpu)
+        like = alike or chunk_sizes.chunks(whole, call.chunk_tokens, columns, on_gpu)
+        return chunk_sizes.chunks(whole, fixed_order.whole_blocks(like[0]), columns, on_gpu) if like else []
+    if alike:
+        return alike
     if on_gpu and not plan.needs_logits and not call.chunk_tokens:
         return [whole]  # each pass is one launch, and nothing is made of a chunk
     return chunk_sizes.chunks(whole, call.chunk_tokens or tokens, columns, on_gpu)
@@ -234,10 +236,9 @@ def read_chunks(
         else:
             counted = call.counted if whole else plan.leaves[0].call.counted
             stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0][0], counted)
-        for at, part_Kt, own_Kt in plan.parts(stats_Kt, own_KT, rows):
-            plan.scan(at, rows, logits, part_Kt, own_Kt)
-            if kept is not None:
-                kept.write(rows, plan.readouts[at], raw_tV, logits[0], part_Kt)
+        plan.scan(rows, logits, stats_Kt, own_KT)
+        if kept is not None:
+            kept.write(rows, raw_tV, logits[0], stats_Kt[plan.shared_rows :])
         del logits, found, raw_tV  # before the next ones are made
     stats_RKT = plan.exchange(stats_KT)
     stats = None

@@ -15,7 +15,7 @@ shard's row maximum. G_TV: the gradient matrix, E itself unless entropy or softc
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,26 +42,12 @@ from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.passes import PYTORCH, engine_combined, in_engine_order, write_engine_sums
 from megatron_ext.numerics import fixed_order, tensors
-from megatron_ext.numerics.tensors import accumulation_dtype, part_of, parts_of, pieces, widens
+from megatron_ext.numerics.tensors import accumulation_dtype, part_of, parts_of, widens
 from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
 
 # Elements of a piece of the scaled hidden states on CPU. On CUDA they are one: their product with G has as many tiles
 # as it can, in memory that dx's fp32 product has left or, while that is there, dW does not need in 16 bits.
 _SCALED = 1 << 25
-
-
-class FirstPass(NamedTuple):
-    """First pass over a batch of tokens: what a rank has from the logits of a leaf alone.
-
-    Attributes:
-        stats_KT: the leaf's statistics, with a place more in each row for the exchange.
-        exp_TV: exponentials (or logits) that are kept, `[T, 0]` if no gradient is wanted.
-        shift_T: what they are relative to.
-    """
-
-    stats_KT: Tensor
-    exp_TV: Tensor
-    shift_T: Tensor
 
 
 class LinearHead(torch.autograd.Function):
@@ -90,19 +76,17 @@ class LinearHead(torch.autograd.Function):
         with without_autocast(hidden_TD):
             x_TD = fixed_order.aligned(hidden_TD) if plan.fixed else hidden_TD
             w_VD, leaves = leaf_weights(weight_VD, low_VR, bias_V, plan, x_TD)
-            first = statistics_pass(x_TD, w_VD, leaves, plan, sizes, keep)
+            own_KT, exps, shifts = statistics_pass(x_TD, w_VD, leaves, plan, sizes, keep)
             del leaves  # copies of the weight's rows, where there are several
-            own_KT = first[0].stats_KT if len(first) == 1 else _joined(first, plan)
             stats_RKT = plan.exchange(own_KT)
             if plan.fixed:
-                stats = _of_all_shards(stats_RKT, first, plan, x_TD)
+                stats = engine_combined(stats_RKT, own_KT, shifts[0], plan.call, x_TD)
             else:
-                stats = plan.passes.combined(stats_RKT, own_KT, first[0].shift_T, plan.call)
+                stats = plan.passes.combined(stats_RKT, own_KT, shifts[0], plan.call)
             results, saved = plan.results(stats, stats_RKT, own_KT)
         ctx.plan, ctx.sizes = plan, sizes
         ctx.parameter = weight_VD if plan.call.fuse_main_grad else None
         given_TD = hidden_TD if plan.held is None else hidden_TD.to(plan.held)  # widened from it
-        _, exps, shifts = zip(*first, strict=True)
         save_groups(ctx, (given_TD, weight_VD, bias_V, low_VR), stats, exps, shifts[1:], *saved)
         return plan.give(ctx, results)
 
@@ -135,23 +119,6 @@ def leaf_weights(
         of_bias, target_T = None if bias_V is None else leaf.cut(bias_V), leaf.columns(plan.target_T)
         found.append(Leaf(leaf.rows, leaf.vocab, leaf.cut(whole_VD), of_bias, target_T))
     return w_VD, found
-
-
-def _of_all_shards(stats_RKT: Tensor, first: Sequence[FirstPass], plan: Plan, like: Tensor) -> Statistics:
-    """The statistics of the whole vocabulary with fixed bits; `first`: those of this rank's leaves."""
-    call, (own_KT, _, shift_T) = plan.call, first[0]
-    if len(first) > 1 and call.softcap is not None:  # its slope at the label is one leaf's
-        own_KT = torch.stack([each.stats_KT for each in first]).amax(0)
-    return engine_combined(stats_RKT, own_KT, shift_T, call, like)
-
-
-def _joined(first: Sequence[FirstPass], plan: Plan) -> Tensor:
-    """The statistics of several leaves, to be sent as those of one shard."""
-    like = first[0].stats_KT
-    own_KT = statistics.new_statistics(plan.tokens, plan.shared_rows, plan.ranks, like.dtype, like.device)
-    joined_KT = statistics.joined(torch.stack([each.stats_KT[:, :-1] for each in first]), plan.call)
-    own_KT[: len(joined_KT), :-1] = joined_KT
-    return own_KT
 
 
 def _gradients(
@@ -219,10 +186,9 @@ def _gradients(
                             dw_VD = torch.empty_like(weight_VD) if fused_VD is None else fused_VD
                         if need_dlow and dlow_VR is None:
                             dlow_VR = torch.empty_like(low_VR)
-                        adds, outs = fused_VD is not None, [dw_VD] if low_VR is None else [dw_VD, dlow_VR]
+                        outs, adds = [dw_VD, dlow_VR], [fused_VD is not None, False]
                         x_TD = hidden_TD if gathered is None else gathered.wait()
-                        spans = w_VD.columns if isinstance(w_VD, SideBySide) else [slice(0, w_VD.shape[1])]
-                        sides = weight_gradients(outs, spans, x_TD, leaf, grad, plan, adds)
+                        sides = weight_gradients(w_VD, outs, x_TD, leaf, grad, plan, adds)
                     for side in sides:
                         side.add(block, g_TV)
                 if need_db:
@@ -238,10 +204,8 @@ def _gradients(
     if need_db:
         ones_T1 = db_V.new_ones(tokens, 1)
         for leaf, grad in zip(leaves, grads, strict=True):
-            for side in weight_gradients(
-                [db_V.unsqueeze(1)], [slice(0, 1)], ones_T1, leaf, grad, plan, accumulate=True
-            ):
-                side.add_exact()
+            if leaf.rows.stop > leaf.rows.start:
+                WeightGradient(db_V[leaf.rows].unsqueeze(1), ones_T1, leaf, grad, plan, accumulate=True).add_exact()
         db_V = db_V.to(bias_V.dtype)
     if fused_VD is not None:
         dw_VD = main_grad.finish(ctx.parameter, weight_VD.dtype)
@@ -255,9 +219,11 @@ def statistics_pass(
     plan: Plan,
     sizes: list[int] | None,
     keep: bool,
-) -> list[FirstPass]:
-    """Logits of each leaf of the weight `w`, their statistics, and what is kept of them. `sizes`, `keep`, and what is
-    communicated: see `LinearHead`, which has the exchange of statistics besides."""
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """What a rank has from its logits alone: the statistics of its columns, with a place more in each row for the
+    exchange; and of each leaf of the weight `w` the exponentials (or logits) that are kept, `[T, 0]` if no gradient is
+    wanted, and what they are relative to, `[T]`. `sizes`, `keep`, and what is communicated: see `LinearHead`, which has
+    the exchange of statistics besides."""
     call, tokens, columns = plan.call, plan.tokens, leaves[0].w_VD.shape[0]
     dtype = accumulation_dtype(hidden_TD.dtype)
     arithmetic, on_gpu = plan.arithmetic, hidden_TD.is_cuda
@@ -271,15 +237,15 @@ def statistics_pass(
     in_place = cached == columns and not (on_gpu and tensors.widens(hidden_TD, call.rounds))
     # A kernel that also stores exponentials has other threads for its columns, which add in another order then.
     apart = bool(cached) and not as_logits and on_gpu and fixed
-    found = []
+    stats, exps, shifts = [], [], []
     for _ in leaves:
-        stats_KT = statistics.new_statistics(tokens, plan.shared_rows, plan.ranks, dtype, hidden_TD.device)
-        exp_TV = tensors.new_matrix(hidden_TD, tokens, cached, kept) if cached else hidden_TD.new_empty(tokens, 0)
-        found.append(FirstPass(stats_KT, exp_TV, stats_KT.new_empty(tokens)))
+        stats.append(statistics.new_statistics(tokens, plan.shared_rows, plan.ranks, dtype, hidden_TD.device))
+        exps.append(tensors.new_matrix(hidden_TD, tokens, cached, kept) if cached else hidden_TD.new_empty(tokens, 0))
+        shifts.append(stats[-1].new_empty(tokens))
 
     def run(x_TD: Tensor, span: slice) -> None:
         if call.fused_epilogue:
-            leaf, (stats_KT, exp_TV, shift_T) = leaves[0], found[0]
+            leaf, stats_KT, exp_TV, shift_T = leaves[0], stats[0], exps[0], shifts[0]
             plan.passes.product_statistics(
                 x_TD,
                 leaf.w_VD,
@@ -299,7 +265,7 @@ def statistics_pass(
             x_tD = x_TD
             if rows.stop - rows.start != x_TD.shape[0]:
                 x_tD = x_TD[rows.start - span.start : rows.stop - span.start]
-            for leaf, (stats_KT, kept_tV, shift_t) in zip(leaves, found, strict=True):
+            for leaf, stats_KT, kept_tV, shift_t in zip(leaves, stats, exps, shifts, strict=True):
                 target_t = leaf.target_T
                 if rows.stop - rows.start != tokens:
                     kept_tV, target_t, shift_t = kept_tV[rows], target_t[rows], shift_t[rows]
@@ -317,8 +283,17 @@ def statistics_pass(
                     counted=leaf.vocab.counted,
                     **plan.sums,
                 )
-                if apart:
-                    _keep_apart(z_tV[:, :cached], target_t, shift_t, kept_tV, leaf, plan)
+                if apart:  # by a pass of their own
+                    plan.passes.row_gradient(
+                        z_tV[:, :cached],
+                        target_t,
+                        shift_t,
+                        kept_tV,
+                        bias_V=None if leaf.bias_V is None else leaf.bias_V[:cached],
+                        counted=min(leaf.vocab.counted, cached),
+                        softcap=call.softcap,
+                        temperature=call.temperature,
+                    )
                 if fixed and in_engine_order(call, hidden_TD):
                     write_engine_sums(z_tV, stats_KT[:, rows], leaf.bias_V, leaf.vocab.counted, call)
                 del z_tV  # before the next one is made
@@ -333,22 +308,13 @@ def statistics_pass(
         full_TD = gathered.wait()
         for span in (slice(0, own.start), slice(own.stop, tokens)):
             run(full_TD[span], span)
-    return found
-
-
-def _keep_apart(z_tV: Tensor, target_t: Tensor, shift_t: Tensor, out_tV: Tensor, leaf: Leaf, plan: Plan) -> None:
-    """Write the exponentials of a leaf's first columns by a pass of their own."""
-    width = out_tV.shape[1]
-    plan.passes.row_gradient(
-        z_tV,
-        target_t,
-        shift_t,
-        out_tV,
-        bias_V=None if leaf.bias_V is None else leaf.bias_V[:width],
-        counted=min(leaf.vocab.counted, width),
-        softcap=plan.call.softcap,
-        temperature=plan.call.temperature,
-    )
+    if len(leaves) == 1:
+        return stats[0], exps, shifts
+    stats_NKT = torch.stack(stats)
+    own_KT = stats_NKT.amax(0)  # of the softcap's slope at the label, which is one leaf's
+    joined_KT = statistics.joined(stats_NKT[..., :-1], call)
+    own_KT[: len(joined_KT), :-1] = joined_KT
+    return own_KT, exps, shifts
 
 
 def gradient_tile(
@@ -532,31 +498,28 @@ class WeightGradient:
             return self._whole
         x_TD = self._x_TD if len(self._parts) == 1 else self._x_TD[:, part]
         out_TD = x_TD.new_empty(x_TD.shape)
-        for rows in [slice(0, x_TD.shape[0])] if x_TD.is_cuda else pieces(x_TD):
-            if rows.stop - rows.start == x_TD.shape[0]:
-                self._passes.scale_rows(out_TD, x_TD, self._grad.scale)
-            else:
-                self._passes.scale_rows(out_TD[rows], x_TD[rows], self._grad.scale[rows])
+        self._passes.scale_rows(out_TD, x_TD, self._grad.scale)
         if len(self._parts) == 1:
             self._whole = out_TD
         return out_TD
 
 
 def weight_gradients(
+    w_VD: Operand,
     outs: Sequence[Tensor | None],
-    spans: Sequence[slice],
     x_TD: Tensor,
     leaf: Leaf,
     grad: GradientParts,
     plan: Plan,
-    accumulate: bool,
+    accumulate: Sequence[bool],
 ) -> list[WeightGradient]:
-    """Return the gradients of an operand's parts in a leaf's rows, each with its columns `spans` of `x`; `outs`: None
-    where a part wants none. `accumulate`: the first part's is added to what is there."""
+    """Return the gradients of the parts of `w` in a leaf's rows. `outs`: of each part, None where it is not wanted, or
+    there is no such part. `accumulate`: of each, whether its gradient is added to what is there."""
+    spans = w_VD.columns if isinstance(w_VD, SideBySide) else [slice(0, w_VD.shape[1])]
     found = []
-    for at, (out_VD, span) in enumerate(zip(outs, spans, strict=True)):
+    for out_VD, span, adds in zip(outs, spans, accumulate, strict=False):
         if out_VD is not None and leaf.rows.stop > leaf.rows.start:
             of_leaf = out_VD if leaf.rows.stop - leaf.rows.start == len(out_VD) else out_VD[leaf.rows]
             side_TD = x_TD if len(spans) == 1 else x_TD[:, span]
-            found.append(WeightGradient(of_leaf, side_TD, leaf, grad, plan, accumulate and at == 0))
+            found.append(WeightGradient(of_leaf, side_TD, leaf, grad, plan, adds))
     return found

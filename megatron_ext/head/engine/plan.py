@@ -11,7 +11,6 @@ all ranks.
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +23,6 @@ from megatron_ext.head.call.resolved_head import FAST, FIXED, ResolvedHead, leaf
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.readouts.read_out import ReadOut, ReadOutResults
 from megatron_ext.head.row_passes.passes import passes_of
-from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.tensors import has_values
 
 
@@ -53,7 +51,8 @@ class Plan:
         exchanges: whether any read-out's statistics are sent.
         leaf_count: into how many leaves chunks of logits are cut, see `leaves_of`.
         leaves: the same for each leaf alone, where there are several, once chunks of logits are read.
-        rows: statistics of the read-outs' own, of all leaves, behind the `shared_rows` of the softmax.
+        shared_rows: statistics of the softmax, as many as any call has where several ranks send them.
+        rows: statistics of the read-outs' own, of all leaves, behind the shared ones.
         held: the dtype of hidden states that were widened for the call, which they have until backward; None: as they
             are.
     """
@@ -139,7 +138,8 @@ class Plan:
         """The place of each read-out's own rows among those that are sent and those that stay, and its teacher's."""
         self._spans, self._own_spans, self.teachers = [], [], []
         self.rows = self.own_rows = teachers = 0
-        self.shared_rows = statistics.shared_rows(self.call, self.ranks)
+        own_rows = statistics.own_rows(self.call)
+        self.shared_rows = own_rows if self.ranks == 1 else max(own_rows, statistics.SENT)
         for r in self.readouts:
             times, sent = self.leaf_count if r.by_leaf else 1, self.shared_rows + self.rows
             self._spans.append(slice(sent, sent + times * r.rows))
@@ -197,10 +197,7 @@ class Plan:
         found = None
         for r in self.readouts:
             found = found or (r.chunks(self.tokens, self.target_T.is_cuda) if r.in_step else None)
-        if not found or not self.fixed:
-            return found
-        step = fixed_order.whole_blocks(found[0])
-        return [slice(at, min(at + step, self.tokens)) for at in range(0, self.tokens, step)]
+        return found
 
     def begin(self, chunks: list[slice], device: torch.device) -> None:
         """Tell the read-outs what they must know or agree on before the first chunk of logits, and cut into leaves."""
@@ -219,20 +216,20 @@ class Plan:
             if begins is not None:
                 begins.refuse(device)
             else:
-                statistics.refuse(self.all_tokens, self.call, dtype, device, self.rows)
+                size = self.all_tokens, self.shared_rows, self.ranks, dtype, device, self.rows
+                refused_KT = statistics.new_statistics(*size).fill_(statistics.REFUSED)
+                statistics.gathered(refused_KT, self.call, None, self.all_tokens)
         raise fault
 
     def exchange(self, stats_KT: Tensor) -> Tensor:
-        """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather; see `statistics.exchange`.
+        """Every rank's statistics, signed, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
 
         Raises:
             ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
         """
         if self.ranks == 1 or not self.exchanges:
             return stats_KT.unsqueeze(0)
-        tokens = self.asked, self.places_T, self.all_tokens
-        said = self.call, self.words, partial(self.passes.labels_checksum, self.ids, self.places_T)
-        return statistics.exchange(stats_KT, *said, *tokens, check=self.passes.check_exchange)
+        return self._exchanged(stats_KT)
 
     def exchange_chunk(self, stats_Kt: Tensor, first: bool) -> Tensor:
         """Every rank's statistics of a chunk of tokens, `[R, K, t + 1]`. Communicates: 1 all-gather.
@@ -242,30 +239,30 @@ class Plan:
         """
         if self.ranks == 1:
             return stats_Kt.unsqueeze(0)
-        if not first:
-            return statistics.exchange_signed(stats_Kt, self.call)
         tokens = stats_Kt.shape[1] - 1
-
-        def of_chunk(stats_RKT: Tensor) -> Tensor:
-            return torch.cat([stats_RKT[..., :tokens], stats_RKT[..., -1:]], -1)
-
-        def check(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, words: str) -> None:
-            self.passes.check_exchange(of_chunk(stats_RKT), labels_T, call, words)
-
-        def words() -> str:
-            return f"{self.words()}, gradients made in forward by chunks of {tokens} tokens"
-
+        if not first:
+            statistics.sign(stats_Kt, self.call.vocab)
+            return statistics.gathered(stats_Kt, self.call, None, tokens)
         sent_KT = F.pad(stats_Kt[:, :-1], (0, self.tokens + 1 - tokens))
-        checksum = partial(self.passes.labels_checksum, self.ids)
-        return of_chunk(statistics.exchange(sent_KT, self.call, words, checksum, self.asked, check=check))
+        return self._exchanged(sent_KT, tokens)
 
-    def parts(self, stats_Kt: Tensor, own_KT: Tensor | None, rows: slice) -> list[tuple[int, Tensor, Any]]:
-        """The place of each read-out with rows of its own, those that are sent and those that stay, if any do."""
-        found = []
-        for at, (r, span, own) in enumerate(zip(self.readouts, self._spans, self._own_spans, strict=True)):
-            if r.rows:
-                found.append((at, stats_Kt[span], None if own_KT is None else own_KT[own, rows]))
-        return found
+    def _exchanged(self, stats_KT: Tensor, chunk: int | None = None) -> Tensor:
+        """Every rank's statistics, checked if this rank can read them; of the first `chunk` tokens, where forward makes
+        gradients by such chunks."""
+        if self.all_tokens == 0:
+            return stats_KT.unsqueeze(0)
+        checksums: list[Any] = []
+        if readable := has_values(stats_KT):
+            by_chunks = "" if chunk is None else f", gradients made in forward by chunks of {chunk} tokens"
+            words = self.words() + by_chunks
+            checksums = [statistics.options_checksum(words), self.passes.labels_checksum(self.ids, self.places_T)]
+        statistics.sign(stats_KT, self.call.vocab, *checksums)
+        stats_RKT = statistics.gathered(stats_KT, self.call, self.places_T, self.all_tokens)
+        if chunk is not None:
+            stats_RKT = torch.cat([stats_RKT[..., :chunk], stats_RKT[..., -1:]], -1)
+        if readable:
+            self.passes.check_exchange(stats_RKT, self.asked, self.call, words)
+        return stats_RKT
 
     def results(
         self, stats: Statistics | None, stats_RKT: Tensor, stats_KT: Tensor, own_KT: Tensor | None = None
@@ -316,18 +313,22 @@ class Plan:
         teacher = self.teachers[at]
         return logits[:1] if teacher is None else [logits[0], logits[teacher]]
 
-    def scan(self, at: int, rows: slice, logits: Sequence[list[Tensor]], stats_Kt: Tensor, own_Kt: Any) -> None:
-        """Has read-out `at` write its rows, one leaf's after the other's. `logits`: of each leaf."""
-        r, count = self.readouts[at], self.leaf_count
-        if not self.leaves:
-            r.scan(rows, self.sides_of(at, logits[0]), stats_Kt, own_Kt)
-            return
-        sides = [self.sides_of(at, each) for each in logits]
-        if not r.by_leaf:
-            r.scan(rows, [torch.cat(each, 1) for each in zip(*sides, strict=True)], stats_Kt, own_Kt)
-        else:
-            own = [None] * count if own_Kt is None else own_Kt.chunk(count)
-            chunks = [(rows, *each) for each in zip(sides, stats_Kt.chunk(count), own, strict=True)]
+    def scan(self, rows: slice, logits: Sequence[list[Tensor]], stats_Kt: Tensor, own_KT: Tensor | None) -> None:
+        """Has each read-out write its own rows, one leaf's after the other's: those that are sent, `[K, t]`, and those
+        that stay, `[K, T]`, if any do. `logits`: of each leaf."""
+        for at, (r, span, own) in enumerate(zip(self.readouts, self._spans, self._own_spans, strict=True)):
+            if not r.rows:
+                continue
+            sent_Kt, own_Kt = stats_Kt[span], None if own_KT is None else own_KT[own, rows]
+            if not self.leaves:
+                r.scan(rows, self.sides_of(at, logits[0]), sent_Kt, own_Kt)
+                continue
+            sides = [self.sides_of(at, each) for each in logits]
+            if not r.by_leaf:
+                r.scan(rows, [torch.cat(each, 1) for each in zip(*sides, strict=True)], sent_Kt, own_Kt)
+                continue
+            owns = [None] * self.leaf_count if own_Kt is None else own_Kt.chunk(self.leaf_count)
+            chunks = [(rows, *each) for each in zip(sides, sent_Kt.chunk(self.leaf_count), owns, strict=True)]
             r.scan_leaves([part.readouts[at] for part in self.leaves], chunks)
 
     def _results_of_leaves(self, at: int, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:

@@ -8,7 +8,7 @@ Legend: T tokens, t of a chunk, B sequences, S positions, V columns of this rank
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,12 @@ from torch import Tensor
 from megatron_ext.autograd import differentiable_once, save_groups, saved_groups, without_autocast
 from megatron_ext.distributed import collectives
 from megatron_ext.head import checks
-from megatron_ext.head.call import statistics
 from megatron_ext.head.call.chunk_sizes import blocks
-from megatron_ext.head.call.matmul import transformed
-from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.engine.chunk_logits import ChunkGradient, LogitTransform
 from megatron_ext.head.engine.chunked import read_chunks, row_chunks
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.row_passes.passes import passes_of
+from megatron_ext.head.readouts.row_sums import LogSumExp
 from megatron_ext.numerics.tensors import accumulation_dtype, part_of
 
 # Elements of rows that are copied after all, because their runs are too short to be worked on one by one.
@@ -75,11 +72,6 @@ class Flat:
         return x if self._in_order else x.permute([*self.back, *range(len(self.order), x.dim())])
 
 
-def tokens_of(z: Tensor) -> int:
-    """T of logits `[..., V]`."""
-    return z.shape[:-1].numel()
-
-
 def rows_of(z: Tensor, rows: slice) -> Tensor:
     """`[t, V]`: `rows` of the T rows of logits `[..., V]`; a copy only where they lie in several runs."""
     run = z.shape[-2]
@@ -103,7 +95,7 @@ def in_runs(z: Tensor, chunks: Iterable[slice], copy: bool = True) -> Iterator[s
 
 def new_gradient(z: Tensor) -> Tensor:
     """Room for the gradient of logits `[..., V]`, in its rows as flat as it gets, columns next to each other."""
-    return torch.empty_like(z) if z.dim() == 2 and z.stride(1) == 1 else z.new_empty(tokens_of(z), z.shape[-1])
+    return torch.empty_like(z) if z.dim() == 2 and z.stride(1) == 1 else z.new_empty(z.shape[:-1].numel(), z.shape[-1])
 
 
 def _run(z: Tensor, i: int) -> Tensor:
@@ -114,19 +106,14 @@ def _run(z: Tensor, i: int) -> Tensor:
     return z
 
 
-class StoredLogits:
+class StoredLogits(NamedTuple):
     """Logits that exist."""
 
-    def __init__(self, z: Tensor, transform: LogitTransform):
-        self.z, self.transform = z, transform
+    z: Tensor
+    transform: LogitTransform
 
     def __call__(self, rows: slice) -> Tensor:
         return rows_of(self.z, rows)
-
-
-def of_logits(logits: Sequence[Tensor], transforms: Sequence[LogitTransform]) -> list[StoredLogits]:
-    """Sources of the student's and the teachers' logits, which exist already."""
-    return [StoredLogits(z, transform) for z, transform in zip(logits, transforms, strict=True)]
 
 
 class StoredLogitsHead(torch.autograd.Function):
@@ -146,7 +133,7 @@ class StoredLogitsHead(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         with without_autocast(logits[0]):
             chunks = plan.chunks() or _chunks(logits, plan)
-            stats, results, saved, _ = read_chunks(plan, [of_logits(logits, transforms)], chunks, logits[0])
+            stats, results, saved, _ = read_chunks(plan, [[*map(StoredLogits, logits, transforms)]], chunks, logits[0])
         ctx.plan, ctx.transforms, ctx.into_logits = plan, transforms, into_logits
         save_groups(ctx, logits, stats or (), *saved)
         return plan.give(ctx, results)
@@ -157,7 +144,7 @@ class StoredLogitsHead(torch.autograd.Function):
         plan, (logits, fields, *saved) = ctx.plan, saved_groups(ctx)
         stats = Statistics(*fields) if fields else None
         with without_autocast(logits[0]):
-            made = of_logits(logits, ctx.transforms)
+            made = [*map(StoredLogits, logits, ctx.transforms)]
             gradient = ChunkGradient(plan, made, stats, saved, [*map((*grads, None).__getitem__, ctx.firsts)])
             dz = logits[0].detach() if ctx.into_logits else new_gradient(logits[0])
             for rows in _chunks(logits, plan, copy=not ctx.into_logits):
@@ -175,60 +162,43 @@ def _chunks(logits: Sequence[Tensor], plan: Plan, copy: bool = True) -> list[sli
 
 def dense_softmax(z: Any, logarithm: bool) -> Tensor:
     """Probabilities of `z`'s logits `[..., V/R]`, or their logarithms, in fp32 (fp64 for fp64), in their shape."""
-    flat, call = Flat(z.logits), z.resolved()
-    z_TV = flat(z.logits)
-    fault = checks.shard_fault(call.vocab, z.logits.shape[-1], "logits", call.ranks)
+    flat, head, shown = Flat(z.logits), z.resolved(), {"logarithm": logarithm}
+    z_TV, dtype = flat(z.logits), accumulation_dtype(z.logits.dtype)
+    places = flat.places(z_TV.device, head.ranks), len(z_TV)
+    plan = Plan([LogSumExp()], head, flat, len(z_TV), z_TV, shown, places)
+    fault = checks.shard_fault(head.vocab, z_TV.shape[1], "logits", head.ranks)
     if fault is not None:
-        if call.ranks > 1:
-            statistics.refuse(z_TV.shape[0], call, accumulation_dtype(z_TV.dtype), z_TV.device)
-        raise fault
-    return flat.up(DenseSoftmax.apply(z_TV, logarithm, call, flat.places(z_TV.device, call.ranks)))
+        plan.raise_on_all_ranks(fault, dtype, z_TV.device)
+    return flat.up(DenseSoftmax.apply(z_TV, logarithm, plan))
 
 
 class DenseSoftmax(torch.autograd.Function):
-    """`[T, V]` of logits `[T, V]`: probabilities, or their logarithms; those are saved too. `places_T`: of the tokens,
-    see `Flat.places`.
+    """`[T, V]` of logits `[T, V]`: probabilities, or their logarithms; those are saved too. `plan`: of their log of the
+    sum of exponentials.
 
     Communicates: forward 1 all-gather of statistics, backward 1 all-reduce of a number per token.
     """
 
     @staticmethod
-    def forward(ctx: Any, z_TV: Tensor, logarithm: bool, call: ResolvedHead, places_T: Tensor | None = None) -> Tensor:
-        counted, temperature = call.vocab.counted, call.temperature
-        nowhere_T = torch.full((z_TV.shape[0],), -1, device=z_TV.device)
-        rows, dtype = statistics.shared_rows(call, call.ranks), accumulation_dtype(z_TV.dtype)
-        stats_KT = statistics.new_statistics(z_TV.shape[0], rows, call.ranks, dtype, z_TV.device)
-        shift_T = stats_KT.new_empty(z_TV.shape[0])
-        given = z_TV, nowhere_T, stats_KT[:, :-1]
-        passes = passes_of(z_TV)
-        passes.row_statistics(*given, shift_T=shift_T, counted=counted, softcap=call.softcap, temperature=temperature)
-        stats_RKT = statistics.exchange(
-            stats_KT,
-            call,
-            lambda: f"logarithm {logarithm}",
-            lambda: 0,
-            nowhere_T,
-            places_T,
-            check=passes.check_exchange,
-        )
-        stats = statistics.combine(stats_RKT, stats_KT, shift_T, call)
-        log_sum_T = stats.log_sum.to(dtype)
-        largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0).to(dtype)
-        out_TV = torch.full_like(z_TV, -torch.inf if logarithm else 0, dtype=dtype)
+    def forward(ctx: Any, z_TV: Tensor, logarithm: bool, plan: Plan) -> Tensor:
+        made, counted = [StoredLogits(z_TV, LogitTransform())], plan.call.counted
+        stats: Any = read_chunks(plan, [made], row_chunks(plan, z_TV.shape[1]), z_TV)[0]
+        out_TV = torch.full_like(z_TV, -torch.inf if logarithm else 0, dtype=accumulation_dtype(z_TV.dtype))
+        log_sum_T1 = stats.log_sum.to(out_TV.dtype).unsqueeze(1)
+        largest_T1 = stats.largest.where(stats.largest > -torch.inf, 0.0).to(out_TV.dtype).unsqueeze(1)
         for at in blocks(z_TV):
             out = out_TV[at, :counted]
-            out.copy_(transformed(z_TV[at, :counted], None, None, temperature, out.dtype))
-            out.sub_(largest_T[at].unsqueeze(1)).sub_(log_sum_T[at].unsqueeze(1))
+            out.copy_(z_TV[at, :counted]).sub_(largest_T1[at]).sub_(log_sum_T1[at])
             if not logarithm:
                 out.exp_()
-        ctx.call, ctx.logarithm, ctx.dtype = call, logarithm, z_TV.dtype
-        ctx.save_for_backward(out_TV, places_T)
+        ctx.plan, ctx.logarithm, ctx.dtype = plan, logarithm, z_TV.dtype
+        ctx.save_for_backward(out_TV)
         return out_TV
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_TV: Tensor):
-        out_TV, places_T = ctx.saved_tensors
+        (out_TV,), places_T = ctx.saved_tensors, ctx.plan.places_T
         dz_TV = torch.empty_like(out_TV, dtype=ctx.dtype)
         sums_T = out_TV.new_empty(out_TV.shape[0])
         for at in blocks(out_TV):
@@ -237,11 +207,10 @@ class DenseSoftmax(torch.autograd.Function):
             sums_T[at] = weighed.sum(1)
         if places_T is not None:
             sums_T = torch.empty_like(sums_T).index_copy_(0, places_T, sums_T)
-        sums_T = collectives.all_reduce(sums_T, ctx.call.group if out_TV.shape[0] else None, in_place=True)
+        sums_T = collectives.all_reduce(sums_T, ctx.plan.call.group if len(out_TV) else None, in_place=True)
         if places_T is not None:
             sums_T = sums_T[places_T]
         for at in blocks(out_TV):
             out, g, sums = out_TV[at], grad_TV[at], sums_T[at].unsqueeze(1)
-            dz = g.where(out > -torch.inf, 0.0) - out.exp() * sums if ctx.logarithm else out * (g - sums)
-            dz_TV[at] = dz / ctx.call.temperature
-        return dz_TV, None, None, None
+            dz_TV[at] = g.where(out > -torch.inf, 0.0) - out.exp() * sums if ctx.logarithm else out * (g - sums)
+        return dz_TV, None, None

@@ -19,9 +19,8 @@ from megatron_ext.distributed import collectives
 from megatron_ext.head.call import statistics
 from megatron_ext.head.call.chunk_sizes import chunks, keeps_all, summed_chunks
 from megatron_ext.head.call.logit_gradient import basis_of
-from megatron_ext.head.call.matmul import SideBySide
 from megatron_ext.head.call.resolved_head import Leaf
-from megatron_ext.head.engine.linear import WeightGradient, finished_dx, leaf_weights
+from megatron_ext.head.engine.linear import WeightGradient, finished_dx, leaf_weights, weight_gradients
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.read_out import CrossEntropy, LogProbs
 from megatron_ext.head.row_passes.passes import RowPasses
@@ -30,11 +29,11 @@ from megatron_ext.numerics.tensors import accumulation_dtype, part_of, pieces
 from megatron_ext.numerics.tree_sums import start_sum_of_ranks
 
 
-def chunks_in_forward(plan: Plan, x_TD: Tensor, apart: bool) -> list[slice] | None:
+def chunks_in_forward(plan: Plan, x_TD: Tensor) -> list[slice] | None:
     """Return the chunks of tokens in which forward makes the gradient of a sum; None: `LinearHead` has to make it.
 
     They follow from what every rank knows, so that each exchanges as many statistics at a time. `x_TD`: hidden states
-    in the dtype to compute in. `apart`: ranks may have left out other tokens each.
+    in the dtype to compute in.
 
     By default alone, and where not all exponentials would be kept: an fp32 dW takes less memory than they would. Not
     with fixed bits, with a fused epilogue, or in fp16, whose range a gradient needs its loss scale for, which only
@@ -44,7 +43,7 @@ def chunks_in_forward(plan: Plan, x_TD: Tensor, apart: bool) -> list[slice] | No
     keeps = call.cache != "bounded" or keeps_all(call, plan.tokens, x_TD)
     known = type(plan.readouts[0]) in (CrossEntropy, LogProbs) and not plan.needs_logits
     other = plan.fixed or call.fused_epilogue or x_TD.dtype == torch.float16
-    if keeps or other or not known or apart or not plan.tokens:
+    if keeps or other or not known or not plan.tokens:
         return None
     return summed_chunks(plan.tokens, call.chunk_tokens, x_TD, _bends(plan))
 
@@ -83,7 +82,6 @@ class SummedHead(torch.autograd.Function):
             wide, columns = accumulation_dtype(x_TD.dtype), slice(0, w_VD.shape[0])
             parts = [(need_dw, weight_VD), *([] if low_VR is None else [(need_dlow, low_VR)])]
             sums = [x_TD.new_empty(like.shape, dtype=wide) if need else None for need, like in parts]
-            spans = w_VD.columns if isinstance(w_VD, SideBySide) else [slice(0, w_VD.shape[1])]
             db_V = x_TD.new_zeros(w_VD.shape[0], dtype=wide) if need_db else None
             dx_TD = x_TD.new_empty(x_TD.shape, dtype=wide) if need_dx else None
             values = []
@@ -95,12 +93,9 @@ class SummedHead(torch.autograd.Function):
                     product_tD = plan.arithmetic.add_product(None, g_tV, leaf.w_VD)
                     finished_dx(slice(0, len(x_tD)), product_tD, grad, leaf, plan, False, part_of(dx_TD, rows))
                     del product_tD
-                for sum_VD, span in zip(sums, spans, strict=True):
-                    if sum_VD is not None:
-                        side_tD = x_tD if len(spans) == 1 else x_tD[:, span]
-                        side = WeightGradient(sum_VD, side_tD, leaf, grad, plan, accumulate=rows.start > 0)
-                        side.add(columns, g_tV)
-                        side.finish()
+                for side in weight_gradients(w_VD, sums, x_tD, leaf, grad, plan, [rows.start > 0] * 2):
+                    side.add(columns, g_tV)
+                    side.finish()
                 if db_V is not None:
                     db_V += plan.arithmetic.column_sums(g_tV, grad.scale)
                     ones_t1 = db_V.new_ones(len(x_tD), 1)
@@ -176,15 +171,12 @@ def _chunk(plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor)
     basis = basis_of([readout], stats, [saved], [weights_t])
     grad = plan.passes.token_gradient(stats, kept_t, leaf.target_T, basis, call, plan.labelled)
     if grad.inside is not None:
-        scale_t, slope_t, offset_t = grad.inside
         plan.passes.row_gradient(
             z_tV,
             leaf.target_T,
             grad.shift,
             g_tV,
-            scale_T=scale_t,
-            slope_T=slope_t,
-            offset_T=offset_t,
+            *grad.inside,
             bias_V=leaf.bias_V,
             counted=leaf.vocab.counted,
             softcap=call.softcap,
@@ -196,7 +188,5 @@ def _chunk(plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor)
 def _scaled(x_ND: Tensor, factor: Tensor, dtype: torch.dtype, passes: RowPasses) -> Tensor:
     """`factor * x`, rounded once to `dtype`, without a second tensor in the dtype of `x`."""
     out_ND, factor_N = x_ND.new_empty(x_ND.shape, dtype=dtype), factor.to(accumulation_dtype(x_ND.dtype))
-    factor_N = factor_N.expand(x_ND.shape[0])
-    for rows in [slice(0, len(x_ND))] if x_ND.is_cuda else pieces(x_ND):
-        passes.scale_rows(part_of(out_ND, rows), part_of(x_ND, rows), factor_N[rows])
+    passes.scale_rows(out_ND, x_ND, factor_N.expand(x_ND.shape[0]))
     return out_ND

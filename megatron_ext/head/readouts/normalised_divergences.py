@@ -102,7 +102,6 @@ class NormalisedSides(ReadOut):
 
 
 def _log_probs(logits: Sequence[Tensor], normalisers: list[Tensor], at: slice, call: ResolvedHead) -> list[Tensor]:
-    """Return the log-probabilities of the student and the teacher."""
     wide = [accumulation_dtype(z_tV.dtype) for z_tV in logits]
     peaks, log_sums = ([x[at].to(dtype) for x, dtype in zip(normalisers[i::2], wide, strict=True)] for i in (0, 1))
     sides = below(logits, peaks, at, call)

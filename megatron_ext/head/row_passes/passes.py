@@ -34,7 +34,7 @@ from torch import Tensor
 from megatron_ext.head.call import logit_gradient, matmul, statistics
 from megatron_ext.head.call.matmul import bend, transformed
 from megatron_ext.head.call.resolved_head import ResolvedHead
-from megatron_ext.head.call.statistics import MAX, SUM_EXP, TARGET, Statistics, statistics_rows
+from megatron_ext.head.call.statistics import MAX, SUM_EXP, TARGET, Statistics
 from megatron_ext.head.row_passes import fixed_order_sums, label_terms, nucleus, selection
 from megatron_ext.numerics.tensors import has_values, ids_exist, part_of, sums_of_rows
 
@@ -101,7 +101,7 @@ def row_statistics(
     stats_KT[TARGET] = _at_owned(at_target, elsewhere_T, -torch.inf)
     if softcap is not None:
         slope_T = _at_owned(bend(z_TV.gather(1, column), bias, softcap, dtype), elsewhere_T, 0.0)
-        stats_KT[statistics_rows(with_mean, with_entropy, with_hits, False)] = slope_T
+        stats_KT[3 + 2 * with_mean + with_entropy + with_hits] = slope_T
     bias_V = None if bias_V is None else bias_V[:counted]
     in_place = exp_TV is not None and exp_TV.dtype == dtype and exp_TV.shape == z_TV.shape
     blocks = _blocks(z_TV)

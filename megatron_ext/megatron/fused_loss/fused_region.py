@@ -41,12 +41,12 @@ from megatron_ext.megatron.substitute import megatrons_own_layer
 from megatron_ext.proof import Proof, cannot_prove_now
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-# Ours and Megatron's own, also where ours stand in their place.
+# Our layers and Megatron's own, which are looked up even while ours are substituted for them.
 _OURS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 _LAYERS = {"megatron_ext": _OURS, "megatron": tuple(map(megatrons_own_layer, _OURS))}
 
 _SAVING = torch._C._autograd._top_saved_tensors_default_hooks  # None, or how tensors are saved for backward
-_MORE = f"its {LOSS} is called with more than labels and logits, of which the head knows nothing"
+_MORE = f"its {LOSS} is called with more arguments than labels and logits, which the head does not know"
 
 
 def region_of(model: Any, settings: HeadSettings) -> "Region | None":
@@ -258,8 +258,8 @@ class Region:
             self.counters.proof = str(proof)
             if proof.fused and (own := fusion_decision.what_is_not_known(self.model)) is not None:
                 say_once(
-                    f"the fused head computes what {type(self.model).__name__} does, {proof}, and {own}: what that "
-                    f"does beside logits and losses is left out; take the patch out where it matters"
+                    f"the fused head computes what {type(self.model).__name__} does, {proof}, and {own}: other effects "
+                    f"of this code than logits and losses are lost; if they matter, remove the patch"
                 )
         return proof
 
@@ -318,12 +318,12 @@ def _check_made(made: Tensor, settings: HeadSettings, model: str) -> None:
     if rounds(settings.logit_dtype) and made.dtype != settings.logit_dtype:
         raise ValueError(
             f"logit_dtype is {settings.logit_dtype}, and the loss of {model} is taken from logits that Megatron made, "
-            f"in {made.dtype}: see in fusion_report() who asked for them, and leave them out, or pass logit_dtype=None"
+            f"in {made.dtype}: remove the code that asks for them (fusion_report() names it), or pass logit_dtype=None"
         )
     if settings.bits not in (None, "fast"):
         raise ValueError(
             f'bits is "{settings.bits}", and the loss of {model} is taken from logits that Megatron made, whose bits '
-            f"may depend on the batch: see in fusion_report() who asked for them, and leave them out, or pass "
+            f"may depend on the batch: remove the code that asks for them (fusion_report() names it), or pass "
             f'bits="fast"'
         )
 

@@ -55,7 +55,8 @@ _MXFP8_HEAD = "TELMHeadColumnParallelLinear"  # Megatron's output layer for `fp8
 _ATTRIBUTES = ("weight", "bias", "sequence_parallel", "gather_output", "skip_bias_add", "gradient_accumulation_fusion")
 _HOMES = ("megatron.core.", "megatron_ext.")
 _TORCH = ("torch._dynamo", "torch.amp.")  # a wrapper by torch.compile or autocast computes what the function does
-# Names that Megatron's own output layer and loss look up, where other code replaces them; some versions lack some.
+# Names that Megatron's own output layer and loss look up when they run, so that other code may replace the objects
+# under these names. Some versions lack some of the names.
 _PLACES = {
     "megatron.core.tensor_parallel": ("vocab_parallel_cross_entropy",),
     "megatron.core.tensor_parallel.cross_entropy": (
@@ -152,7 +153,7 @@ def decide(model: Any, settings: HeadSettings, loss: bool = True) -> Decision:
     decision.mode = "always" if mode == "always" else None
     if decision.left is None and (found := next(filter(None, unknowns), None)) is not None:
         decision.mode = mode
-        if len(set(unknowns)) > 1:  # where one alone raised on a sample, the others would wait for it
+        if len(set(unknowns)) > 1:  # ranks must run the same code on a sample: if one raised, the others would wait
             decision.left = f"{found}, on some tensor-parallel ranks alone"
         elif mode == "off":
             decision.left = f"{found}, and proof is off"
@@ -203,7 +204,7 @@ def telling_of_change(model: Any) -> Iterator[None]:
 
 _CHANGED = (
     "the output layer or the loss of this {} has changed since its tensor-parallel ranks decided to fuse it ({}), and "
-    "they cannot decide anew: {}. Change it on every rank alike, as also a counter that the loss function keeps, or "
+    "they cannot decide anew: {}. Change it on every rank alike (also counters that the loss function keeps), or "
     "before its first call, or patch it again"
 )
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head import checks
-from megatron_ext.head.checks import Bits, Cache, bits_or_mode, repeatable
+from megatron_ext.head.checks import Bits, Cache, bits_or_mode
 from megatron_ext.head.layer_facts import head_facts
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.logits import Logits
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, tp_group
+from megatron_ext.numerics.batch_invariance import say_once
 from megatron_ext.proof import ProofMode, proof_mode
 
 
@@ -57,9 +58,9 @@ class HeadSettings:
             add one for each row and layer, as Megatron rolls labels of 0 in. False: all tokens are computed.
         bits: which bits are reproducible, as in `LmHead`; None: "batch" where Megatron's `batch_invariant_mode` is on,
             by the model's config or by the global switch, else "fast".
-        proof: when the head is compared with the model's own output layer and loss, on a few tokens. "first": if code
-            of theirs is not Megatron's own, at the first call and after each change of it. "always": at every call.
-            "off": never, and a model with such code keeps its own loss. None: as MEGATRON_EXT_PROOF says, else "first".
+        proof: when the head is compared with the model's own output layer and loss, on a few tokens. "first": at the
+            first call, and after each change, of a model whose layer or loss is not Megatron's own code. "always": at
+            every call. "off": never, and such a model keeps its own loss. None: as MEGATRON_EXT_PROOF says, or "first".
         verify: how many losses of each model, in training, are also computed by its own output layer and loss, of all
             tokens and with gradients; the memory of its logits must be free. `fusion_report()` shows both side by
             side, and a warning says if they differ by more than rounding explains.
@@ -143,7 +144,7 @@ class HeadSettings:
             "softcap": self.softcap if own is None else own * terms.scale,
             "temperature": self.temperature,
             "logit_dtype": self.logit_dtype,
-            "cache": repeatable(self.cache, config),
+            "cache": _repeatable(self.cache, config),
             "chunk_tokens": self._chunk(batch_size),
             "gradient_accumulation_fusion": terms.adds_to_main_grad(weight),
             "bits": bits_or_mode(self.bits, config),
@@ -189,3 +190,12 @@ class HeadSettings:
         names = ("z_loss", "label_smoothing", "softcap", "temperature", "entropy")
         changed = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != getattr(usual, name)]
         return ", ".join(changed) or None
+
+
+def _repeatable(cache: Cache, config: Any) -> Cache:
+    """`cache`, but for "auto" under Megatron's `deterministic_mode` "bounded", which is said once: what is kept by free
+    memory changes the gradients' last bits."""
+    if cache != "auto" or not getattr(config, "deterministic_mode", False):
+        return cache
+    say_once('Megatron\'s deterministic_mode is on: the fused head takes cache="bounded" for "auto"')
+    return "bounded"

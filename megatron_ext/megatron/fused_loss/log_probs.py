@@ -1,7 +1,7 @@
 """A model's `forward` with one option more: log-probabilities of next tokens instead of losses.
 
 The model itself takes labels that are shifted already. With the option it takes token ids and shifts them, across the
-borders of context-parallel parts and not across those of packed documents.
+borders of context-parallel parts, but not across the borders of packed documents.
 """
 
 import inspect

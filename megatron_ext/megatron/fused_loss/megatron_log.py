@@ -107,7 +107,7 @@ def counts_acceptance() -> bool:
 
 
 def counts_by_hits(original: Any) -> Any:
-    """Return Megatron's function, which is called only if the loss of promised logits has not found the hits."""
+    """Return a function that calls Megatron's only if the loss of promised logits has not found the hits."""
 
     def counts(mtp_logits: Tensor, mtp_labels: Tensor, loss_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
         found = mtp_logits.terms.hits if isinstance(mtp_logits, PromisedLogits) else None

@@ -56,7 +56,7 @@ class _Dispatched:
     calls: int = 0
 
 
-MethodReplacement = tuple[Any, str, Callable[..., Any]]  # an owner, a name, and what stands there in a call
+MethodReplacement = tuple[Any, str, Callable[..., Any]]  # an owner, a name, and the function to call instead
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _here: ContextVar[Mapping[int, Mapping[str, Any]]] = ContextVar("_here", default=_NOTHING)  # by the owner's id
 _dispatched: "weakref.WeakKeyDictionary[Any, dict[str, _Dispatched]]" = weakref.WeakKeyDictionary()

@@ -219,7 +219,7 @@ class PromisedLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        with torch.overrides.enable_reentrant_dispatch():  # so that logits which are made here have a gradient
+        with torch.overrides.enable_reentrant_dispatch():  # so that autograd records how the logits are made here
             args, kwargs = tree_map(
                 lambda x: x.logits().detach() if isinstance(x, PromisedLogits) else x, (args, kwargs or {})
             )
@@ -312,7 +312,7 @@ def _kept(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> Prom
         detached |= func in (Tensor.detach, torch.detach)
         if func is Tensor.contiguous:
             if batch_first == terms.batch_outermost or 1 in promise.shape[:2]:
-                return promise  # also without a gradient being recorded
+                return promise  # the same promise, with its gradient, also under `no_grad`
             terms = replace(terms, batch_outermost=batch_first, hits=None)  # a copy
     elif alone and func in _TRANSPOSES and {x % promise.dim() for x in args[1:]} == {0, 1}:
         batch_first = not batch_first

@@ -34,7 +34,7 @@ class Refitter:
         """Yield the name of every weight that generators get, and the weight, unsharded in `precision` on the device.
 
         For generators that this module does not serve itself. Each weight is made when it is asked for, and all ranks
-        must iterate to the end.
+        must iterate to the end. A weight may share memory with the model: copy it if it must outlive the next step.
 
         Args:
             hub_names: True: the names of files on the Hugging Face Hub, as vLLM's `load_weights` takes them, with each

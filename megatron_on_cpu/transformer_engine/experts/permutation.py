@@ -39,9 +39,7 @@ def moe_unpermute_fwd(
     return found.sum(0).to(input.dtype)
 
 
-def moe_permute_bwd(input: Tensor, dtype: Any, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int) -> Tensor:
-    """The gradient of the tokens, from that of the sorted ones."""
-    return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
+moe_permute_bwd = moe_unpermute_fwd  # the gradient of the tokens, from that of the sorted ones
 
 
 def moe_unpermute_bwd(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_on_cpu.transformer_engine.compiled_module import compiled_module
-from tests.megatron_on_cpu.transformer_engine.test_fused_attention import numbers
+from tests.megatron_on_cpu.transformer_engine import numbers
 
 tex = compiled_module((2, 11))
 BSHD = tex.NVTE_QKV_Format.NVTE_BSHD

@@ -6,7 +6,7 @@ import torch
 from megatron_on_cpu import cuda_graphs
 from megatron_on_cpu.transformer_engine.compiled_module import compiled_module
 from megatron_on_cpu.transformer_engine.enums import DType
-from tests.megatron_on_cpu.transformer_engine.test_fused_attention import numbers
+from tests.megatron_on_cpu.transformer_engine import numbers
 
 tex, new = compiled_module((2, 11)), compiled_module((2, 20))
 
@@ -105,6 +105,7 @@ def test_scale_that_is_a_tensor():
     scale.fill_(3.0)
     replay()
     assert torch.equal(target, 3 * x)
+    assert flag.item() == 0
 
 
 def test_token_count_of_the_auxiliary_loss():

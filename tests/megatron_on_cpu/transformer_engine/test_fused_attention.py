@@ -8,40 +8,20 @@ import torch
 from megatron_on_cpu.cuda_graphs import CUDAGraph, graph
 from megatron_on_cpu.transformer_engine.compiled_module import compiled_module
 from megatron_on_cpu.transformer_engine.enums import (
-    DType,
     NVTE_Bias_Type,
     NVTE_Mask_Type,
     NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
+from tests.megatron_on_cpu.transformer_engine import attended, called, numbers, of_attention
 
 tex = compiled_module((2, 11))
 B, H, G, D = 2, 4, 2, 8
 
 
-def numbers(*shape, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def call(tensors, layout, mask, cu_q, cu_kv, grad, *, padded=(None, None), **options):
-    """[output, gradients of queries, keys, values, of bias and offset] through the two functions."""
-    q, k, v = tensors
-    scale, dropout = 1 / math.sqrt(D), options.get("dropout", 0.0)
-    bias, bias_type = options.get("bias"), options.get("bias_type", NVTE_Bias_Type.NVTE_NO_BIAS)
-    softmax = options.get("softmax", NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX)
-    window, offset = options.get("window", (-1, -1)), options.get("offset")
-    longest = int(cu_q.diff().max()), int(cu_kv.diff().max())
-    kinds = (layout, bias_type, mask, softmax, window)
-    out, *saved = tex.fused_attn_fwd(
-        *(*longest, True, scale, dropout, True, *kinds, cu_q, cu_kv, q, k, v, torch.float32, *padded, None, None),
-        *(None, None, bias, offset, None, 1, False, False),
-    )
-    grads = tex.fused_attn_bwd(
-        *(*longest, scale, dropout, True, *kinds, False, cu_q, cu_kv, q, k, v, out, grad, torch.float32),
-        *(DType.kFloat32, saved, *padded, None, None, None, False),
-    )
-    return [out, *grads]
+def call(tensors, layout, mask, cu_q, cu_kv, grad, **more):
+    return attended(tex, of_attention(tex, tensors, layout, mask, cu_q, cu_kv, **more), grad)
 
 
 def reference(q, k, v, hidden, bias=None, sink=None):
@@ -85,13 +65,14 @@ def test_whole_sequences(order, mask, what):
     rows = [reference(q[i], k[i], v[i], unseen, None if bias is None else bias[0], sink) for i in range(B)]
     expected = torch.stack(rows)
     expected.backward(grad)
-    options = {"window": (3, -1)} if what == "window" else {}
+    options = {"window_size": (3, -1)} if what == "window" else {}
     if what == "bias":
-        options = {"bias": bias.detach(), "bias_type": NVTE_Bias_Type.NVTE_POST_SCALE_BIAS}
+        options = {"Bias": bias.detach(), "bias_type": NVTE_Bias_Type.NVTE_POST_SCALE_BIAS}
     if what == "sink":
-        options = {"softmax": NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX, "offset": sink.detach().view(1, H, 1, 1)}
+        options = {"softmax_type": NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX}
+        options["SoftmaxOffset"] = sink.detach().view(1, H, 1, 1)
     if what == "off_by_one":
-        options = {"softmax": NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX}
+        options = {"softmax_type": NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX}
     laid = (lambda t: t.transpose(0, 1)) if order == "sbhd" else (lambda t: t)
     layout = getattr(NVTE_QKV_Layout, "NVTE_" + "_".join([order.upper()] * 3))
     cu = [torch.arange(B + 1, dtype=torch.int32) * n for n in (queries, keys)]
@@ -120,7 +101,8 @@ def test_packed_sequences(gap, causal, lengths):
     expected.backward(grad)
     mask = NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK if causal else NVTE_Mask_Type.NVTE_PADDING_MASK
     layout, tensors = NVTE_QKV_Layout.NVTE_THD_THD_THD, [t.detach() for t in (q, k, v)]
-    found = call(tensors, layout, mask, ends, ends, grad, padded=(starts, starts))
+    padded = dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), starts)
+    found = call(tensors, layout, mask, ends, ends, grad, **padded)
     for got, leaf in zip(found[:4], (expected.detach(), q.grad, k.grad, v.grad), strict=True):
         torch.testing.assert_close(got, leaf, rtol=1e-5, atol=1e-5)
 
@@ -129,14 +111,11 @@ def test_packed_sequences_in_a_cuda_graph():
     """Kernels read the lengths on the device; a replay with others than were captured is refused."""
     q, k, v = (numbers(8, h, D, seed=i) for i, h in enumerate((H, G, G)))
     cu = torch.tensor([0, 3, 8], dtype=torch.int32)
-    kinds = (NVTE_Bias_Type.NVTE_NO_BIAS, NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK, 0, (-1, -1))
-    layout = NVTE_QKV_Layout.NVTE_THD_THD_THD
+    mask, layout = NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK, NVTE_QKV_Layout.NVTE_THD_THD_THD
+    given = of_attention(tex, (q, k, v), layout, mask, cu, cu)
     captured = CUDAGraph()
     with graph(captured):
-        out, *_ = tex.fused_attn_fwd(
-            *(5, 5, True, 1 / math.sqrt(D), 0.0, True, layout, *kinds, cu, cu, q, k, v, torch.float32, *[None] * 9),
-            *(1, False, False),
-        )
+        out, *_ = called(tex.fused_attn_fwd, given)
     q.copy_(numbers(8, H, D, seed=7))
     captured.replay()
     for part in slice(0, 3), slice(3, 8):
@@ -172,7 +151,7 @@ def test_dropout_is_the_same_forward_and_backward():
     k, v = torch.zeros(1, keys, 1, D), torch.eye(keys)[None, :, None, :D]
     cu = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, keys], dtype=torch.int32)
     layout = NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
-    out, _, _, dv, *_ = call([q, k, v], layout, NVTE_Mask_Type.NVTE_NO_MASK, *cu, grad, dropout=0.5)
+    out, _, _, dv, *_ = call([q, k, v], layout, NVTE_Mask_Type.NVTE_NO_MASK, *cu, grad, p_dropout=0.5)
     torch.testing.assert_close(dv[0, :D, 0, 0], out[0, 0, 0])
     kept = dv[0, :, 0, 0] > 0
     assert 10 < kept.sum() < 54
@@ -183,11 +162,9 @@ def test_evaluation_gives_what_training_does():
     """Transformer Engine unpacks the log-sum-exp and the seed either way."""
     q, k, v = (numbers(1, 4, 2, D, seed=seed) for seed in range(3))
     cu = torch.tensor([0, 4], dtype=torch.int32)
-    kinds = (NVTE_Bias_Type.NVTE_NO_BIAS, NVTE_Mask_Type.NVTE_NO_MASK, 0, (-1, -1))
-    rest = (0.5, 0.0, True, NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, *kinds, cu, cu, q, k, v, torch.float32, *[None] * 9)
-    training, evaluation = (
-        tex.fused_attn_fwd(4, 4, is_training, *rest, 1, False, False) for is_training in (True, False)
-    )
+    layout, mask = NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, NVTE_Mask_Type.NVTE_NO_MASK
+    given = of_attention(tex, (q, k, v), layout, mask, cu, cu, attn_scale=0.5)
+    training, evaluation = (called(tex.fused_attn_fwd, given | {"is_training": is_so}) for is_so in (True, False))
     scores = 0.5 * torch.einsum("bqhd,bkhd->bhqk", q, k)
     assert len(training) == len(evaluation) == 3
     for out, lse, _ in training, evaluation:

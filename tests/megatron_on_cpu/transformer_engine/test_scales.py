@@ -10,7 +10,7 @@ import torch
 from megatron_on_cpu.transformer_engine.compiled_module import compiled_module
 from megatron_on_cpu.transformer_engine.enums import DType
 from megatron_on_cpu.transformer_engine.quantisation.blocks import blocks_of, mx_blocks_of
-from tests.megatron_on_cpu.transformer_engine.test_fused_attention import numbers
+from tests.megatron_on_cpu.transformer_engine import numbers
 
 tex = compiled_module((2, 11))
 NAN, INF = math.nan, math.inf

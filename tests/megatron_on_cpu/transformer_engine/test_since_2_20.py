@@ -1,76 +1,53 @@
 """Functions that 2.20 has otherwise than 2.11, beside 2.11's (which have tests beside plain PyTorch) or by hand."""
 
-import math
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_on_cpu.transformer_engine import cross_entropy
 from megatron_on_cpu.transformer_engine.compiled_module import compiled_module
 from megatron_on_cpu.transformer_engine.python_modules import MODULES
-from megatron_on_cpu.transformer_engine.since_2_20 import cross_entropy as cross_entropy_since_2_20
-from tests.megatron_on_cpu.transformer_engine.test_fused_attention import numbers
+from tests.megatron_on_cpu.transformer_engine import attended, called, numbers, of_attention
 
 old, new = compiled_module((2, 11)), compiled_module((2, 20))
 SEQUENCES = torch.tensor([0, 8, 12], dtype=torch.int32)
 
 
-def attention(tex, more_forward, more_backward, diagonal, grad, window=(-1, 0)):
-    """[output, gradients of queries, keys and values] of two causal packed sequences."""
-    q, k, v = (numbers(12, 2, 4, seed=seed) for seed in range(3))
-    kinds = (
-        tex.NVTE_Bias_Type.NVTE_NO_BIAS,
-        tex.NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK,
-        tex.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX,
-        window,
-    )
-    before = (1 / math.sqrt(4), 0.0, True, tex.NVTE_QKV_Layout.NVTE_THD_THD_THD)
-    what = (SEQUENCES, SEQUENCES, q, k, v)
-    out, *saved = tex.fused_attn_fwd(
-        *(8, 8, True, *before, *more_forward, *kinds, *diagonal, *what, torch.float32, None, None),
-        *(None, None, None, None, None, None, None, 1, False, False),
-    )
-    dtype = () if diagonal else (tex.DType.kFloat32,)
-    gradients = tex.fused_attn_bwd(
-        *(8, 8, *before, *more_backward, *kinds, *diagonal, False, *what, out, grad, torch.float32, *dtype, saved),
-        *(None, None, None, None, None, False),
-    )
-    return [out, *gradients[:3]]
-
-
 @pytest.mark.parametrize("window", [(-1, 0), (2, 0)])
 def test_attention(window):
-    grad = numbers(12, 2, 4, seed=3)
-    expected = attention(old, (), (), (), grad, window)
-    thd = new.NVTE_QKV_Format.NVTE_THD
-    layout = new.NVTE_QKV_Layout.NVTE_THD_THD_THD
-    found = attention(new, (thd, thd), (thd, thd, layout, thd, thd), (True,), grad, window)
+    """Output, and gradients of queries, keys and values, of two causal packed sequences."""
+    results = []
+    for tex in old, new:
+        layout, mask = tex.NVTE_QKV_Layout.NVTE_THD_THD_THD, tex.NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK
+        tensors = [numbers(12, 2, 4, seed=seed) for seed in range(3)]
+        more = {"window_size": window, "bottom_right_diagonal": True}
+        given = of_attention(tex, tensors, layout, mask, SEQUENCES, SEQUENCES, **more)
+        results.append(attended(tex, given, numbers(12, 2, 4, seed=3))[:4])
+    expected, found = results
     assert expected[0].abs().max() > 0.1
     for got, want in zip(found, expected, strict=True):
         assert torch.equal(got, want)
 
 
+def of_one_sequence(mask, **more):
+    tensors, lengths = [numbers(1, 4, 2, 4, seed=seed) for seed in range(3)], torch.tensor([0, 4], dtype=torch.int32)
+    return of_attention(new, tensors, new.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, mask, lengths, lengths, **more)
+
+
 def test_the_largest_score_comes_after_the_log_sum_exp():
-    q, k, v = (numbers(1, 4, 2, 4, seed=seed) for seed in range(3))
-    lengths = torch.tensor([0, 4], dtype=torch.int32)
-    kinds = (new.NVTE_Bias_Type.NVTE_NO_BIAS, new.NVTE_Mask_Type.NVTE_NO_MASK, 0, (-1, -1), False)
-    layout, bshd = new.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, new.NVTE_QKV_Format.NVTE_BSHD
-    what = (4, 4, True, 0.5, 0.0, True, layout, bshd, bshd, *kinds, lengths, lengths, q, k, v, torch.float32)
-    _, lse, largest, *_ = new.fused_attn_fwd(*what, *[None] * 9, 1, True, False)
-    scores = 0.5 * torch.einsum("bqhd,bkhd->bhqk", q, k)
+    given = of_one_sequence(new.NVTE_Mask_Type.NVTE_NO_MASK, return_max_logit=True)
+    _, lse, largest, *_ = called(new.fused_attn_fwd, given)
+    scores = 0.5 * torch.einsum("bqhd,bkhd->bhqk", given["Q"], given["K"])
     torch.testing.assert_close(lse.view(1, 2, 4), scores.logsumexp(-1))
     torch.testing.assert_close(largest.view(1, 2, 4), scores.amax(-1))
 
 
 def test_a_diagonal_that_is_not_emulated_is_refused():
-    q = numbers(1, 4, 2, 4, seed=0)
-    lengths = torch.tensor([0, 4], dtype=torch.int32)
-    kinds = (new.NVTE_Bias_Type.NVTE_NO_BIAS, new.NVTE_Mask_Type.NVTE_PADDING_MASK, 0, (1, 1), True)
-    layout, bshd = new.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, new.NVTE_QKV_Format.NVTE_BSHD
-    arguments = (4, 4, True, 0.5, 0.0, True, layout, bshd, bshd, *kinds, lengths, lengths, q, q, q)
+    diagonal = {"window_size": (1, 1), "bottom_right_diagonal": True}
     with pytest.raises(NotImplementedError, match="use a causal mask or bottom_right_diagonal=False"):
-        new.fused_attn_fwd(*arguments, *[None] * 13)
+        called(new.fused_attn_fwd, of_one_sequence(new.NVTE_Mask_Type.NVTE_PADDING_MASK, **diagonal))
 
 
 @pytest.mark.parametrize("only_second_half", [False, True])
@@ -241,17 +218,9 @@ def test_cross_entropy(mean):
     expected = F.cross_entropy(logits.view(6, 7), labels.view(6), reduction=reduction)
     grad = torch.tensor(2.0) if mean else numbers(2, 3, seed=1)
     expected.backward(grad.view(expected.shape))
-    loss, *saved, count, rank, ranks = cross_entropy_since_2_20.cross_entropy_forward(
+    loss, *saved, count, rank, ranks = cross_entropy.cross_entropy_forward_since_2_20(
         logits.detach(), labels, 0.0, mean, None, -100, False
     )
     torch.testing.assert_close(loss.view(expected.shape), expected.detach())
-    found = cross_entropy_since_2_20.cross_entropy_backward(*saved, count, grad, 0.0, mean, rank, ranks, -100)
+    found = cross_entropy.cross_entropy_backward_since_2_20(*saved, count, grad, 0.0, mean, rank, ranks, -100)
     torch.testing.assert_close(found, logits.grad)
-
-
-def test_lists_are_scaled_by_a_tensor():
-    source, target = numbers(5, seed=0), torch.empty(5)
-    overflow = torch.zeros(1, dtype=torch.int32)
-    new.multi_tensor_scale_tensor(1024, overflow, [[source], [target]], torch.tensor([0.25]))
-    assert torch.equal(target, 0.25 * source)
-    assert overflow.item() == 0

@@ -56,13 +56,13 @@ class Run(NamedTuple):
 
 
 class NoOrder(ValueError):
-    """No order of passes runs through."""
+    """Failure to find an order in which all passes can run."""
 
 
 Needs = Callable[[int, Pass], Iterable[tuple[int, Pass, float]]]  # (stage, pass, delay after its end)
 
-# Which of several passes that are ready a stage runs first: those that other stages wait for. A pass of low rank comes
-# before the next forward pass all the same, so that no more than one micro-batch more is in flight.
+# Of several ready passes a stage first runs those that other stages wait for. Even the last of these comes before the
+# next forward pass, so that no more than one additional micro-batch is in flight.
 _MOST_URGENT_FIRST = (
     Kind.RESULT,
     Kind.TOKENS,
@@ -79,13 +79,13 @@ _HELD = 2  # micro-batches whose exponentials a stage keeps
 
 
 def pass_order(shape: Shape, times: Times) -> tuple[tuple[Run, ...], ...]:
-    """Each stage's passes in their order, with simulated times. The best over the number of extra forward passes, of
-    which a stage keeps activations: one more has to shorten the step by more than `_WORTH_A_PASS`.
+    """Find each stage's passes in their order, with simulated times, for the best number of extra forward passes. A
+    stage keeps the activations of each, so one more has to shorten the step by more than `_WORTH_A_PASS`.
 
-    Where RESULT runs beside the passes as many lines follow with what each stage runs there.
+    If RESULT runs beside the passes, as many lines follow with the passes that each stage runs there.
 
     Raises:
-        NoOrder: interleaved, less than a group of micro-batches is left at the end, and these wait for later ones.
+        NoOrder: in an interleaved schedule the micro-batches left after whole groups wait for later ones.
     """
     needs, duration = pass_needs(shape, times), pass_duration(times)
     found = [simulate(queues_of(shape, extra), needs, duration) for extra in range(1, most_extra(shape) + 1)]
@@ -96,7 +96,7 @@ def pass_order(shape: Shape, times: Times) -> tuple[tuple[Run, ...], ...]:
 def most_extra(shape: Shape) -> int:
     """Return the most extra forward passes that are tried: one micro-batch in all chunks.
 
-    Where RESULT is a pass like others it waits for the one under way, on some stage for a whole backward pass, and the
+    If RESULT is a pass like others it waits for the pass under way, on some stage for a whole backward pass, and the
     losses of all stages wait for it. Without interleaving a second micro-batch gives the last stage work meanwhile.
     """
     if shape.forward_only:
@@ -105,13 +105,13 @@ def most_extra(shape: Shape) -> int:
 
 
 def queues_of(shape: Shape, extra: int) -> list[list[list[Pass]]]:
-    """The queues of each line in `pass_order`."""
+    """Return the queues of each line in `pass_order`."""
     queues = [stage_queues(stage, shape, extra) for stage in range(shape.stages)]
     return queues + [[[Pass(Kind.RESULT, n) for n in range(shape.micro_batches)]] for _ in queues if shape.beside]
 
 
 def worker(stage: int, kind: Kind, shape: Shape) -> int:
-    """The line in `pass_order` in which a stage runs passes of a kind."""
+    """Return the line in `pass_order` in which a stage runs passes of a kind."""
     return stage + shape.stages if shape.beside and kind is Kind.RESULT else stage
 
 
@@ -121,7 +121,7 @@ def length(runs: Sequence[Sequence[Run]]) -> float:
 
 
 def layer_order(stage: int, shape: Shape, extra: int) -> list[Pass]:
-    """A stage's forward and backward passes of layers: Megatron's order, with `extra` forward passes more in front."""
+    """List a stage's forward and backward passes of layers: Megatron's order, with `extra` forward passes in front."""
     last_stage_first = 2 if shape.chunks > 1 else 1
     total = shape.micro_batches * shape.chunks
     warmup = (shape.stages - stage - 1) * last_stage_first + (shape.chunks - 1) * shape.group + extra
@@ -145,21 +145,21 @@ def layer_order(stage: int, shape: Shape, extra: int) -> list[Pass]:
 def simulate(
     queues: Sequence[Sequence[Sequence[Pass]]], needs: Needs, duration: Callable[[int, Pass], float]
 ) -> tuple[tuple[Run, ...], ...]:
-    """A timeline for each stage: it runs the passes of each of its queues in order, the most urgent ready one first.
+    """Make a timeline for each stage, which runs the passes of each queue in order, the most urgent ready one first.
 
     No pass is begun that would end after a RESULT is known to be ready: all stages' backward passes wait for it.
     """
     waiting = [[list(reversed(queue)) for queue in stage] for stage in queues]
     ends: dict[tuple[int, Pass], float] = {}
     ready_at: dict[tuple[int, Pass], float] = {}
-    missing: dict[tuple[int, Pass], int] = {}  # how many of those that it waits for have no end yet
+    missing: dict[tuple[int, Pass], int] = {}  # how many passes that it waits for have no end yet
     waiting_for: dict[tuple[int, Pass], list[tuple[tuple[int, Pass], float]]] = {}
     free_at = [0.0] * len(queues)
     runs: list[list[Run]] = [[] for _ in queues]
-    moments = [(0.0, stage) for stage in range(len(queues))]  # when a stage looks what it can run
+    moments = [(0.0, stage) for stage in range(len(queues))]  # when a stage looks for a pass to run
 
     def look_at(first: tuple[int, Pass]) -> None:
-        """Finds when what the pass needs is there, or what it still waits for."""
+        """Find when the inputs of the pass are there, or which passes it still waits for."""
         at, count = 0.0, 0
         for source_stage, source, delay in needs(*first):
             end = ends.get((source_stage, source))
@@ -207,7 +207,7 @@ def simulate(
 
 
 def stage_queues(stage: int, shape: Shape, extra: int) -> list[list[Pass]]:
-    """A stage's passes as queues: its layers, and each kind of pass of the vocabulary layers."""
+    """Return a stage's passes as queues: its layers, and each kind of pass of the vocabulary layers."""
     micro_batches = range(shape.micro_batches)
     layers = []
     for what in layer_order(stage, shape, extra):

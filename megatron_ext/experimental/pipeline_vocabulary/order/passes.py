@@ -38,10 +38,10 @@ class Sent(Enum):
     BACKWARD = "backward"  # their gradient, to the chunk before
     HIDDEN = "hidden"  # hidden states and labels, from the last stage to all
     STATISTICS = "statistics"  # of the head, to all ranks that share the vocabulary
-    SUM = "sum"  # dx but for the losses' gradient, on the last stage
+    SUM = "sum"  # dx without its factor, the losses' gradient, on the last stage
     TOKENS = "tokens"  # token ids, from the first stage to all
     EMBEDDING = "embedding"  # its sum on the first stage, with multi-token prediction another one on the last stage
-    GRAD_LOSS = "grad_loss"  # of each token's loss, from the last stage to all
+    GRAD_LOSS = "grad_loss"  # the gradient of each token's loss, from the last stage to all
     GRAD_EMBEDDING = "grad_embedding"  # from the first stage to all
     GRAD_FURTHER = "grad_further"  # that of multi-token prediction, from the last stage to all
 
@@ -49,7 +49,7 @@ class Sent(Enum):
 
 
 class Exchange(NamedTuple):
-    """`chunk` and `stage` are those that send, of FORWARD and BACKWARD; 0 for the others, in which all stages meet."""
+    """An exchange. `chunk` and `stage` are the sender's of FORWARD or BACKWARD, 0 for the kinds between all stages."""
 
     kind: Sent
     micro_batch: int
@@ -92,7 +92,7 @@ class Shape(NamedTuple):
 
 
 def needed(stage: int, what: Pass, shape: Shape) -> Iterator[Exchange]:
-    """The exchanges that a pass waits for."""
+    """Yield the exchanges that a pass waits for."""
     kind, n, chunk = what
     if kind is Kind.LOOKUP:
         yield Exchange(Sent.TOKENS, n)
@@ -126,7 +126,7 @@ _OF_ALL = {Sent.EMBEDDING: Kind.LOOKUP, Sent.STATISTICS: Kind.PRODUCTS, Sent.SUM
 
 
 def sources(exchange: Exchange, shape: Shape) -> list[tuple[int, Pass]]:
-    """The passes, and their stages, that must have ended before an exchange."""
+    """List the passes, with their stages, that must have ended before an exchange."""
     kind, n, chunk, stage = exchange
     if kind is Sent.FORWARD:
         return [(stage, Pass(Kind.FORWARD, n, chunk))]
@@ -143,7 +143,7 @@ def sources(exchange: Exchange, shape: Shape) -> list[tuple[int, Pass]]:
 
 
 def members(exchange: Exchange, shape: Shape) -> tuple[int, ...]:
-    """The stages that launch an exchange; of two the sender comes first."""
+    """Return the stages that launch an exchange; of two stages the sender comes first."""
     step = {Sent.FORWARD: 1, Sent.BACKWARD: -1}.get(exchange.kind)
     if step is None:
         return tuple(range(shape.stages))

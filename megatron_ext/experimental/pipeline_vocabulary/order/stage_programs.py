@@ -30,7 +30,7 @@ Entry = Pass | Exchange
 
 @lru_cache(maxsize=8)
 def stage_programs(shape: Shape, times: Times) -> tuple[tuple[Entry, ...], ...]:
-    """Each stage's program, for passes and messages that take about as long as `times` says."""
+    """Return each stage's program, for passes and messages that take about as long as `times` says."""
     programs: list[list[Entry]] = [[] for _ in range(shape.stages)]
     for stages, entry in joint_order(shape, pass_order(shape, times)):
         for stage in stages:
@@ -39,7 +39,7 @@ def stage_programs(shape: Shape, times: Times) -> tuple[tuple[Entry, ...], ...]:
 
 
 def joint_order(shape: Shape, runs: tuple[tuple[Run, ...], ...]) -> list[tuple[tuple[int, ...], Entry]]:
-    """All passes and exchanges of a simulated step in one order, each with its stages."""
+    """Put all passes and exchanges of a simulated step into one order, each with its stages."""
     urgency = {kind: rank for rank, kind in enumerate(Sent)}
     passes = [(line % shape.stages, run.what) for line, found in enumerate(runs) for run in found]
     waits_for = {(stage, what): list(needed(stage, what, shape)) for stage, what in passes}
@@ -52,7 +52,7 @@ def joint_order(shape: Shape, runs: tuple[tuple[Run, ...], ...]) -> list[tuple[t
     lines = [iter(line) for line in runs]
     ends = [(run.end, -number, run.what) for number, line in enumerate(lines) for run in [next(line)]]
     heapq.heapify(ends)
-    put_off = []  # ends at the same moment as what it waits for
+    put_off = []  # entries that end at the same moment as a pass that they wait for
     while ends:
         entry = heapq.heappop(ends)
         number, what = -entry[1], entry[2]
