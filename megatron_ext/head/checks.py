@@ -320,7 +320,6 @@ def check_same_shape(argument: str, x: Tensor, labels: Tensor) -> None:
 
 
 def check_vocab(vocab: Any) -> None:
-    """Raises ValueError unless it is a `VocabShard`."""
     if not isinstance(vocab, VocabShard):
         raise ValueError(
             f"vocab is {vocab!r}: it must be a VocabShard(start, stop, size) or None; "

@@ -227,7 +227,7 @@ class Plan:
         Raises:
             ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
         """
-        if self.ranks == 1 or not self.exchanges:
+        if self.ranks == 1 or not self.exchanges or not self.all_tokens:
             return stats_KT.unsqueeze(0)
         return self._exchanged(stats_KT)
 
@@ -249,8 +249,6 @@ class Plan:
     def _exchanged(self, stats_KT: Tensor, chunk: int | None = None) -> Tensor:
         """Every rank's statistics, checked if this rank can read them; of the first `chunk` tokens, where forward makes
         gradients by such chunks."""
-        if self.all_tokens == 0:
-            return stats_KT.unsqueeze(0)
         checksums: list[Any] = []
         if readable := has_values(stats_KT):
             by_chunks = "" if chunk is None else f", gradients made in forward by chunks of {chunk} tokens"
