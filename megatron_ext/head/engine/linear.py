@@ -220,10 +220,15 @@ def statistics_pass(
     sizes: list[int] | None,
     keep: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """What a rank has from its logits alone: the statistics of its columns, with a place more in each row for the
-    exchange; and of each leaf of the weight `w` the exponentials (or logits) that are kept, `[T, 0]` if no gradient is
-    wanted, and what they are relative to, `[T]`. `sizes`, `keep`, and what is communicated: see `LinearHead`, which has
-    the exchange of statistics besides."""
+    """Compute the part of forward that needs this rank's logits alone.
+
+    Returns:
+        The statistics of this rank's columns, with one more place in each row for the exchange; for each leaf of the
+        weight `w` the exponentials (or logits) that are kept, `[T, 0]` if no gradient is wanted; and for each leaf the
+        maxima `[T]` to which its exponentials are relative.
+
+    `sizes`, `keep`, and what is communicated: see `LinearHead`, which then exchanges the statistics.
+    """
     call, tokens, columns = plan.call, plan.tokens, leaves[0].w_VD.shape[0]
     dtype = accumulation_dtype(hidden_TD.dtype)
     arithmetic, on_gpu = plan.arithmetic, hidden_TD.is_cuda
