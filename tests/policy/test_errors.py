@@ -107,7 +107,7 @@ def test_sizes_that_do_not_divide():
             worker.train(data, NLLLoss(), gbs=gbs, mbs=mbs)
 
 
-@pytest.mark.parametrize("kind", ["tp", "cp"])
+@pytest.mark.parametrize("kind", ["tp", *slow("cp")])
 @ranks(2)
 def test_ranks_of_one_model_must_get_the_same_rows(kind):
     worker = DTensorPolicyWorker(tiny_config(**{kind: 2}), init_reference_model=False)
