@@ -31,7 +31,7 @@ from megatron_ext.policy.data.agreement_of_ranks import RuntimeErrorElsewhere
 from megatron_ext.policy.data.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Counts, MicroBatchBounds, Step, training_steps
 from megatron_ext.policy.losses.worker_protocol import LossFunction, LossType, MetricNormalizer, Timer, timed
-from megatron_ext.policy.worker.optimizer import LossScale, make_optimizer, make_scheduler
+from megatron_ext.policy.worker.optimizer import LossScale, check_elementwise, make_optimizer, make_scheduler
 from megatron_ext.policy.worker.reader import LossInputs, MicroBatchReader, loss_inputs
 
 Metrics = list[dict[str, float]]  # of each micro-batch
@@ -75,6 +75,8 @@ class Trainer:
         self.backend, self.settings, self.reader = backend, backend.settings, MicroBatchReader(backend)
         settings, parameters = backend.settings, backend.model.parameters()
         self.optimizer = make_optimizer(parameters, settings.optimizer) if init_optimizer else None
+        if self.optimizer is not None and settings.optimizer and backend.plain_shards:
+            check_elementwise(settings.optimizer, backend.device)
         self.scheduler = None if self.optimizer is None else make_scheduler(self.optimizer, settings.scheduler)
         self.loss_scale = LossScale(dynamic=settings.dtype == torch.float16)
         self.open_step: OpenStep | None = None
