@@ -31,7 +31,7 @@ LINES = {
     "megatron_ext/memory": 674,
     "megatron_ext/model_utils": 1482,
     "megatron_ext/numerics": 1098,
-    "megatron_ext/policy": 7060,
+    "megatron_ext/policy": 7061,
     "megatron_ext/proof": 755,
     "megatron_ext/sequence": 1529,
     "megatron_ext/tensor_parallel": 4636,
