@@ -204,7 +204,7 @@ def test_optimizers_that_look_at_a_whole_weight_are_told():
 
 @pytest.mark.slow
 @ranks(2)
-def test_an_optimizer_of_whole_weights_is_refused_for_their_parts():
+def test_an_optimizer_of_whole_weights_is_refused_for_parts():
     config = tiny_config(model_config(), optimizer={"name": "torch.optim.Adafactor", "kwargs": {"lr": 1e-2}})
     with pytest.raises(ValueError, match="Adafactor, whose step of a weight depends on the whole weight"):
         MegatronPolicyWorker(config | {"megatron_cfg": LAYOUTS["tp"]})
