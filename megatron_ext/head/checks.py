@@ -1,8 +1,8 @@
-"""Checks of the head's options and arguments. What every rank can see wrong is a ValueError before anything is sent.
+"""Checks of the head's options and arguments. A fault that every rank sees raises ValueError before anything is sent.
 
-Faults that only one rank may see (its weight shard, its slice of the sequence) come back as an exception object: with
-several ranks the caller announces them in the exchange that the call makes anyway, and every rank raises after it.
-`bits_or_mode` is an option that follows from the batch-invariant mode.
+A fault that maybe one rank alone sees (of its weight shard, of its slice of the sequence) is returned as an exception
+object: with several ranks the caller announces it in the exchange that the call makes anyway, and every rank raises
+after that. `bits_or_mode` resolves the option `bits`, which may follow the batch-invariant mode.
 """
 
 import functools
@@ -31,9 +31,9 @@ R = TypeVar("R")
 VLLMS = "VLLM_BATCH_INVARIANT"
 LOGIT_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
-LEAST_BYTES = 1024  # as `cache`: what is between 1 and this is meant as a percentage or a factor, and is neither
+LEAST_BYTES = 1024  # of `cache`; a number between 1 and this is refused: it may be meant as a percentage or a factor
 
-# Of each option that is a number: what else it may be, the rule, whether a number keeps it, and the fix.
+# For each option that is a number: other allowed values, the rule, whether a number keeps the rule, and the fix.
 _RULES: dict[str, tuple[tuple[str | None, ...], str, Callable[[float], bool], str]] = {
     "label_smoothing": ((), "in [0, 1)", lambda x: 0 <= x < 1, "0.0 turns it off"),
     "z_loss": ((), "at least 0 and finite", lambda x: 0 <= x < math.inf, "0.0 turns it off"),
@@ -48,7 +48,7 @@ _RULES: dict[str, tuple[tuple[str | None, ...], str, Callable[[float], bool], st
     ),
 }
 
-# Names of arguments in torch, and of the chunk in NeMo-RL, each with the names that this package has for it.
+# Names of arguments in torch (of `chunk_size` in NeMo-RL), each with the names of the argument in this package.
 _OURS = {
     "input": ("hidden", "logits"),
     "linear_weight": ("weight",),
@@ -59,7 +59,7 @@ _OURS = {
 
 
 def tells_torchs_names(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which raises TypeError for an argument by torch's or NeMo-RL's name, and says its name here."""
+    """Decorate a function to raise TypeError for torch's or NeMo-RL's name of an argument, and tell the name here."""
     parameters = inspect.signature(function).parameters
     renamed = {torchs: name for torchs, ours in _OURS.items() for name in ours if name in parameters}
     text = ", ".join(f"{torchs} is {ours}" for torchs, ours in renamed.items())
@@ -77,7 +77,7 @@ def tells_torchs_names(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def one_of(argument: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raises ValueError unless the value is one of the allowed words."""
+    """Raise ValueError unless the value is one of the allowed words."""
     words = ", ".join(map(repr, allowed))
     if value is not None and not isinstance(value, str | int | float):
         raise ValueError(
@@ -100,7 +100,7 @@ def check_option(argument: str, value: Any) -> None:
 
 
 def check_options(options: Any, defaults: dict[str, Any]) -> None:
-    """Raises ValueError unless the attributes of `options` keep their rules; what has its default does."""
+    """Raise ValueError unless the attributes of `options` that `defaults` names keep their rules, as defaults do."""
     for name, usual in defaults.items():
         value = getattr(options, name)
         if value is not usual and (type(value) is not type(usual) or value != usual):
@@ -121,7 +121,7 @@ def rounds(logit_dtype: torch.dtype | None) -> bool:
 
 
 def logit_dtype_fault(logit_dtype: torch.dtype | None, computed: torch.dtype, name: str) -> ValueError | None:
-    """Return the fault of a dtype of logits where products have operands of `computed`."""
+    """Return the fault of a 16-bit `logit_dtype` that is not `computed`, the dtype of the product's operands."""
     if not rounds(logit_dtype) or logit_dtype == computed:
         return None
     return ValueError(
@@ -149,9 +149,9 @@ def check_number(argument: str, value: Any, rule: str, holds: Callable[[float], 
 
 
 def as_number(value: Any) -> str | None:
-    """Return how to write a number that a configuration has as text; None: it is none.
+    """Return advice on how to write a number that a configuration has as text; None if the value is no such text.
 
-    YAML 1.1 takes 3e-4 and 1.0e5 for text: a number with an exponent has a dot and the exponent a sign there.
+    YAML 1.1 reads 3e-4 and 1.0e5 as text: there a number with an exponent needs a dot and a sign of the exponent.
     """
     try:
         if not isinstance(value, str) or not math.isfinite(float(value)):
@@ -182,16 +182,16 @@ def check_no_bound(at_most: Any) -> None:
 
 
 def token_bound(skip_ignored: bool | int) -> int | None:
-    """The `at_most` that an int says, where it is not a bool."""
+    """Return `at_most`: `skip_ignored` if it is an int, None if it is a bool."""
     return None if isinstance(skip_ignored, bool) else skip_ignored
 
 
 def bits_or_mode(asked: Bits | None, config: Any = None) -> Bits:
-    """The bits that were asked for; where none were, "batch" if the mode is on or vLLM is asked for it in this process,
-    which is said once, else "fast".
+    """Return `asked`; if None, "batch" if a batch-invariant mode is on or the environment sets vLLM's, with a message
+    that is printed once, else "fast".
 
-    Megatron's own kernels do not reach the head's products. Where the head has no such bits it refuses to run rather
-    than give others.
+    Megatron's own batch-invariant kernels do not reach the head's products. If the head does not support "batch" in a
+    call, it raises an error rather than return other bits.
     """
     if asked is not None:
         return asked
@@ -205,7 +205,7 @@ def bits_or_mode(asked: Bits | None, config: Any = None) -> Bits:
 
 
 def filters(top_k: Any, top_p: Any) -> bool:
-    """Return whether top-k or top-p is on, which are checked."""
+    """Check top-k and top-p, and return whether one of them is on."""
     if top_k is not None and not (is_int(top_k, -1) and top_k != 0):
         raise ValueError(f"top_k is {top_k!r}: it must be an int of at least 1; None or -1 turns it off")
     check_number("top_p", top_p, "in (0, 1]", lambda x: 0 < x <= 1, "1.0 turns it off")
@@ -220,7 +220,7 @@ def check_teachers_temperature(name: str, value: float, students: float) -> None
         )
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # of which nothing else has to be asked, after `hidden`
+_PLAIN = (Tensor, torch.nn.Parameter)  # types of a weight that need no further checks
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -260,9 +260,9 @@ def check_counts(counts: Any, leading: torch.Size) -> None:
 def check_labels(
     labels: Tensor, ignore_index: int, size: int, exist: Callable[[Tensor, int, int | None], Tensor] = ids_exist
 ) -> bool:
-    """Raises ValueError unless `labels` are integers in `[0, size)` or `ignore_index`; see `check_within`.
+    """Raise ValueError unless `labels` are integers in `[0, size)` or `ignore_index`; see `check_within`.
 
-    Returns whether all were seen to count.
+    Returns True if the check saw that all labels are ids, so that all tokens count.
     """
     check_integers("labels", labels)
     fix = f" or ignore_index ({ignore_index}); mark tokens that do not count with ignore_index"
@@ -270,7 +270,7 @@ def check_labels(
 
 
 def forgotten_group(group: Group, vocab: VocabShard | None) -> str:
-    """The end of a sentence about a size, where a group or the widths of shards may have been forgotten."""
+    """Return the end of a message about a size, if a group or the widths of shards may have been forgotten."""
     if group is not None:
         if vocab is not None or group_size(group) == 1:
             return ""
@@ -293,10 +293,11 @@ def forgotten_group(group: Group, vocab: VocabShard | None) -> str:
 def or_refuse(
     compute: Callable[[], Any], shape: tuple[int, ...], like: Tensor, refusal: type[ValueError] = ValueError
 ) -> tuple[Any, ValueError | None]:
-    """Return what `compute` does, and None; or zeros of its `shape` and dtype, made of `like`'s, and what it refused.
+    """Return the result of `compute` and None; or, if it raises `refusal`, zeros of the result's `shape` and dtype, and
+    the fault.
 
-    The head tells the ranks of the tensor-parallel group what one of them refuses. Those of the context-parallel group
-    are told in the exchange of the results, which takes both: `SequenceParts.gather_or_refuse`.
+    The head raises a fault of one rank on the ranks of the tensor-parallel group. The ranks of the context-parallel
+    group learn of it in the exchange of the results, which takes both: `SequenceParts.gather_or_refuse`.
     """
     try:
         return compute(), None
@@ -328,10 +329,10 @@ def check_vocab(vocab: Any) -> None:
 
 
 def check_marks(weight: Any, alone: bool) -> None:
-    """Raises ValueError for a weight that says that it is cut otherwise than the head takes it.
+    """Raise ValueError for a weight whose attributes say that it is sharded in another way than the head takes it.
 
-    Generalized tensor parallelism cuts a shard once more. `alone`: no group was given; where several ranks run, a
-    weight that is marked as a shard of rows, as Megatron-Core's layers and ours mark theirs, is not the whole.
+    Generalized tensor parallelism cuts a shard once more. `alone`: no group was given; if several ranks run, a weight
+    that is marked as a shard of rows, as Megatron-Core's layers and ours mark theirs, is not the whole weight.
     """
     if getattr(weight, "is_distributed_weight", False):
         raise ValueError(
@@ -349,7 +350,7 @@ def check_marks(weight: Any, alone: bool) -> None:
 
 
 def shard_fault(vocab: VocabShard, columns: int, argument: str, ranks: int) -> ValueError | None:
-    """Compare the shard's width with the tensor's, and a shard of one rank with the whole vocabulary."""
+    """Return the fault of a shard that is not as wide as the tensor, or on one rank is not the whole vocabulary."""
     if ranks == 1 and vocab.counted != vocab.size:
         return ValueError(
             f"vocab is {vocab}, a part of the vocabulary, on one rank: it must be the whole; pass the tp_group whose "
@@ -367,7 +368,8 @@ def shard_fault(vocab: VocabShard, columns: int, argument: str, ranks: int) -> V
 
 
 def computed_dtype(hidden: Tensor, weight: Any) -> torch.dtype:
-    """The dtype to compute in: autocast's where it is on, else fp32 with a weight of fp32, else the hidden states'."""
+    """Return the dtype to compute in: autocast's if it is on; fp32 for 16-bit hidden states with an fp32 weight that is
+    not quantised; else that of the hidden states. fp64 stays."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         return hidden.dtype if hidden.dtype == torch.float64 else torch.get_autocast_dtype(kind)
@@ -383,7 +385,7 @@ def linear_fault(
     ranks: int,
     whose: str = "",
 ) -> ValueError | None:
-    """Return the fault of this rank's weight or bias, seen from hidden states; `whose` begins their names."""
+    """Return the fault of this rank's weight or bias beside `hidden`; `whose` is a prefix of their names."""
     its_hidden, its_weight, its_bias = whose + "hidden", whose + "weight", whose + "bias"
     casts = torch.is_autocast_enabled(hidden.device.type)
     plain = type(weight) in _PLAIN and weight.dtype in _FLOATING and weight.dim() == 2
@@ -409,7 +411,7 @@ def linear_fault(
     for name, x in ((its_weight, weight), (its_bias, bias)):
         if x is not None and x.device != hidden.device:
             return ValueError(f"{name} is on {x.device}, {its_hidden} on {hidden.device}: move them to one device")
-        made = casts or (x is weight and quantised)  # of the dtype to compute in, when it is needed
+        made = casts or (x is weight and quantised)  # cast to the dtype to compute in when it is used
         if x is None or made or x.dtype == hidden.dtype == weight.dtype:
             continue
         if x.dtype != computed_dtype(hidden, weight):
@@ -435,9 +437,9 @@ def check_tokens_of(argument: str, x: Tensor, name: str, logits: Tensor) -> None
 
 
 def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, argument: str) -> ValueError | None:
-    """Compare `hidden` with `labels`: as a whole, or as this rank's equal slice of dim 0.
+    """Raise or return the fault of `hidden` that does not fit `labels`, as a whole or as this rank's slice of dim 0.
 
-    Only a slice can be wrong on one rank alone; what all ranks see is raised.
+    Only a slice can be wrong on one rank alone, and is returned; a fault that all ranks see is raised.
     """
     if hidden.device != labels.device:
         raise ValueError(f"{argument} is on {labels.device}, hidden on {hidden.device}: move them to one device")
@@ -464,7 +466,7 @@ def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, ar
 
 
 def _fix_of_layout(hidden: Tensor, labels: Tensor, ranks: int, argument: str) -> str:
-    """Return what to do where whole hidden states do not fit the labels, by the likely reason."""
+    """Return the fix for whole hidden states that do not fit the labels, by the likely reason."""
     leading, wanted = tuple(hidden.shape[:-1]), tuple(labels.shape)
     if ranks == 1 and dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size()

@@ -1,4 +1,4 @@
-"""The choice of the tokens that count, of which alone a call makes logits."""
+"""The choice of the tokens that count: a call makes logits for no other tokens."""
 
 from typing import NamedTuple
 
@@ -10,14 +10,14 @@ from megatron_ext.numerics.tensors import has_values, raise_if
 
 
 class CountedTokens(NamedTuple):
-    """The tokens that are left.
+    """The tokens of a call that count. A part is one rank's slice with the sequence layout, else all tokens.
 
     Attributes:
-        kept_T: their places among all tokens, part after part; past the end what fills up.
-        mine_T: of this rank's part, the places in it; past its end what fills up.
-        sizes: how many each part has; None where there is one part and its size was not read for it.
-        fills: whether something may fill up.
-        fault: that more tokens count than a bound says, for the caller to raise where other ranks learn of it.
+        kept_T: int64 indices of the kept tokens among all tokens, part after part; a filler's index is past the end.
+        mine_T: int64 indices of this rank's kept tokens in its part; a filler's index is past the part's end.
+        sizes: number of kept tokens and fillers of each part; None if there is one part and no bound.
+        fills: whether there may be fillers, which bring each part up to the bound.
+        fault: more tokens count than the bound allows; the caller raises it where other ranks learn of it.
     """
 
     kept_T: Tensor
@@ -27,30 +27,30 @@ class CountedTokens(NamedTuple):
     fault: ValueError | None = None
 
     def of_all(self, x_T: Tensor) -> Tensor:
-        """Select the tokens that are left from a tensor of all tokens; what fills up has the last token's values."""
+        """Select the kept tokens from a tensor of all tokens; fillers have the last token's values."""
         return x_T[self.kept_T.clamp(max=x_T.shape[0] - 1) if self.fills else self.kept_T]
 
     def of_mine(self, x_TD: Tensor) -> Tensor:
-        """Select the hidden states of this rank that are left, and 0 for what fills up."""
+        """Select the kept tokens of this rank's hidden states; fillers have 0."""
         if not self.fills:
             return x_TD.index_select(0, self.mine_T)
         there_T1 = (self.mine_T < x_TD.shape[0]).unsqueeze(1)
         return x_TD.index_select(0, self.mine_T.clamp(max=x_TD.shape[0] - 1)).where(there_T1, 0.0)
 
     def spread(self, x_T: Tensor, tokens: int) -> Tensor:
-        """Results of all tokens, 0 where one was left out."""
+        """Return results of all tokens from those of the kept tokens: 0 where a token was left out."""
         room_T = x_T.new_zeros(tokens + self.fills, *x_T.shape[1:])
         return room_T.index_copy(0, self.kept_T, x_T)[:tokens]
 
 
 def left_in(counts_RP: Tensor, part: int, at_most: int | None) -> CountedTokens:
-    """Choose the tokens of each part that count, `part` being this rank's. `at_most`: no more than so many of each;
-    None: as many as there are, which waits for the device.
+    """Choose the tokens of each part that count; `part` is this rank's. `at_most`: a bound on the tokens of a part, up
+    to which fillers are added; None: no fillers, and the host waits for the device.
 
     Raises:
         ValueError: `at_most` is no positive int.
 
-    More tokens that count than `at_most` are the result's `fault`; on CUDA they stop the device.
+    If more tokens count than `at_most`, the result has a `fault`; on CUDA a device-side assertion fails.
     """
     check_at_most(at_most)
     parts, width = counts_RP.shape

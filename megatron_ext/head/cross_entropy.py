@@ -1,4 +1,4 @@
-"""Cross entropy, log-probabilities and entropy of labels: from hidden states, of which no logits are kept, or from
+"""Cross entropy, log-probabilities and entropy: from hidden states, a chunk of logits at a time, or from
 vocabulary-parallel logits.
 
 Shapes: `[...]` are the leading dims of the labels, D the hidden size, V the vocabulary, R the ranks of `tp_group`.
@@ -58,8 +58,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of `hidden @ weight.T` against `labels`, a chunk of logits at a time.
 
-    The loss of a token is `(1 - e) nll - e mean_log_prob + z_loss lse^2` with e the label smoothing, as in
-    `torch.nn.functional.cross_entropy`, over the whole vocabulary. Any per-token gradient may come back.
+    The loss of a token is `(1 - e) nll - e mean_log_prob + z_loss lse^2` over the whole vocabulary, with e the label
+    smoothing, as in `torch.nn.functional.cross_entropy`. Backward takes any gradient per token.
 
     Args:
         hidden: `[..., D]`; with the sequence layout this rank's equal slice of dim 0. fp32, bf16, fp16 or fp64.
@@ -67,32 +67,32 @@ def linear_cross_entropy(
         labels: `[...]`, integers: global token ids, of the full sequence in either layout.
         tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group where `parallel_state` is
             initialised, else no sharding.
-        hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each its slice.
+        hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each holds its slice.
         bias: `[V/R]`, added to the logits. Columns with a bias of -inf do not count.
         vocab: this rank's columns; None: equal shards in rank order, all columns count.
         ignore_index: tokens with this label get 0 and no gradient.
         softcap, temperature: logits become `softcap * tanh(logits / softcap) / temperature`.
-        reduction: "none", "sum", or "mean" over the tokens that count (0 if none does). By default, where not all
-            logits would be kept, the gradients of a sum or mean are made in forward, with 6 T V D / R FLOPs instead of
-            up to 8: see `weights` of `LmHead.read`. Not where `loss_mask` requires a gradient.
-        cache: fraction in [0, 1] of the logits that is kept for backward, which is quickest at 1 and smallest at 0; a
-            number of bytes, "bounded" or "auto": see `LmHead`.
-        chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result; where
+        reduction: "none", "sum", or "mean" over the tokens that count (0 if none does). If the default `cache` would
+            not keep all logits, forward makes the gradients of a sum or mean, with 6 T V D / R FLOPs instead of up to
+            8: see `weights` of `LmHead.read`. It does not if `loss_mask` requires a gradient.
+        cache: fraction in [0, 1] of the logits whose exponentials are kept for backward: 1 is fastest, 0 takes least
+            memory. Or a number of bytes, "bounded" or "auto": see `LmHead`.
+        chunk_tokens: tokens per chunk; None: chosen from the sizes. It changes memory and speed, not the result; where
             forward makes the gradients it must be the same on all ranks.
-        skip_ignored: leave out the tokens that do not count before the first matmul. One host sync, dynamic shapes. An
-            int: no more tokens than these count, and neither is needed; see `at_most` of `LmHead.read`.
+        skip_ignored: True leaves out the tokens that do not count before the first matmul, with one host sync and
+            dynamic shapes. An int bounds the tokens that count, without either: see `at_most` of `LmHead.read`.
         loss_mask: `[...]`; losses are multiplied by it, and tokens where it is 0 do not count.
         gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol.
-        bits: "fast"; "batch" or "tensor_parallel": a token's bits do not depend on other tokens, chunks or layout, or
-            on the number of ranks either; None: as Megatron's `batch_invariant_mode` says. See `LmHead`.
-        logit_dtype: the hidden states' 16 bits: logits are rounded to it first, as inference engines do; see `LmHead`.
+        bits: "fast"; "batch": a token's bits do not depend on other tokens, chunks or layout; "tensor_parallel": nor on
+            the number of ranks; None: "batch" if a batch-invariant mode is on, else "fast". See `LmHead`.
+        logit_dtype: the hidden states' 16-bit dtype, to which logits are rounded as in inference engines; see `LmHead`.
         lora: low-rank parts of the head, `megatron_ext.head.LoRA(A, B, scaling)` or several.
 
     Returns:
-        `[...]` (a scalar if reduced), fp32 (fp64 for fp64), on every rank alike.
+        `[...]` (a scalar if reduced), fp32 (fp64 for fp64), the same on every rank.
 
     Communicates, at R > 1: forward 1 collective (1 for each chunk of tokens where forward makes the gradients),
-    backward 1; with the sequence layout one more in each. None at R = 1.
+    backward 1; with the sequence layout one more in each.
 
     Raises:
         ValueError: an argument breaks its rule; the message says which, and the fix.
@@ -154,12 +154,12 @@ def linear_log_probs(
 ) -> Tensor | tuple[Tensor, ...]:
     """Log-probability of each label under `softmax(hidden @ weight.T)`, a chunk of logits at a time.
 
-    Arguments, communication and errors as for `linear_cross_entropy`; a `loss_mask` only says which tokens count.
+    Arguments, communication and errors are those of `linear_cross_entropy`; `loss_mask` only says which tokens count.
 
     Returns:
-        `[...]`, fp32 (fp64 for fp64), 0 for tokens that do not count. With `return_entropy` and `return_hits` a tuple
-        of it, the entropy of each token's distribution (fp32, differentiable too, 0 for tokens that do not count), and
-        whether the label has the largest logit (bool; the lowest id wins among equals; False where it does not count).
+        `[...]`, fp32 (fp64 for fp64), 0 for tokens that do not count. With `return_entropy` or `return_hits` a tuple of
+        it, the entropy of each token's distribution (as asked for; same dtype, differentiable, 0 likewise), and whether
+        the label has the largest logit (as asked for; bool, False likewise; the lowest id wins among equals).
     """
     head = LmHead(
         weight,
@@ -202,13 +202,13 @@ def vocab_parallel_cross_entropy(
     """Cross entropy of vocabulary-sharded logits: `linear_cross_entropy` for callers who have the logits already.
 
     Args:
-        logits: `[..., V/R]`, this rank's columns, any floating dtype. -inf columns of a token do not count.
+        logits: `[..., V/R]`, this rank's columns, any floating dtype. Columns of -inf do not count for their token.
         labels: `[...]`, integers: global token ids.
-        gradient_into_logits: backward writes the gradient into the memory of `logits` instead of new memory; it runs
-            once then, and who needs the logits afterwards gets an error from autograd. Not into a leaf's memory.
+        gradient_into_logits: backward writes the gradient into the memory of `logits` instead of new memory. Backward
+            then runs once, and autograd raises for code that needs the logits afterwards. A leaf is not overwritten.
 
-    The other arguments, the result and the errors as for `linear_cross_entropy`. Nothing of vocabulary size is saved
-    beside the logits. The gradient has the logits' dtype.
+    The other arguments, the result and the errors are those of `linear_cross_entropy`. Nothing of vocabulary size is
+    saved beside the logits. The gradient has the logits' dtype.
 
     Communicates: forward 1 collective at R > 1, backward none.
     """
@@ -244,7 +244,7 @@ def token_log_probs(
 ) -> Tensor | tuple[Tensor, ...]:
     """`linear_log_probs` for callers who have the vocabulary-sharded logits already.
 
-    Arguments, communication and errors as for `vocab_parallel_cross_entropy`, results as for `linear_log_probs`.
+    Arguments, communication and errors are as for `vocab_parallel_cross_entropy`, results as for `linear_log_probs`.
     """
     z = Logits(
         logits,
@@ -291,16 +291,16 @@ def token_entropy(
 
 
 def masked(labels: Any, loss_mask: Tensor | None, ignore_index: int) -> Tensor:
-    """The labels, `ignore_index` where the mask is 0."""
+    """Return the labels as int64, `ignore_index` where the mask is 0."""
     check_integers("labels", labels)
     if loss_mask is None:
-        return labels.long()  # uint8 has 156 in the place of -100
+        return labels.long()  # in uint8 -100 would become 156
     check_same_shape("loss_mask", loss_mask, labels)
     return labels.long().masked_fill(loss_mask == 0, ignore_index)
 
 
 def log_prob_readouts(labels: Tensor, ignore_index: int, counts: Tensor | None, hits: bool) -> list[ReadOut]:
-    """Log-probabilities, with `counts` the entropies of the tokens that count, and with `hits` those."""
+    """Return the read-outs of log-probabilities; of entropies, given `counts`; and of hits, if `hits`."""
     readouts: list[ReadOut] = [LogProbs(labels, ignore_index)]
     if counts is not None:
         readouts.append(Entropy(counts))
@@ -310,9 +310,9 @@ def log_prob_readouts(labels: Tensor, ignore_index: int, counts: Tensor | None, 
 
 
 def side_by_side(found: Any, token_dims: int) -> Tensor:
-    """Results of read-outs, each `[...]` or `[..., K]` of the tokens, as one tensor `[..., columns]` in their order.
+    """Concatenate results of read-outs, each `[...]` or `[..., K]`, to one tensor `[..., columns]`, in their order.
 
-    Token ids among them become numbers of the others' dtype: exact in fp32, as all below 2^24 are.
+    Token ids become numbers of the other results' dtype, which in fp32 is exact below 2^24.
     """
     leaves = torch.utils._pytree.tree_leaves(found)
     return torch.cat([x.unsqueeze(-1) if x.dim() == token_dims else x for x in leaves], -1)
@@ -321,7 +321,7 @@ def side_by_side(found: Any, token_dims: int) -> Tensor:
 def token_weights(
     labels: Tensor, loss_mask: Tensor | None, ignore_index: int, reduction: Reduction, hidden: Tensor
 ) -> Tensor:
-    """The number of each token that makes a sum over tokens what `reduced` gives, of a mask without a gradient."""
+    """Return weights `[...]` with which the weighted sum of losses is `reduced`, for a mask without a gradient."""
     check_integers("labels", labels)
     check_floating("hidden", hidden)
     kept = labels.long() != ignore_index
@@ -333,7 +333,7 @@ def token_weights(
 
 
 def reduced(loss: Tensor, labels: Tensor, loss_mask: Tensor | None, ignore_index: int, reduction: Reduction) -> Tensor:
-    """The losses times the mask: each, their sum, or their mean over the tokens that count (0 if none does)."""
+    """Return the losses times the mask; or their sum, or their mean over the tokens that count (0 if none does)."""
     if loss_mask is not None:
         loss = loss * loss_mask.to(loss.dtype)
     if reduction == "none":

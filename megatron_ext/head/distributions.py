@@ -1,25 +1,25 @@
-"""Chosen ids, top-k, top-p, softmax and KL divergence: of vocabulary-parallel logits, or, `linear_...`, of hidden
+"""Chosen ids, top-k, top-p, softmax and divergences: from vocabulary-parallel logits, or (`linear_...`) from hidden
 states, where at most one chunk of logits exists at a time.
 
 Shapes: `[...]` are leading dims, D the hidden size, V the vocabulary, R the ranks of `tp_group`, K ids per token. All
-results are fp32 (fp64 for fp64), on every rank alike; gradients have the logits' dtype. -inf columns have no
+results are fp32 (fp64 for fp64), the same on every rank; gradients have the logits' dtype. Columns of -inf have no
 probability and get no gradient. In a row of -inf alone every label has -inf, with a filter and without, the entropy is
 0, and gradients are not NaN.
 
-What all functions of logits and of hidden states take:
+All functions take
     tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group where `parallel_state` is
         initialised, else no sharding.
     vocab: this rank's columns; None: equal shards in rank order, all columns count.
-    chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result.
-those of hidden states besides:
+    chunk_tokens: tokens per chunk; None: chosen from the sizes. It changes memory and speed, not the result.
+Functions of hidden states also take
     hidden: `[..., D]`; with the sequence layout this rank's equal slice of dim 0.
     weight: `[V/R, D]`, this rank's vocabulary shard, of the same dtype (any under autocast).
-    hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each its slice. What is given or
-        returned per token is of the full sequence in either.
-    facts: what else there is to say of the head: what `LmHead` takes by keyword.
-and raise: ValueError, on every rank, where an argument breaks its rule; the message says which, and the fix.
+    hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each holds its slice. In either
+        layout other arguments and results per token are of the full sequence.
+    facts: further keyword arguments of `LmHead`.
+All raise ValueError, on every rank, if an argument breaks its rule; the message says which, and the fix.
 
-Those of hidden states make the logits again in backward: 8 T V D / R FLOPs in all, 12 with a teacher; on one rank
+Functions of hidden states make the logits again in backward: 8 T V D / R FLOPs in all, 12 with a teacher; on one rank
 divergences keep their gradient instead, for as many tokens as `cache` says. They communicate, at R > 1: forward 1
 collective, backward 1; with the sequence layout 2 and 2.
 """
@@ -57,8 +57,8 @@ def gather_log_probs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities `[..., K]` of the token ids `indices` `[..., K]` under logits `[..., V/R]`.
 
-    The gradient of the logits is `scatter_add(g) - softmax * sum(g)`; an id may be asked for twice. With
-    `return_entropy` a tuple of them and the entropy `[...]` of each distribution, from the same pass; differentiable.
+    The gradient of the logits is `scatter_add(g) - softmax * sum(g)`; an id may come twice. With `return_entropy` the
+    result is a tuple of these and the entropy `[...]` of each distribution, from the same pass, differentiable too.
 
     Communicates: forward 1 collective at R > 1, backward none.
     """
@@ -74,7 +74,7 @@ def gather_logits(
     *,
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Logits `[..., K]` of the token ids `indices` `[..., K]`, of logits `[..., V/R]`. Differentiable.
+    """Gather the logits `[..., K]` of the token ids `indices` `[..., K]` from `logits` `[..., V/R]`. Differentiable.
 
     Communicates: forward 1 collective at R > 1, backward none.
     """
@@ -105,10 +105,10 @@ def Sampled(
     ignore_index: int = -100,
     kept: tuple[Tensor, Tensor] | None = None,
 ) -> ReadOut:
-    """The read-out of `sampled_log_probs`, of its arguments: `[...]`, fp32 (fp64 for fp64).
+    """Make the read-out of `sampled_log_probs`, whose arguments these are: `[...]`, fp32 (fp64 for fp64).
 
-    Communicates, at several ranks, beside the common exchange: with a `top_k` above 4096 a number of each rank; with
-    top-p alone one all-gather of the shards, then one exchange of logits a chunk.
+    Communicates, at several ranks, beside the common exchange: with a `top_k` above 4096 one all-gather of a number of
+    each rank; with top-p alone one all-gather of the shards' places, then one exchange of logits per chunk.
     """
     filtered = filters(top_k, top_p)
     if kept is not None:
@@ -141,24 +141,24 @@ def sampled_log_probs(
     """Log-probability `[...]` of each label under the distribution that it was sampled from.
 
     Logits are divided by the temperature. Top-k keeps the k largest and all that equal the k-th. Of these top-p keeps
-    every one above which lies less probability (renormalised after top-k) than p: the shortest prefix, largest first,
-    that reaches p, and all that equal its last. So what a sampler drew is kept, however it breaks ties: vLLM with
-    FlashInfer keeps them all, its PyTorch sampler and NeMo-RL those at the k-th and some of those where p is reached,
-    its Triton sampler exactly k.
+    the shortest prefix, largest first, whose probability (renormalised after top-k) reaches p, and all logits equal to
+    its last. So an id that a sampler drew is kept, however the sampler breaks ties: vLLM with FlashInfer keeps all
+    equals, its PyTorch sampler and NeMo-RL keep all equals of the k-th and some of those where p is reached, and its
+    Triton sampler keeps exactly k ids.
 
-    A label that is not kept gives -inf and no gradient at all. A kept one gives g on itself, and -g times the
-    renormalised probability on all that is kept; nothing reaches what is not.
+    A label that is not kept gives -inf and no gradient. A kept label gives the gradient g on itself, less g times the
+    renormalised probability of each kept id; ids that are not kept get 0.
 
     Args:
         logits: `[..., V/R]`, this rank's columns.
         labels: `[...]`, integers: global token ids; `ignore_index` gives 0 and no gradient.
-        top_k: at least 1; more than the vocabulary keeps all of it; None or -1: off.
-        top_p: in (0, 1]; 1: off. Without top-k shards must be of equal width, the last one maybe narrower.
-        kept: `(offsets, ids)`: the ids that the generator kept at each token, as vLLM returns them, in place of
-            filters; see `Kept`. A label that its token did not keep is refused.
+        top_k: at least 1; if above the vocabulary's size, all ids are kept; None or -1: off.
+        top_p: in (0, 1]; 1: off. Without top-k shards must have equal widths, but the last may be narrower.
+        kept: `(offsets, ids)`: the ids that the generator kept at each token, as vLLM returns them, instead of
+            filters; see `Kept`. A label that its token did not keep raises an error.
 
-    Communicates, at R > 1: forward 1 collective, k candidates of each rank (above 4096 1 more, a number of each); with
-    top-p alone 2 for a single chunk, else 1 a chunk and 2 more, which exchange the logits. Backward none.
+    Communicates, at R > 1: forward 1 collective, of k logits of each rank (with k above 4096 1 more, of a number of
+    each); with top-p alone 2 for a single chunk, else 1 a chunk and 2 more, which exchange the logits. Backward none.
     """
     z = Logits(logits, tp_group, vocab=vocab, temperature=temperature, chunk_tokens=chunk_tokens)
     return z.read(Sampled(labels, top_k, top_p, ignore_index, kept))
@@ -167,8 +167,8 @@ def sampled_log_probs(
 def vocab_parallel_log_softmax(logits: Tensor, tp_group: Group = None, vocab: VocabShard | None = None) -> Tensor:
     """Log-probabilities `[..., V/R]` of this rank's columns, over the whole vocabulary. Differentiable.
 
-    A tensor of the logits' size in fp32, which is also saved: `gather_log_probs` and `token_log_probs` need neither.
-    Columns past the vocabulary are -inf.
+    The result has the logits' size in fp32 and is saved for backward; `gather_log_probs` and `token_log_probs` avoid
+    both. Columns past the vocabulary are -inf.
 
     Communicates, at R > 1: forward 1 collective, backward 1.
     """
@@ -176,7 +176,7 @@ def vocab_parallel_log_softmax(logits: Tensor, tp_group: Group = None, vocab: Vo
 
 
 def vocab_parallel_softmax(logits: Tensor, tp_group: Group = None, vocab: VocabShard | None = None) -> Tensor:
-    """Probabilities `[..., V/R]`, else as `vocab_parallel_log_softmax`. Columns past the vocabulary are 0."""
+    """Probabilities `[..., V/R]`, otherwise as `vocab_parallel_log_softmax`. Columns past the vocabulary are 0."""
     return dense_softmax(Logits(logits, tp_group, vocab=vocab), False)
 
 
@@ -189,9 +189,9 @@ def soft_cross_entropy(
     chunk_tokens: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """`-sum softmax(teacher) log_softmax(student)`, `[...]`, of logits `[..., V/R]`; its gradient is the student's.
+    """`-sum softmax(teacher) log_softmax(student)`: `[...]`, of logits `[..., V/R]`. The student alone gets a gradient.
 
-    The temperature divides both. A teacher's dtype may be another one.
+    The temperature divides the logits of both, whose dtypes may differ.
 
     Communicates: forward 1 collective at R > 1, backward none.
     """
@@ -209,10 +209,10 @@ def kl_divergence(
     chunk_tokens: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """KL divergence `[...]` over the whole vocabulary; else as `soft_cross_entropy`.
+    """KL divergence `[...]` over the whole vocabulary, otherwise as `soft_cross_entropy`.
 
-    "forward" is KL(teacher | student), "reverse" KL(student | teacher). It is infinite where the one on the left gives
-    a token probability that the other has at -inf.
+    "forward" is KL(teacher | student), "reverse" KL(student | teacher). KL(p | q) is infinite where p gives probability
+    to a token whose logit in q is -inf.
     """
     one_of("direction", direction, get_args(Direction))
     z, teacher = _pair(student_logits, teacher_logits, tp_group, vocab, chunk_tokens, temperature)
@@ -229,10 +229,10 @@ def js_divergence(
     chunk_tokens: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Jensen-Shannon divergence `[...]` over the whole vocabulary, of logits `[..., V/R]`, both over the temperature.
+    """Jensen-Shannon divergence `[...]` over the whole vocabulary, of logits `[..., V/R]`, else as `kl_divergence`.
 
-    `beta` in (0, 1) is the teacher's share of the mixture. Near 0 it is `beta` times KL(teacher | student), near 1
-    `1 - beta` times KL(student | teacher).
+    `beta` in (0, 1) is the teacher's share of the mixture. Near 0 the result is `beta` times KL(teacher | student),
+    near 1 `1 - beta` times KL(student | teacher).
 
     Communicates, at R > 1: forward 1 small collective a chunk and 2 more, backward none.
 
@@ -246,7 +246,7 @@ def js_divergence(
 def _pair(
     student: Tensor, teacher: Tensor, group: Group, vocab: Any, chunk_tokens: int | None, temperature: float
 ) -> tuple[Logits, Logits]:
-    """Two distributions over the same shards of the vocabulary."""
+    """Make the `Logits` of student and teacher, over the same vocabulary shards."""
     z = Logits(student, group, vocab=vocab, name="student_logits", chunk_tokens=chunk_tokens, temperature=temperature)
     return z, Logits(teacher, group, vocab=vocab, name="teacher_logits")
 
@@ -276,17 +276,17 @@ def linear_topk_log_probs(
     hidden_layout: HiddenLayout = "replicated",
     **facts: Unpack[HeadFacts],
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities `[..., k]` of each token's k likeliest ids, in falling order, and those ids `[..., k]` (int64).
+    """Log-probabilities `[..., k]` of each token's k likeliest ids, in falling order, and these ids `[..., k]` (int64).
 
-    Among equals the lowest id comes first. What a teacher gives for top-k distillation; log-probabilities are those of
-    the whole vocabulary, and differentiable.
+    Among equals the lowest id comes first. Log-probabilities are those of the whole vocabulary, and differentiable. A
+    teacher gives these for top-k distillation.
     """
     head = LmHead(weight, tp_group, hidden_layout, **facts)
     return head.read(hidden, TopK(k))
 
 
 @tells_torchs_names
-def linear_sampled_log_probs(  # type: ignore[misc]  # the temperature has its own place
+def linear_sampled_log_probs(  # type: ignore[misc]  # temperature is positional here
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -301,12 +301,12 @@ def linear_sampled_log_probs(  # type: ignore[misc]  # the temperature has its o
     skip_ignored: bool | int = False,
     **facts: Unpack[HeadFacts],
 ) -> Tensor:
-    """Log-probability `[...]` of each label under the distribution that it was sampled from: `sampled_log_probs`.
+    """Log-probability `[...]` of each label under the distribution that it was sampled from, as `sampled_log_probs`.
 
-    Top-p alone sends as much more forward as there. Backward makes each chunk of logits by the same matmul again, bit
-    by bit, as cuBLAS and CPUs do; with top-k on CPU only chunks in which a k-th logit has equals that were not sent,
-    else 6 T V D / R FLOPs in all. With `kept` 6 T U D for the U columns of a rank that any token kept, if these are at
-    most half of its columns, else 6 T V D / R. `skip_ignored` is that of `linear_cross_entropy`.
+    Top-p alone sends the logits in forward, as there. Backward makes each chunk of logits again by the same matmul,
+    with the same bits on cuBLAS and CPUs; with top-k on a CPU only chunks in which a k-th logit has equals besides the
+    candidates: without any, 6 T V D / R FLOPs in all. With `kept` they are 6 T U D for the U columns of a rank that any
+    token kept, if at most half of its columns, else 6 T V D / R. `skip_ignored`: as in `linear_cross_entropy`.
     """
     head = LmHead(weight, tp_group, hidden_layout, temperature=temperature, **facts)
     counts = labels.long() != ignore_index if skip_ignored else None
@@ -326,9 +326,8 @@ def linear_kl_divergence(
 ) -> Tensor:
     """KL divergence `[...]` of a student from a teacher over the whole vocabulary, as `kl_divergence`.
 
-    Hidden sizes and dtypes may differ, tokens and vocabulary shards may not. Gradients reach the student only. The
-    teacher's matmul runs in both passes; with the sequence layout its hidden states travel with the student's. `facts`
-    are of the student's head; its `vocab` and `temperature` are the teacher's too.
+    Hidden sizes and dtypes may differ, tokens and vocabulary shards may not. Gradients reach the student only. Costs
+    are those of `KL`. `facts` are of the student's head, whose `vocab` and `temperature` hold for the teacher too.
     """
     one_of("direction", direction, get_args(Direction))
     head = LmHead(student_weight, tp_group, hidden_layout, **facts)
@@ -346,7 +345,7 @@ def linear_js_divergence(
     hidden_layout: HiddenLayout = "replicated",
     **facts: Unpack[HeadFacts],
 ) -> Tensor:
-    """`js_divergence` from hidden states, else as `linear_kl_divergence`.
+    """`js_divergence` from hidden states, otherwise as `linear_kl_divergence`.
 
     Communicates, at R > 1: forward 1 small collective a chunk and 2 more, backward 1; with the sequence layout 1 more
     in each.

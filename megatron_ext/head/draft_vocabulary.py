@@ -1,7 +1,7 @@
-"""A draft head over a part of the target's vocabulary, as EAGLE-3 has it: labels, shards and a teacher's rows.
+"""A draft head over a part of the target's vocabulary, as in EAGLE-3: labels, shards, and rows of the target's weight.
 
-A draft id d stands for the target id `d + d2t[d]`; both rise together. `d2t` and the mask `t2d` are the buffers of
-EAGLE-3's checkpoints (SpecForge, speculators, vLLM's `draft_id_to_target_id`).
+A draft id d stands for the target id `d + d2t[d]`, which rises with d. `d2t` and the mask `t2d` are buffers of
+EAGLE-3's checkpoints (SpecForge, speculators, vLLM's `draft_id_to_target_id`). Here D is the number of draft ids.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ class DraftLabels(NamedTuple):
     """Labels of a draft head.
 
     Attributes:
-        labels: `[...]`, draft ids; `ignore_index` where the target id has no draft id, or there is no target id.
-        outside: `[...]`, bool: there is a target id, and it has no draft id.
+        labels: `[...]`, int64, draft ids; `ignore_index` where the target id has no draft id, or is `ignore_index`.
+        outside: `[...]`, bool: the label is a target id without a draft id.
     """
 
     labels: Tensor
@@ -30,15 +30,15 @@ class DraftVocabulary:
 
     Attributes:
         ids: `[D]`, int64, rising: the target id of each draft id.
-        size: of the target vocabulary.
+        size: number of ids of the target vocabulary.
     """
 
     def __init__(self, d2t: Tensor, size: int):
-        """Made once: on CUDA it waits for the device.
+        """Make the vocabulary; once, since the host waits for a CUDA device.
 
         Args:
-            d2t: `[D]`, integers: what is added to a draft id to make it the target's.
-            size: of the target vocabulary.
+            d2t: `[D]`, integers: each draft id's target id less the draft id.
+            size: number of ids of the target vocabulary.
 
         Raises:
             ValueError: the target ids do not rise, or are not in `[0, size)`.
@@ -57,10 +57,10 @@ class DraftVocabulary:
 
     @classmethod
     def of_mask(cls, t2d: Tensor) -> "DraftVocabulary":
-        """Make the draft vocabulary of `t2d` `[V]`, bool: which target ids have a draft id.
+        """Make the draft vocabulary of the mask `t2d` `[V]`, bool: which target ids have a draft id.
 
         Raises:
-            ValueError: it is no such mask, or has no id.
+            ValueError: `t2d` is no such mask, or is False everywhere.
         """
         if not isinstance(t2d, Tensor) or t2d.dim() != 1 or t2d.dtype != torch.bool:
             found = f"{t2d.dtype} {tuple(t2d.shape)}" if isinstance(t2d, Tensor) else type(t2d).__name__
@@ -92,8 +92,8 @@ class DraftVocabulary:
         return DraftLabels(draft.where(inside, ignore_index), counts & ~inside)
 
     def shard(self, target: VocabShard) -> VocabShard:
-        """Return the draft ids whose target ids are in a rank's shard of the target vocabulary. A draft head with these
-        shards has its teacher's rows on the same rank. The shards are uneven, and may be empty.
+        """Return the shard of the draft ids whose target ids are in `target`, a rank's shard of the target vocabulary.
+        With these shards a draft head has its teacher's rows on the same rank. They are uneven, and may be empty.
         """
         ends = torch.tensor([target.start, target.stop], device=self.ids.device)
         start, stop = torch.searchsorted(self.ids, ends).tolist()
@@ -101,17 +101,17 @@ class DraftVocabulary:
 
     def rows(self, weight: Tensor, target: VocabShard | None = None) -> Tensor:
         """Return the rows of the target head's `weight` (or the entries of its bias) that have draft ids, in the order
-        of these ids: for a teacher over the draft ids alone, or to begin a draft head with.
+        of these ids: for a teacher over the draft ids alone, or to initialise a draft head.
 
         Args:
             weight: `[V/R, ...]`, this rank's shard.
             target: the shard of these rows; None: the whole vocabulary.
 
         Returns:
-            `[D/R, ...]`, a copy: the rows of `shard(target)`.
+            A copy, one row for each draft id of `shard(target)`.
 
         Raises:
-            ValueError: the weight has not as many rows as the shard.
+            ValueError: the weight does not have as many rows as the shard has columns.
         """
         whole: Any = VocabShard(0, self.size, self.size) if target is None else target
         if weight.shape[0] != whole.columns:

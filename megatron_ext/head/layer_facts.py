@@ -1,5 +1,5 @@
-"""The facts of a head beside its weight, and what a layer that makes logits says of them: an `nn.Linear`, a DTensor,
-Megatron-Core's output layer; and PEFT's layers in the place of such a layer, LoRA beside it or a copy that trains.
+"""The arguments of `LmHead` that follow from a layer: an `nn.Linear`, a DTensor, Megatron-Core's output layer, or
+PEFT's layer around one of these, with LoRA adapters or a copy that it trains.
 
 PEFT is not imported. Its LoRA layer has `base_layer`, and under the name of each adapter `lora_A`, `lora_B`, `scaling`
 and `lora_dropout`.
@@ -19,12 +19,12 @@ from megatron_ext.distributed.groups import UNSHARDED, VocabShard
 from megatron_ext.head.checks import Bits, Cache, rounds
 from megatron_ext.head.lora import LoRA
 
-# Where Megatron-Core's layer that is cut along the vocabulary, and ours, have their forward.
+# The modules that define the forward of Megatron-Core's column-parallel layer, and of ours.
 _COLUMN_PARALLEL = ("megatron.core.tensor_parallel.layers", "megatron_ext.tensor_parallel._layers.column_parallel")
 
 
 class HeadFacts(TypedDict, total=False):
-    """Keywords of `LmHead`, which says more of each."""
+    """Keyword arguments of `LmHead`, whose docstring describes each."""
 
     bias: Tensor | None
     vocab: VocabShard | None
@@ -42,10 +42,9 @@ class HeadFacts(TypedDict, total=False):
 
 
 def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `LmHead`: what is given, and where that is None or missing what the layer says.
+    """Return the arguments of `LmHead`: those `given`, and where one is None or missing, that of the layer.
 
-    A given weight stands for the layer's: the embedding's where they are tied, or one that was gathered. Raises as
-    `LmHead.of`.
+    A given weight takes the place of the layer's: a tied embedding's, or one that was gathered. Raises as `LmHead.of`.
     """
     layer, adapters = unwrapped(layer)
     weight = layer if isinstance(layer, Tensor) else getattr(layer, "weight", None)
@@ -75,13 +74,13 @@ def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_forward(layer: nn.Module) -> None:
-    """Raise ValueError for a layer that is not known to give the product with its weight, and its bias, alone; or under
-    Megatron's protocol with the attribute `softcap`, by which it says so."""
+    """Raise ValueError for a layer whose forward may do more than multiply by its weight and add its bias. The forwards
+    of torch, Megatron-Core and this package do not, nor that of a layer of Megatron's protocol with `softcap`."""
     inside = unwrapped(layer)[0]
     if not hasattr(inside, "weight") or (hasattr(inside, "sequence_parallel") and hasattr(inside, "softcap")):
         return
     forward = type(inside).forward
-    home = getattr(forward, "__globals__", {}).get("__name__")  # which no decorator copies
+    home = getattr(forward, "__globals__", {}).get("__name__")  # a decorator does not copy `__globals__`
     known = forward in (nn.Linear.forward, nn.Embedding.forward) or home in _COLUMN_PARALLEL
     if "forward" in vars(inside) or not known:
         raise ValueError(
@@ -92,12 +91,12 @@ def check_forward(layer: nn.Module) -> None:
 
 
 def with_options(head: Any, given: Mapping[str, Any], by: str, of: str) -> Any:
-    """`head`, a dataclass, with the options that were given beside it and are not None.
+    """Return `head`, a dataclass, with the options of `given` that are not None.
 
-    `by`, `of`: who gave them, and whose head it is.
+    `by`, `of`: for the message, who gave the options, and whose head it is.
 
     Raises:
-        ValueError: the head has another one, which is not its default.
+        ValueError: the head has another value of an option, which is not the default.
     """
     usual = {field.name: field.default for field in fields(head)}
     found = {}
@@ -125,10 +124,10 @@ def _local(x: Tensor) -> Tensor:
 
 
 def local_shard(x: Tensor, dim: int) -> tuple[Tensor, Any, VocabShard]:
-    """This rank's shard of `x`, the group that shares its vocabulary (dim `dim`), and which columns these are.
+    """Return this rank's shard of `x`, the group that shares the vocabulary (dim `dim`), and the shard's columns.
 
     Raises:
-        ValueError: a DTensor that is cut along the vocabulary over a mesh of more than one dim.
+        ValueError: `x` is a DTensor that is sharded along the vocabulary over a mesh of more than one dim.
     """
     size = x.shape[dim]
     if not isinstance(x, DTensor) or not x.placements[-1].is_shard(dim % x.dim()):
@@ -143,11 +142,12 @@ def local_shard(x: Tensor, dim: int) -> tuple[Tensor, Any, VocabShard]:
 
 
 def unwrapped(layer: Any) -> tuple[Any, list[LoRA]]:
-    """The layer that makes logits, and the adapters that are on; `layer` itself where nothing stands in its place. Of
-    what torch.compile made, those of the layer inside.
+    """Return the layer that makes logits, and its active adapters: without PEFT `layer` itself and none. A module that
+    torch.compile made is replaced by the layer inside.
 
     Raises:
-        ValueError: adapters that are more than a low-rank product (DoRA, LoHa, IA3, new tokens), or not PEFT's.
+        ValueError: adapters are more than a low-rank product (DoRA, LoHa, IA3, new tokens), or not PEFT's; or they are
+            disabled and still merged.
     """
     layer = getattr(layer, "_modules", {}).get("_orig_mod", layer)
     off = getattr(layer, "disable_adapters", False)

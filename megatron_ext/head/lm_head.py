@@ -1,9 +1,8 @@
-"""`LmHead`: the properties of an lm head, as given, and any set of read-outs of hidden states through it, read in one
-call: check, bind, run, shape. `logits.py` is the same for logits that exist.
+"""`LmHead`: the properties of an lm head, as given, and `read`, which computes any set of read-outs of hidden states in
+one call: check, bind, run, shape. `logits.py` does the same for logits that exist.
 
-What every rank sees wrong is raised before anything is sent. What one rank alone may see is collected in `read`, as
-`fault`: the one that was found last counts, and before all of them the caller's. `Plan.raise_on_all_ranks` tells the
-others.
+A fault that every rank sees is raised before anything is sent. A fault that maybe one rank alone sees is kept in `read`
+as `fault`: the caller's first, else the last one found. `Plan.raise_on_all_ranks` tells the other ranks.
 
 Shapes: `[...]` are the leading dims of the tokens, D the hidden size, V the vocabulary, R the ranks of `group`.
 """
@@ -63,7 +62,8 @@ class LmHead:
             weight with `dequantize()` (torchao, quanto) is dequantised anew in each pass.
         tp_group: the ranks that share the vocabulary. None: Megatron's tensor-parallel group if `parallel_state` is
             initialised when the head is read, else no sharding.
-        hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each an equal slice of dim 0.
+        hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each holds an equal slice of dim
+            0.
         bias: `[V/R]`. Columns with a bias of -inf do not count.
         vocab: this rank's columns; None: equal shards in rank order, all columns count.
         logit_scale: the number by which the model multiplies its logits (muP), before a softcap.
@@ -73,26 +73,26 @@ class LmHead:
             `(8 - 2 * cache)` T V D / R FLOPs and `cache * T * V / R` elements of memory. From 1024 on: at most so many
             bytes. "bounded": as many eighths as take no more than the weight and its fp32 gradient, `min(1, 3 D / T)`
             in 16 bits. "auto": as many as fit into half of the memory that is free at the first call of a shape.
-            Read-outs of the softmax alone keep exponentials. A divergence from a teacher, read by itself on one rank,
-            keeps its gradient for such a fraction of the tokens: `(12 - 4 * cache)` T V D with a teacher of the same D;
-            "bounded" is at most 2^25 elements there, and none on CUDA or with `chunk_tokens`. Others keep nothing.
+            Read-outs of the softmax alone keep exponentials. A divergence from a teacher, read alone on one rank, keeps
+            its gradient for this fraction of the tokens: `(12 - 4 * cache)` T V D with a teacher of the same D; then
+            "bounded" is at most 2^25 elements, and none on CUDA or with `chunk_tokens`. Others keep nothing.
         chunk_tokens: the tokens of a chunk; None: chosen from the sizes. The option changes memory and speed, not the
             result; with `weights` of `read` it must be the same on all ranks.
         gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol;
             the gradient of a weight of Megatron-FSDP is returned, since Megatron-FSDP copies it by itself.
-        bits: which bits are the same. "fast": those of each run with the same shapes. "batch": also those of a token's
-            results and its row of dx beside any other tokens, with any chunk, cache, layout and packing, and those of
-            dW with any chunk, cache and layout. "tensor_parallel": also all of these on 1, 2, 4 and 8 ranks, each of
-            which holds eighths of the vocabulary. None: "batch" if a batch-invariant mode is on, else "fast". "batch"
-            and "tensor_parallel" serve every read-out of the package, and one of your own that sets `by_leaf`, on CPUs
-            and on CUDA with Triton; the promise is for one machine, torch and number of threads: docs/exactness.md.
+        bits: which results have the same bits. "fast": runs with the same shapes. "batch": also a token's results and
+            its row of dx beside any other tokens, with any chunk, cache, layout and packing, and dW with any chunk,
+            cache and layout. "tensor_parallel": also all of these on 1, 2, 4 and 8 ranks, each of which holds eighths
+            of the vocabulary. None: "batch" if a batch-invariant mode is on, else "fast". "batch" and "tensor_parallel"
+            serve every read-out of the package, and your own that set `by_leaf`, on CPUs and on CUDA with Triton; the
+            promise is for one machine, torch and number of threads: docs/exactness.md.
         logit_dtype: torch.bfloat16 or torch.float16, the dtype of the hidden states: the product is rounded to this
             dtype, as in inference engines; scale, softcap, temperature and softmax follow in fp32. Gradients treat the
             rounding as the identity. None or torch.float32: on CUDA the product's fp32 sums are used as they are; on a
             CPU products of 16-bit operands are rounded in any case.
-        fused_epilogue: experimental, not measured yet. The products themselves take the exponentials (kernels in Triton
-            for Hopper), so logits take no memory without gradient, nor where backward recomputes them. For read-outs of
-            the softmax with bf16 on CUDA; all else is refused: docs/head.md#exponentials-in-the-product
+        fused_epilogue: experimental, not measured yet. The kernels of the products (in Triton, for Hopper) take the
+            exponentials, so logits take no memory without gradient, nor where backward recomputes them. Only for
+            read-outs of the softmax with bf16 on CUDA: docs/head.md#exponentials-in-the-product
         sm_margin: with `fused_epilogue`, the number of the GPU's multiprocessors that its kernels leave free, as many
             as NCCL may take (`NCCL_MAX_CTAS`): with none left free, a collective waits for the end of the kernel.
         lora: one `LoRA` or several: low-rank parts of the logits, before scale, softcap and temperature. With `bits`
@@ -124,7 +124,7 @@ class LmHead:
             checks.one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
         if self.chunk_tokens is not None:
             checks.check_chunk_tokens(self.chunk_tokens)
-        if self.bits is not None:  # else as the mode is when it is read
+        if self.bits is not None:  # else `read` looks up the mode
             checks.one_of("bits", self.bits, get_args(Bits))
         if self.logit_dtype is not None:
             checks.check_logit_dtype(self.logit_dtype)
@@ -244,7 +244,7 @@ class LmHead:
         for teacher in teachers:
             adapters = (*adapters, *adapters_of(teacher.head.lora))
         options, places, held = options_of(adapters) if adapters else None, None, None
-        if left is not None and sizes is None:  # ranks that leave out others learn it then
+        if left is not None and sizes is None:  # else ranks that leave out different tokens would not learn it
             places = left.kept_T, leading.numel() + left.fills
         sides = [_computed(hidden, self.weight)]
         for t in teachers:
@@ -268,7 +268,7 @@ class LmHead:
         if head.fuse_main_grad:
             main_grad.promise(self.weight)
         weights_T = None
-        # Not where a bound, or each of several ranks for itself, has left out tokens.
+        # Not if tokens were left out under a bound, or at several ranks.
         if weights is not None and (left is None or (ranks == 1 and not left.fills)):
             weights_T = flat(weights).to(accumulation_dtype(sides[0].dtype))
         found_T = _run(self, sides, teachers, plan, sizes, weights_T)
@@ -286,7 +286,7 @@ class LmHead:
         """Resolve the head for one call: group, shard and bits as they are now.
 
         Raises:
-            ValueError: every rank sees that one of them breaks its rule.
+            ValueError: an option breaks its rule, as every rank sees.
         """
         group = tensor_parallel_group(self.tp_group)
         guessed, in_slices = self.vocab is None, self.hidden_layout == "sequence"
@@ -305,7 +305,7 @@ class LmHead:
             self.temperature,
             self.chunk_tokens,
             self.cache,
-            # Megatron-FSDP lends a buffer for one use, unset, and copies a gradient of autograd's into it by itself.
+            # Megatron-FSDP lends an uninitialised buffer for one use, and copies autograd's gradient into it by itself.
             self.gradient_accumulation_fusion and not hasattr(self.weight, "get_main_grad"),
             bits=bits_or_mode(self.bits),
             logit_scale=self.logit_scale,
@@ -325,8 +325,8 @@ def _run(
     sizes: list[int] | None,
     weights_T: Tensor | None,
 ) -> Any:
-    """The results of all read-outs, one after the other, by the autograd function that serves them; or with `weights_T`
-    the sum of the only one's times these, if forward makes its gradient."""
+    """Apply the autograd function that serves the read-outs, and return all results, one after the other; or the sum
+    with `weights_T`, if forward makes its gradient."""
     head = plan.call
     chunks = None if weights_T is None else chunks_in_forward(plan, sides[0])
     x_TD, weight, bias, low = _inputs(own, sides[0], head) if own.lora else (sides[0], own.weight, own.bias, None)
@@ -357,21 +357,21 @@ def _run(
 
 
 def _inputs(given: Any, x_TD: Tensor, head: ResolvedHead) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Hidden states, with the columns of the low rank if there is one, weight, bias and low rank."""
+    """Return the hidden states, with more columns if there are adapters; weight; bias; low rank."""
     adapters = adapters_of(given.lora)
     if adapters:
         x_TD = widened(x_TD, adapters, head.group, head.in_slices, head.fixed)
     return x_TD, given.weight, given.bias, low_rank(adapters)
 
 
-@_disable_dynamo  # what holds of this processor's products is found out by running some
+@_disable_dynamo  # properties of this processor's products are found by trials
 def _apply_eagerly(function: Any, plan: Plan, *arguments: Any) -> Sequence[Tensor]:
     plan.passes = passes_of(plan.target_T)  # the plan may have been made while compiling
     return function.apply(plan, *arguments)
 
 
 def _check_weights(weights: Any, readouts: Sequence[ReadOut], leading: torch.Size) -> None:
-    """Raise what every rank sees wrong with the weights of a sum."""
+    """Raise ValueError unless `weights` fit a sum of one read-out; every rank sees the same."""
     if len(readouts) != 1 or readouts[0].count != 1 or not readouts[0].differentiable:
         names = ", ".join(type(r).__name__ for r in readouts)
         raise ValueError(
@@ -392,8 +392,8 @@ def _check_weights(weights: Any, readouts: Sequence[ReadOut], leading: torch.Siz
 
 
 def checked(asked: Sequence[ReadOut], head: ResolvedHead) -> tuple[list[ReadOut], list[Any], ValueError | None]:
-    """Copies of the caller's read-outs for this call, which were checked, their teachers, and what this rank alone may
-    see wrong."""
+    """Return checked copies of the caller's read-outs for this call, their teachers, and a fault that maybe this rank
+    alone sees."""
     fault, labels, vocab = None, None, None if head.guessed else head.vocab
     found: list[ReadOut] = []
     teachers: list[Any] = []
@@ -422,7 +422,7 @@ def checked(asked: Sequence[ReadOut], head: ResolvedHead) -> tuple[list[ReadOut]
 def _leading(
     hidden: Tensor, readouts: Sequence[ReadOut], ranks: int, in_slices: bool
 ) -> tuple[torch.Size, ValueError | None]:
-    """The leading dims of all ranks' tokens, and whether hidden states fit them."""
+    """Return the leading dims of all ranks' tokens, and the fault of hidden states that do not fit them."""
     first: Any = None
     fault = None
     for r in readouts:
@@ -443,7 +443,7 @@ def _leading(
 def _tensors_fault(
     given: Any, hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = ""
 ) -> ValueError | None:
-    """Return the fault of this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
+    """Return the fault of this rank's weight, bias or adapters beside `hidden`; `whose` is a prefix of their names."""
     found = checks.linear_fault(hidden, given.weight, given.bias, vocab, ranks, whose)
     if found is None and given.lora:
         found = rows_fault(adapters_of(given.lora), given.weight)
@@ -456,7 +456,7 @@ def _tensors_fault(
 def _fused_epilogue_fault(
     head: ResolvedHead, own: Any, hidden: Tensor, readouts: Sequence[ReadOut]
 ) -> ValueError | None:
-    """Return the fault of an argument that kernels with a fused epilogue do not have, or of missing kernels."""
+    """Return the fault of an argument that kernels with a fused epilogue do not support, or of missing kernels."""
     dtype, width = computed_dtype(hidden, own.weight), hidden.shape[-1]
     others = [
         f"{type(r).__name__} with label_smoothing" if r.mean else type(r).__name__
@@ -497,8 +497,8 @@ def _main_grad_fault(weight: Tensor) -> ValueError | None:
 def _gather_zeros(
     sides: list[Tensor], heads: Sequence[Any], repeats: list[int], sizes: list[int], group: Group
 ) -> None:
-    """Take part in the gather of hidden states, on a rank that refused its arguments. `repeats`: how many tokens a row
-    of each side is of."""
+    """Take part in the all-gather of hidden states with zeros, on a rank that refused its arguments. `repeats`: for
+    each side the number of tokens that a row serves."""
     own = sizes[group_rank(group)]
     widths = [
         x.shape[1] + sum(len(each.A) for each in adapters_of(head.lora)) for x, head in zip(sides, heads, strict=True)
@@ -508,7 +508,7 @@ def _gather_zeros(
 
 
 def _computed(hidden: Tensor, weight: Any) -> Tensor:
-    """Hidden states `[T, D]` in the dtype to compute in; as they are where the weight, refused, has no dtype."""
+    """Return hidden states as `[T, D]`, in the dtype to compute in; in their own if the weight, refused, has none."""
     dtype = getattr(weight, "dtype", None)
     alike = dtype is None or (hidden.dtype == dtype and not torch.is_autocast_enabled(hidden.device.type))
     x = hidden if alike else hidden.to(computed_dtype(hidden, weight))
@@ -516,7 +516,7 @@ def _computed(hidden: Tensor, weight: Any) -> Tensor:
 
 
 def as_asked(plan: Plan, found: Sequence[Tensor]) -> Any:
-    """The result of each read-out, a tuple where it gives several; alone where it is the only one."""
+    """Return the results by read-out, a tuple for each that gives several; of a single read-out its result alone."""
     results, at = [], 0
     for r in plan.readouts:
         results.append(found[at] if r.count == 1 else tuple(found[at : at + r.count]))

@@ -1,4 +1,4 @@
-"""`Logits`: logits that exist, and any set of read-outs of them, as `LmHead` has them of hidden states."""
+"""`Logits`: logits that exist, and `read`, which computes any set of read-outs of them, like that of `LmHead`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,16 +22,16 @@ _NUMBERS = {"softcap": None, "temperature": 1.0}
 
 @dataclass(frozen=True, eq=False)
 class Logits:
-    """Logits that exist, read as `softcap * tanh(logits / softcap) / temperature`, for the read-outs of `LmHead`.
+    """Logits that exist, taken as `softcap * tanh(logits / softcap) / temperature`, for the read-outs of `LmHead`.
 
     Attributes:
         logits: `[..., V/R]`, this rank's columns, any floating dtype, in any memory order of the leading dims. Columns
             of -inf do not count for their token.
         tp_group, vocab, softcap, temperature, chunk_tokens: as for `LmHead`.
         gradient_into_logits: backward writes the gradient into the memory of `logits` instead of new memory. Backward
-            then runs once, and autograd raises an error for code that needs the logits afterwards. It works for
-            read-outs of the softmax, and not for logits that are a leaf, nor by Triton's kernels for logits whose
-            columns do not lie next to each other.
+            then runs once, and autograd raises an error for code that needs the logits afterwards. It has no effect
+            with read-outs that need logits in backward, for logits that are a leaf, or on CUDA with Triton for logits
+            whose columns are not adjacent in memory.
     """
 
     logits: Tensor
@@ -52,8 +52,8 @@ class Logits:
             checks.check_vocab(self.vocab)
 
     def read(self, *readouts: ReadOut, fault: ValueError | None = None) -> Any:
-        """Return the results of `readouts`; see `LmHead.read`. Nothing of vocabulary size is saved beside the logits;
-        their gradient has their dtype.
+        """Return the results of `readouts`; see `LmHead.read`. Nothing of vocabulary size is saved beside the logits,
+        whose gradient has their dtype.
 
         Communicates: forward 1 collective at R > 1, backward none; the read-outs say what they send beside this one.
         """
@@ -79,9 +79,9 @@ class Logits:
             plan.raise_on_all_ranks(fault, accumulation_dtype(logits.dtype), logits.device)
         z = flat.rows(logits)
         base = logits if logits._base is None else logits._base
-        of_a_leaf = base.is_leaf and base.requires_grad  # whose values outlive backward
+        of_a_leaf = base.is_leaf and base.requires_grad  # a leaf's values are used after backward
         in_place = all(stride or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True))
-        in_place = in_place and (z.stride(-1) == 1 or not has_triton(z))  # whose kernels write neighbouring columns
+        in_place = in_place and (z.stride(-1) == 1 or not has_triton(z))  # kernels write adjacent columns
         own_memory = in_place and not of_a_leaf
         both = self, *teachers
         transforms = [LogitTransform(softcap=each.softcap if plan.needs_logits else None) for each in both]

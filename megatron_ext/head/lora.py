@@ -1,9 +1,9 @@
 """LoRA on an lm head: `logits = x W^T + s dropout(x) A^T B^T`, without a merged weight.
 
-The hidden states are given r columns more, `s dropout(x) A^T`, and the head's product has B beside W as its operand. So
-every read-out has it, statistics and exponentials are those of the whole, and the gradient of the r columns travels
-with dx: that of A is right on every rank without an exchange of its own. With the sequence layout each rank has it of
-its own tokens, and one small all-reduce adds them.
+The hidden states get r more columns, `s dropout(x) A^T`, and the operand of the head's product is `[W, B]`. So every
+read-out supports LoRA, and the gradient of the r columns is reduced with dx: the gradient of A is complete on every
+rank without an exchange of its own. With the sequence layout each rank has the gradient of its own tokens, and one
+small all-reduce adds these.
 
 Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard, r rank of an adapter, N all ranks together.
 """
@@ -29,10 +29,10 @@ class LoRA(NamedTuple):
 
     Attributes:
         A: `[r, D]`, the same on every rank that shares the vocabulary, as is its gradient.
-        B: `[V/R, r]`, the rows of this rank's vocabulary shard, as of the head's weight.
+        B: `[V/R, r]`, the rows of this rank's vocabulary shard, as those of the head's weight.
         scaling: PEFT's `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora`.
-        dropout: the probability with which an entry of the hidden states is left out of this part, the rest scaled up,
-            as in PEFT while a module trains; 0 outside of training. It keeps hidden states and a mask for backward.
+        dropout: the probability with which an entry of the hidden states becomes 0 in this part, the rest scaled up, as
+            in PEFT while a module trains; 0 outside of training. Dropped hidden states and masks are kept for backward.
     """
 
     A: Tensor
@@ -42,14 +42,14 @@ class LoRA(NamedTuple):
 
 
 def adapters_of(lora: Any) -> tuple[LoRA, ...]:
-    """One adapter or several, as a head was given them."""
+    """Return a head's `lora`, None, one adapter or several, as a tuple."""
     if lora is None:
         return ()
     return tuple(lora) if isinstance(lora, list | tuple) and not isinstance(lora, LoRA) else (lora,)
 
 
 def check_adapters(adapters: Sequence[Any]) -> None:
-    """Raises ValueError for what every rank sees wrong with them before it knows its group."""
+    """Raise ValueError for faults of adapters that every rank sees, and that do not depend on a group."""
     for each in adapters:
         if not isinstance(each, LoRA):
             raise ValueError(
@@ -61,7 +61,7 @@ def check_adapters(adapters: Sequence[Any]) -> None:
 
 
 def check_dropout(adapters: Sequence[LoRA], ranks: int, in_slices: bool) -> None:
-    """Raises ValueError if ranks that hold the same hidden states would drop different entries of them."""
+    """Raise ValueError if ranks that hold the same hidden states could drop different entries of them."""
     for each in adapters:
         if each.dropout and ranks > 1 and not in_slices:
             raise ValueError(
@@ -71,7 +71,7 @@ def check_dropout(adapters: Sequence[LoRA], ranks: int, in_slices: bool) -> None
 
 
 def rows_fault(adapters: Sequence[LoRA], weight: Tensor) -> ValueError | None:
-    """Return the fault of adapters that this rank alone may see, in its shards of B and the weight."""
+    """Return a fault of adapters that maybe this rank alone sees, in its shards of B and the weight."""
     for each in adapters:
         try:
             check_floating("lora B", each.B, 2)
@@ -100,18 +100,17 @@ def options_of(adapters: Sequence[LoRA]) -> dict[str, Any]:
 
 
 def low_rank(adapters: Sequence[LoRA]) -> Tensor | None:
-    """All B side by side, `[V, N]`; None without an adapter."""
+    """Return all B side by side, `[V, N]`; None without an adapter."""
     return torch.cat([each.B for each in adapters], 1) if len(adapters) > 1 else adapters[0].B if adapters else None
 
 
 def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: bool, fixed: bool) -> Tensor:
-    """Hidden states and beside them those that the low rank is multiplied with, `[T, D + N]`, of `x`'s dtype.
+    """Return `[x, s dropout(x) A^T, ...]` for all adapters: `[T, D + N]`, of `x`'s dtype.
 
-    `fixed`: with the same bits beside any other tokens, up to dropout's random numbers.
+    `fixed`: a token's bits do not depend on other tokens, up to dropout's random numbers.
 
-    Communicates: with slices, in backward, one all-reduce of A's gradients, one of each where an adapter has dropout,
-    or only some A are summed here; none of those that a framework adds up by itself, as Megatron does where a parameter
-    has `sequence_parallel` set.
+    Communicates: with slices, in backward, one all-reduce of all A's gradients, or one for each A if an adapter has
+    dropout or only some A are summed here. An A with `sequence_parallel` set is not summed: Megatron does that itself.
     """
     scaled = [each.A if each.scaling == 1.0 else each.A * each.scaling for each in adapters]
     by_itself = [not in_slices or getattr(each.A, "sequence_parallel", False) for each in adapters]
@@ -124,8 +123,8 @@ def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: boo
 
 
 class _LowRank(torch.autograd.Function):
-    """`x A^T`, or with `beside` `[x, x A^T]`, of which backward keeps nothing but the result. The gradient of A is
-    summed over `group`, whose ranks all hold A and use it each for its own tokens."""
+    """The product `x A^T`, or with `beside` `[x, x A^T]`, which is then saved instead of `x`. The gradient of A is
+    summed over `group`, whose ranks all hold A, and use it for different tokens."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, a_ND: Tensor, fixed: bool, beside: bool, group: Group) -> Tensor:
@@ -157,7 +156,7 @@ def _product(x_TK: Tensor, w_KN: Tensor, fixed: bool) -> Tensor:
 
 
 def _gradient_of_a(low_TN: Tensor, x_TD: Tensor, fixed: bool) -> Tensor:
-    """`low^T x`, in fp32 at least. Hidden states of tokens without a gradient may be NaN: they add nothing."""
+    """Return `low^T x`, in fp32 at least. Hidden states of tokens without a gradient may be NaN, and add nothing."""
     x_TD = x_TD.masked_fill((low_TN == 0).all(1, keepdim=True), 0)
     if not fixed:
         return matmul.add_product(None, low_TN.t(), x_TD)
