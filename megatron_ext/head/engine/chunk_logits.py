@@ -1,10 +1,9 @@
-"""The logits of a chunk, as a product makes them, their transform into the ones read, and their gradient: that through
-the softmax, at chosen columns and places, and what read-outs pull from a chunk; and the one that is made and kept in
-forward, of a read-out whose upstream gradient is a factor of each token.
+"""The logits of a chunk: made by a product, transformed, and their gradient: through the softmax, at chosen columns and
+places, and by read-outs' `pull`; and the gradient that forward makes and keeps, for a read-out `by_factor`.
 
-Where nothing is exchanged, a chunk's own statistics say what its read-out's gradient is, while the logits of student
-and teacher are there: it is written over the student's. Backward makes no logits then, and the factors g commute with
-the products' other sides, as in `linear.py`:
+On one rank a chunk's own statistics give the gradient of its read-out while the logits of student and teacher are in
+memory: it is written over the student's. Backward then makes no logits; the factors g per token are applied to the
+results or to the other operands of the products, as in `linear.py`:
 
     dx = g * (U @ W)        dW = U.T @ (g * x)
 
@@ -31,7 +30,7 @@ from megatron_ext.numerics.tensors import accumulation_dtype, has_values, new_ma
 
 
 class LogitTransform(NamedTuple):
-    """Transform of a product's logits into those that are read: a bias `[V]` of this rank's columns, scale, softcap."""
+    """Transform of a product's logits into those that are read: bias `[V]` of this rank's columns, scale, softcap."""
 
     bias_V: Tensor | None = None
     softcap: float | None = None
@@ -43,9 +42,9 @@ class LogitTransform(NamedTuple):
         return self.bias_V is not None or self.softcap is not None or self.scale != 1.0
 
     def applied(self, z_tV: Tensor) -> Tensor:
-        """`softcap * tanh(scale * (z + bias) / softcap)`, in the dtype of the passes; `z` itself if nothing changes.
+        """Return `softcap * tanh(scale * (z + bias) / softcap)`, in the dtype of the passes; `z` if nothing changes.
 
-        Rows are as far apart for one token as for many: kernels add in an order that goes by it.
+        The stride of rows does not depend on the number of tokens, since the order of kernels' sums depends on it.
         """
         if not self.changes:
             return z_tV
@@ -54,7 +53,7 @@ class LogitTransform(NamedTuple):
         return transformed(z_tV, self.bias_V, self._own_cap, 1.0 / self.scale, dtype, out_tV)
 
     def pull(self, z_tV: Tensor, out_tV: Tensor) -> None:
-        """Turns the gradient of what `applied` gives of `z`, in `out`, into that of `z`."""
+        """Turn `out`, the gradient of `applied(z)`, into the gradient of `z`, in place."""
         if self._own_cap is not None:
             out_tV.mul_(bend(z_tV, self.bias_V, self._own_cap, accumulation_dtype(out_tV.dtype)))
         if self.scale != 1.0:
@@ -62,14 +61,15 @@ class LogitTransform(NamedTuple):
 
     @property
     def _own_cap(self) -> float | None:
-        """Return the softcap of the logits before they are multiplied."""
+        """Return the softcap of the logits before the scale multiplies them."""
         return None if self.softcap is None else self.softcap / self.scale
 
 
 class ComputedLogits:
     """Logits that the product of hidden states and weight makes, in forward and in backward by the same matmul.
 
-    `repeats`: how many tokens in a row each row of hidden states is of. `memory_TV`: of the first tokens' logits.
+    `repeats`: number of neighbouring tokens that each row of hidden states serves. `memory_TV`: where the first tokens'
+    logits are written.
     """
 
     memory_TV: Tensor | None = None
@@ -91,8 +91,8 @@ class ComputedLogits:
 def of_hidden(
     inputs: Sequence[Any], transforms: Sequence[LogitTransform], call: ResolvedHead, sizes: list[int] | None
 ) -> list[list[ComputedLogits]]:
-    """Sources, for each leaf, of logits from all tokens' hidden states. `inputs`: hidden states, weight, bias and low
-    rank of each head. Communicates: with `sizes` 1 all-gather."""
+    """Return, for each leaf, the sources of all heads' logits, of all ranks' tokens. `inputs`: hidden states, weight,
+    bias and low rank of each head. Communicates: with `sizes` 1 all-gather."""
     hidden, biases = [*inputs[::4]], [*inputs[2::4]]
     weights = [operand(*each) for each in zip(inputs[1::4], inputs[3::4], strict=True)]
     if call.chosen is not None:
@@ -116,19 +116,19 @@ def of_hidden(
 
 
 def of_each(x_TD: Tensor, tokens: int) -> Tensor:
-    """A row for each of `tokens`, of rows that are of several in a row."""
+    """Return a row for each of `tokens`, by repeating rows that serve several neighbouring tokens."""
     return x_TD if len(x_TD) == tokens else x_TD.repeat_interleave(tokens // len(x_TD), 0)
 
 
 def gather_tokens(hidden: list[Tensor], group: Group, sizes: list[int]) -> list[Tensor]:
-    """All ranks' tokens of each `[t, D]`, whose D and dtypes may differ, and some of which may have a row for several
-    tokens. Communicates: 1 all-gather."""
+    """Gather all ranks' rows of each tensor `[t, D]`; D and dtypes may differ, and a row may serve several tokens.
+    Communicates: 1 all-gather."""
     if len(hidden) == 1:
         return [collectives.all_gather(hidden[0], group, sizes=sizes)]
     dtypes = [x.dtype for x in hidden]
     alike = all(dtype == dtypes[0] for dtype in dtypes)
     fewest = min(len(x) for x in hidden)
-    together = len(hidden[0]) // max(fewest, 1)  # tokens of which one row is sent
+    together = len(hidden[0]) // max(fewest, 1)  # tokens that one sent row has
     sides = hidden if alike else [x.contiguous().view(torch.uint8) for x in hidden]
     if together > 1:
         sides, sizes = [x.reshape(fewest, -1) for x in sides], [size // together for size in sizes]
@@ -141,7 +141,7 @@ def gather_tokens(hidden: list[Tensor], group: Group, sizes: list[int]) -> list[
 
 
 def logits_of_chunk(made: Sequence[Any], rows: slice, keep_raw: bool) -> tuple[Tensor | None, list[Tensor]]:
-    """The logits of each source as its transform leaves them; and with `keep_raw` the first ones before that."""
+    """Return the first source's logits before its transform, if `keep_raw`; and each source's transformed logits."""
     raw_tV = made[0](rows)
     found = [made[0].transform.applied(raw_tV)]
     raw_tV = raw_tV if keep_raw else None  # before the teachers' are made
@@ -151,11 +151,12 @@ def logits_of_chunk(made: Sequence[Any], rows: slice, keep_raw: bool) -> tuple[T
 
 
 class ChunkGradient:
-    """The gradient of logits, chunk by chunk: all read-outs' added in it.
+    """The gradient of logits, chunk by chunk: the sum of all read-outs' gradients.
 
-    `made`: where logits come from. `stats`: the softmax's, or None. `saved`: what each read-out wants of forward.
-    `grads`: of its first result, or None. The gradient through the softmax is `_passed`, the coefficients of
-    `row_gradient` rounded from the `_exact` ones in fp64, and `_value` at the label; None: nothing goes through it.
+    `made`: the sources of logits. `stats`: the statistics of the softmax, or None. `saved`: the tensors that each
+    read-out saved in forward. `grads`: the gradient of each read-out's first result, or None. For the gradient through
+    the softmax, `_passed` has the coefficients of `row_gradient`, rounded from the fp64 ones in `_exact`, and `_value`
+    the gradient at the label. `_passed` None: no gradient goes through the softmax.
     """
 
     _value: Tensor
@@ -199,7 +200,7 @@ class ChunkGradient:
         raw_tV = None
         if self._passed is not None or pulling or bent:
             raw_tV, logits = logits_of_chunk(self.made, rows, keep_raw=bent)
-        first = self._passed is None and not columns  # of those that pull: nothing is there yet
+        first = self._passed is None and not columns  # the first `pull` overwrites `out`
         if self._passed is not None:
             plan.passes.row_gradient(
                 logits[0],
@@ -231,24 +232,24 @@ class ChunkGradient:
             self.made[0].transform.pull(raw_tV, out_tV)
 
     def _add_at_columns(self, found: Sequence[tuple[Tensor, Tensor]], z_tV: Any, rows: slice, out_tV: Tensor) -> None:
-        """Add gradients at token ids in fp64, rounded once: the terms cancel where the model is sure of one id."""
+        """Add gradients at token ids in fp64, rounded once: where one id has almost all probability, terms cancel."""
         call = self.plan.call
         ids_tK, grad_tK = found[0] if len(found) == 1 else (torch.cat(each, 1) for each in zip(*found, strict=True))
         for part in blocks(ids_tK, 0.25):
             ids_uK, out_uV = ids_tK[part], out_tV[part]
             own_uK = call.vocab.owns(ids_uK)
-            # Column 0 is written too: nothing is added to it.
+            # Other ranks' ids write column 0, unchanged.
             at_uK = call.place(ids_uK - call.vocab.start).where(own_uK, 0)
             value_uK = sums_of_equals((grad_tK[part].double() / call.temperature).where(own_uK, 0.0), at_uK)
             if self._passed is not None and z_tV is not None:
                 of_all = slice(rows.start + part.start, rows.start + part.stop)
                 value_uK = value_uK + self._softmax_at(self._passed.offset, z_tV[part], at_uK, of_all)
-            # Not by `scatter_`: on CPU it makes 16-bit matrices fp32 temporarily.
+            # `scatter_` would make a temporary fp32 copy of a 16-bit matrix on CPU.
             row_u1 = torch.arange(out_uV.shape[0], device=out_uV.device).unsqueeze(1)
             out_uV.index_put_((row_u1, at_uK), value_uK.to(out_uV.dtype))
 
     def _softmax_at(self, offset_T: Tensor | None, z_tV: Tensor, at_tK: Tensor, rows: slice) -> Tensor:
-        """The gradient through the softmax at a few columns, fp64."""
+        """Return the gradient through the softmax at a few columns, in fp64."""
         shift_t = self.stats.shift[rows]
         u_tK = transformed(z_tV.gather(1, at_tK), None, None, self.plan.call.temperature, shift_t.dtype).double()
         u_tK = u_tK - shift_t.unsqueeze(1)
@@ -263,9 +264,9 @@ class ChunkGradient:
 
 
 class KeptGradient:
-    """U of the first tokens, and which of them have none: `unit_TV` of the hidden states' dtype, `bad_T` bool.
+    """The gradient U of the first tokens, `unit_TV` in the hidden states' dtype, and where it is not finite: `bad_T`.
 
-    A row that is not finite is kept as 0, so that it does no harm where its factor is 0, and `bad`.
+    A row that is not finite is kept as 0, so that it adds nothing if its factor is 0; with another factor it gives NaN.
     """
 
     def __init__(self, plan: Plan, source: ComputedLogits, unit_TV: Tensor, bad_T: Tensor):
@@ -273,8 +274,8 @@ class KeptGradient:
         self.tokens = unit_TV.shape[0]
 
     def chunks(self) -> list[slice]:
-        """Return the chunks of all tokens: none has kept ones and others. On CUDA as many at a time as where dW is
-        summed, since a read-out has dozens of launches a chunk."""
+        """Return the chunks of all tokens; no chunk has both kept and other tokens. On CUDA chunks are as large as
+        where dW is summed, since a read-out has dozens of launches per chunk."""
         parts = slice(0, self.tokens), slice(self.tokens, self._plan.tokens)
         x_TD, w_VD = self._source.x_TD, self._source.w_VD
         tokens = self._plan.call.chunk_tokens or (chunk_sizes.summed_tokens(w_VD) if x_TD.is_cuda else None)
@@ -282,8 +283,8 @@ class KeptGradient:
         return [rows for part in parts for rows in chunk_sizes.product_chunks(part, *options)]
 
     def write(self, rows: slice, raw_tV: Any, logits: list[Tensor], stats_Kt: Tensor) -> None:
-        """U of a chunk that was scanned, in the memory of its logits; `raw_tV`: before bias and softcap; `stats`: the
-        rows of the read-out."""
+        """Write U of a chunk that was scanned over its logits; `raw_tV`: logits before the transform; `stats`: the
+        read-out's own rows."""
         if rows.stop > self.tokens:
             return
         out_tV, tokens, readout = logits[0], rows.stop - rows.start, self._plan.readouts[0]
@@ -308,8 +309,8 @@ class KeptGradient:
         columns: Sequence[slice],
         total_V: Tensor | None,
     ) -> None:
-        """Write dx of the kept tokens, and add what they give to dW, of each part of the operand, and db: None where it
-        is not wanted."""
+        """Write dx of the kept tokens, and add their terms to dW of each part of the operand and to db; None: the
+        gradient is not wanted."""
         kept, x_TD = self.tokens, self._source.x_TD
         g_T = x_TD.new_zeros(kept) if grad_T is None else grad_T[:kept]
         g_T = g_T.to(accumulation_dtype(x_TD.dtype))
@@ -325,10 +326,10 @@ class KeptGradient:
 
 
 def kept_gradient(plan: Plan, source: ComputedLogits) -> KeptGradient | None:
-    """Return the memory for the gradients of a read-out by factor alone, whose logits `source` makes; None: nothing is
+    """Return the memory for the kept gradient of a read-out `by_factor`, whose logits `source` makes; None: nothing is
     kept."""
     x_TD, w_VD = source.x_TD, source.w_VD
-    # torch's compiler does not take an output of forward in whose memory its products lie.
+    # torch's compiler does not allow that products are written into the memory of an output of forward.
     if plan.ranks != 1 or plan.fixed or torch.compiler.is_compiling():
         return None
     tokens = chunk_sizes.kept_tokens(plan.call, plan.tokens, w_VD.shape[0], x_TD)

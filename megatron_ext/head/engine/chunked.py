@@ -1,8 +1,8 @@
-"""The autograd function of read-outs of logits chunk by chunk, which a product makes; and the pass over chunks of
-logits that `stored_logits.py` takes, too.
+"""The autograd function of read-outs that need chunks of logits, made by a product; and the pass over chunks of logits,
+which `stored_logits.py` uses too.
 
-`ChunkedHead` serves read-outs of hidden states whose gradient wants logits or that have statistics of their own. The
-others have `linear.py`, which makes no logits again for what it keeps.
+`ChunkedHead` serves read-outs of hidden states whose gradient needs logits, or that have their own statistics. Other
+read-outs have `linear.py`, which makes no logits again in columns whose exponentials it keeps.
 
 Legend: T tokens, t of a chunk, D hidden size, V columns of this rank's vocabulary shard, K columns, R ranks.
 """
@@ -36,20 +36,21 @@ from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
 
 
 class ChunkedHead(torch.autograd.Function):
-    """The results of `plan`'s read-outs, of hidden states `[T, D]`, weight `[V, D]`, bias `[V]` and a low rank beside
-    the weight, whose columns of the hidden states are the last ones; and the same of each read-out's teacher, without a
+    """The results of `plan`'s read-outs, of hidden states `[T, D]`, weight `[V, D]`, bias `[V]` and low rank, which
+    multiplies the last columns of the hidden states; and the same inputs of each read-out's teacher, which get no
     gradient.
 
-    `transforms`: softcap and scale of these logits and of each teacher's, and whether they are rounded. Never holds
-    more than a chunk of logits of each: backward makes them again, 8 T V D FLOPs in all (6 where the gradient needs
-    none), beside those of teachers; of what `KeptGradient` keeps none. Weight gradients add up in fp32. `sizes`:
-    with the sequence layout, where hidden states are this rank's slice, the number of each rank's tokens; else None.
+    `transforms`: softcap and scale of these logits and of each teacher's, and whether they are rounded. Only a chunk of
+    each is in memory at a time: backward makes the logits again, 8 T V D FLOPs in all (6 if the gradient needs no
+    logits) and those of teachers, but not of tokens in `KeptGradient`. Weight gradients add up in fp32. `sizes`: with
+    the sequence layout, where hidden states are this rank's slice, the number of each rank's tokens; else None.
     `keep`: a backward may follow.
 
     With fixed bits logits, statistics and gradients are made leaf by leaf, in the order of the tree.
 
-    Communicates, at several ranks: forward what the exchange does, backward `start_sum_of_ranks`. With the sequence
-    layout each also gathers the hidden states, with the teachers' in the same collective.
+    Communicates, at several ranks: forward one all-gather of statistics, and what read-outs send beside; backward
+    `start_sum_of_ranks`. With the sequence layout each also gathers the hidden states, those of teachers in the same
+    collective.
     """
 
     @staticmethod
@@ -83,7 +84,7 @@ class ChunkedHead(torch.autograd.Function):
         with without_autocast(inputs[0]):
             made = of_hidden(inputs, ctx.transforms, plan.call, ctx.sizes)
             if _by_factor_alone(plan) and firsts[0] is not None:
-                # Hidden states of tokens that do not count may be NaN: as where the gradient is kept, they add nothing.
+                # Hidden states of tokens that do not count may be NaN: they add nothing, as in `KeptGradient`.
                 x_TD = made[0][0].x_TD.masked_fill((firsts[0] == 0).unsqueeze(1), 0)
                 for each in made:
                     each[0].x_TD = x_TD
@@ -101,8 +102,8 @@ def _gradients(
     kept: KeptGradient | None,
     first_T: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of hidden states, weight, bias and low rank, of the logits' `gradients`, and of what is
-    `kept` of the first read-out's, whose upstream gradient is `first`."""
+    """Return the gradients of hidden states, weight, bias and low rank, from the logits' `gradients`, and from the
+    gradient `kept` of the only read-out, whose upstream gradient is `first`."""
     plan, chosen = ctx.plan, ctx.plan.call.chosen
     _, weight_VD, bias_V, low_VR, *_ = inputs
     need_dx, need_dw, need_db, need_dlow = ctx.needs_input_grad[4:8]
@@ -167,7 +168,7 @@ def _chunk_gradients(
     saved: list[list[Tensor]],
     grads: Sequence[Tensor | None],
 ) -> list[ChunkGradient]:
-    """Make the gradient of each leaf, whose exponentials have a shift of their own where there are several."""
+    """Make the `ChunkGradient` of each leaf; each of several leaves has its own shift of exponentials."""
     if len(made) == 1:
         return [ChunkGradient(plan, made[0], stats, saved, grads)]
     found = []
@@ -178,7 +179,7 @@ def _chunk_gradients(
 
 
 def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None = None) -> Tensor | None:
-    """The gradient of all columns, of that of the chosen ones: added to `total`, or new."""
+    """Return the gradient of all columns from that of the chosen columns: added to `total`, or in a new tensor."""
     if part is None:
         return None
     if total is not None:
@@ -195,7 +196,7 @@ def _product_chunks(plan: Plan, made: Sequence[Sequence[ComputedLogits]], kept: 
 
 
 def row_chunks(plan: Plan, columns: int, tokens: int | None = None) -> list[slice]:
-    """`tokens`: how many a chunk has where nothing else says it; None: by the number of columns."""
+    """Return chunks of the plan's tokens. `tokens`: their default size; None: it follows from the number of columns."""
     call, on_gpu, whole = plan.call, plan.target_T.is_cuda, slice(0, plan.tokens)
     alike = plan.chunks()
     if plan.fixed:
@@ -215,9 +216,9 @@ def read_chunks(
     like: Tensor,
     kept: KeptGradient | None = None,
 ) -> tuple[Statistics | None, list[list[Tensor]], list[list[Tensor]], Sequence[Tensor]]:
-    """The statistics of all shards together, None if no read-out wanted the softmax; of each read-out the results, and
-    what its gradient wants of forward; and what the exponentials of each leaf are relative to, where there are several.
-    `made`: of each leaf."""
+    """Read chunks of logits. Return the statistics of all shards, None if no read-out wants the softmax; each
+    read-out's results; the tensors that its gradient needs; and the shift of each leaf's exponentials, if there are
+    several leaves. `made`: for each leaf the sources of logits."""
     call, dtype = plan.call, accumulation_dtype(like.dtype)
     plan.begin(chunks if plan.tokens else [], like.device)
     whole = not plan.leaves
@@ -227,7 +228,7 @@ def read_chunks(
     for rows in chunks:
         logits, stats_Kt, raw_tV = [], stats_KT[:, rows], None
         for sides in made:
-            raw_tV, found = logits_of_chunk(sides, rows, keep_raw=kept is not None)  # kept of one leaf alone
+            raw_tV, found = logits_of_chunk(sides, rows, keep_raw=kept is not None)  # only ever of one leaf
             logits.append(found)
         if plan.softmax and whole:
             _write_statistics(plan, logits[0][0], rows, stats_Kt, part_of(shifts[0], rows))
@@ -251,7 +252,7 @@ def read_chunks(
 
 
 def _write_statistics(plan: Plan, z_tV: Tensor, rows: slice, stats_Kt: Tensor, shift_t: Tensor) -> None:
-    """The shared statistics of a chunk of logits."""
+    """Write the shared statistics of a chunk of logits."""
     call, target_t = plan.call, part_of(plan.target_T, rows)
     options = plan.sums | {"counted": call.counted}
     plan.passes.row_statistics(z_tV, target_t, stats_Kt, shift_T=shift_t, labelled=plan.labelled, **options)

@@ -7,8 +7,8 @@ Row scaling commutes with matmuls, so E = exp(z - m), kept from forward or recom
 with alpha = exp(m - lse). E is 0 at each token's label, and the target terms (the label's row of W for dx, x in the
 label's row for dW) are added exactly, from the statistics. docs/head.md derives it.
 
-With fixed bits m is the maximum of a leaf of the vocabulary (`leaves_of`), which no rank's shard changes, and
-statistics and dx are taken leaf by leaf and added in the order of a tree. `Arithmetic` has the products.
+With fixed bits m is the maximum of a leaf of the vocabulary (`leaves_of`), which does not depend on the shards, and
+statistics and dx are computed leaf by leaf and added in the order of a tree. `Arithmetic` has the products.
 
 Legend: T tokens (after any gather), D hidden size, V columns of this rank's vocabulary shard or of a leaf. m: the
 shard's row maximum. G_TV: the gradient matrix, E itself unless entropy or softcap bend it.
@@ -45,18 +45,17 @@ from megatron_ext.numerics import fixed_order, tensors
 from megatron_ext.numerics.tensors import accumulation_dtype, part_of, parts_of, widens
 from megatron_ext.numerics.tree_sums import TreeSum, start_sum_of_ranks
 
-# Elements of a piece of the scaled hidden states on CPU. On CUDA they are one: their product with G has as many tiles
-# as it can, in memory that dx's fp32 product has left or, while that is there, dW does not need in 16 bits.
+# Elements of a piece of the scaled hidden states on CPU. On CUDA there is one piece, so that its product with G has as
+# many tiles as possible. Its memory is that which dx's fp32 product has freed, or which dW in 16 bits does not need.
 _SCALED = 1 << 25
 
 
 class LinearHead(torch.autograd.Function):
-    """The results of `plan`'s read-outs, one after the other: of hidden states `[T, D]`, weight, bias and low rank, for
-    read-outs of the softmax alone.
+    """The results of `plan`'s read-outs, of the softmax alone, one after the other: of hidden states `[T, D]`, weight,
+    bias and low rank.
 
     `sizes`: with the sequence layout, where hidden states are this rank's slice, the number of each rank's tokens; else
-    None. `keep`: a backward may follow. The low rank lies beside the weight, and the last columns of the hidden states
-    are its own.
+    None. `keep`: a backward may follow. The low rank multiplies the last columns of the hidden states.
 
     Communicates, at several ranks: forward one all-gather of statistics, backward one all-reduce of dx, with fixed bits
     `sum_of_ranks`. With the sequence layout each also gathers the hidden states, and dx is reduce-scattered.
@@ -108,7 +107,7 @@ class LinearHead(torch.autograd.Function):
 def leaf_weights(
     weight_VD: Tensor, low_VR: Tensor | None, bias_V: Tensor | None, plan: Plan, x_TD: Tensor
 ) -> tuple[Operand, list[Leaf]]:
-    """The weight with the low rank beside it, and its leaves in order; `x_TD`: hidden states, whose dtype they take."""
+    """Return the weight with the low rank beside it, and its leaves in order, in the dtype of the hidden states `x`."""
     call, w_VD = plan.call, operand(weight_VD, low_VR)
     whole_VD = w_VD if low_VR is None and w_VD.dtype == x_TD.dtype else w_VD.to(x_TD.dtype)
     bias_V = None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
@@ -124,7 +123,7 @@ def leaf_weights(
 def _gradients(
     ctx: Any, of_head: Any, exps: Sequence[Tensor], shifts: Sequence[Tensor], stats: Statistics, basis: Any
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of hidden states, weight, bias and low rank, of the read-outs' gradient `basis`."""
+    """Return the gradients of hidden states, weight, bias and low rank, given the read-outs' gradient `basis`."""
     hidden_TD, weight_VD, bias_V, low_VR = of_head
     need_dx, need_dw, need_db, need_dlow = ctx.needs_input_grad[3:]
     plan, sizes, head = ctx.plan, ctx.sizes, ctx.plan.call
@@ -134,7 +133,7 @@ def _gradients(
     in_slices, need_dweights = sizes is not None and tokens > 0, need_dw or need_dlow
     several, fixed, columns = len(leaves) > 1, plan.fixed, leaves[0].w_VD.shape[0]
     of_logits, gathered = fixed and keeps_logits(plan.call, hidden_TD), None
-    wider = of_logits and widens(hidden_TD, head.rounds)  # than exponentials: of fewer columns they are kept
+    wider = of_logits and widens(hidden_TD, head.rounds)  # than exponentials, so that fewer are kept
     if in_slices and (need_dweights or wider or not keeps_all(head, tokens, hidden_TD)):  # alike on all ranks
         gathered = collectives.start_all_gather(hidden_TD, head.group, sizes=sizes)
     grads = []
@@ -197,7 +196,7 @@ def _gradients(
                 del g_TV  # before the next one is made
             for side in sides:
                 side.finish()
-    if several:  # behind the vocabulary's end
+    if several:  # rows past the end of the vocabulary
         for out_VD in (None if fused_VD is not None else dw_VD, dlow_VR):
             if out_VD is not None:
                 out_VD[leaves[-1].rows.stop :] = 0
@@ -220,14 +219,15 @@ def statistics_pass(
     sizes: list[int] | None,
     keep: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Compute the part of forward that needs this rank's logits alone.
+    """Compute the part of forward that needs only this rank's logits.
 
     Returns:
-        The statistics of this rank's columns, with one more place in each row for the exchange; for each leaf of the
-        weight `w` the exponentials (or logits) that are kept, `[T, 0]` if no gradient is wanted; and for each leaf the
-        maxima `[T]` to which its exponentials are relative.
+        The statistics of this rank's columns, `[K, T + 1]`, with a column for the exchange; for each leaf the
+        exponentials (or logits) that are kept, `[T, 0]` if no gradient is wanted; and for each leaf the shifts `[T]` to
+        which its exponentials are relative.
 
-    `sizes`, `keep`, and what is communicated: see `LinearHead`, which then exchanges the statistics.
+    `sizes` and `keep` are those of `LinearHead`, which then exchanges the statistics. Communicates: with `sizes` 1
+    all-gather of the hidden states.
     """
     call, tokens, columns = plan.call, plan.tokens, leaves[0].w_VD.shape[0]
     dtype = accumulation_dtype(hidden_TD.dtype)
@@ -238,9 +238,9 @@ def statistics_pass(
         cached = kept_of_leaf(cached / max(w_VD.shape[0], 1), columns, call, hidden_TD)
     as_logits = bool(cached) and (fixed or call.softcap is not None) and keeps_logits(plan.call, hidden_TD)
     kept = tensors.logit_dtype(hidden_TD, call.rounds) if fixed and as_logits else None  # else the hidden states'
-    # Logits turn into what is kept of them.
+    # The kept exponentials (or logits) overwrite the logits.
     in_place = cached == columns and not (on_gpu and tensors.widens(hidden_TD, call.rounds))
-    # A kernel that also stores exponentials has other threads for its columns, which add in another order then.
+    # A kernel that also stores exponentials assigns columns to other threads, so its sums would have another order.
     apart = bool(cached) and not as_logits and on_gpu and fixed
     stats, exps, shifts = [], [], []
     for _ in leaves:
@@ -288,7 +288,7 @@ def statistics_pass(
                     counted=leaf.vocab.counted,
                     **plan.sums,
                 )
-                if apart:  # by a pass of their own
+                if apart:  # exponentials are written by a second pass
                     plan.passes.row_gradient(
                         z_tV[:, :cached],
                         target_t,
@@ -327,7 +327,7 @@ def statistics_pass(
 def gradient_tile(
     tokens: slice, block: slice, x_TD: Tensor, leaf: Leaf, exp_TV: Tensor, grad: GradientParts, plan: Plan
 ) -> Tensor:
-    """A tile of a leaf's gradient matrix: from what is kept of its logits, or from logits that are computed again."""
+    """Return a tile of a leaf's gradient matrix: from kept exponentials or logits, or from logits computed again."""
     call = plan.call
     kept, width = block.stop <= exp_TV.shape[1], block.stop - block.start
     target_T = leaf.target_T - block.start
@@ -385,11 +385,11 @@ def finished_dx(
     passing: bool,
     given_TD: Tensor | None = None,
 ) -> Tensor:
-    """A leaf's part of dx of the tokens `rows`, from their product with W, in its memory if possible: in the weight's
-    dtype, with fixed bits in that of the sums.
+    """Return a leaf's part of dx of the tokens `rows`, given the product `G @ W`, in its memory if possible: in the
+    weight's dtype, with fixed bits in that of the sums.
 
-    `passing`: dx is only on its way to a reduce-scatter, so it may sit in the first half of the product's memory.
-    `given`: where it is written instead.
+    `passing`: a reduce-scatter follows, so dx may be written to the first half of the product's memory. `given`: the
+    tensor to write to instead.
     """
     w_VD = leaf.w_VD
     if isinstance(w_VD, SideBySide):
@@ -407,18 +407,18 @@ def finished_dx(
         out_TD = given_TD
     elif product_TD.dtype == w_VD.dtype or plan.fixed:
         out_TD = product_TD
-    elif passing:  # rows are converted in order: those not read yet lie behind those written
+    elif passing:  # rows are converted in order: what is written lies before unread rows
         out_TD = product_TD.view(w_VD.dtype).view(-1)[: product_TD.numel()].view(product_TD.shape)
     else:
         out_TD = w_VD.new_empty(product_TD.shape)
     common_D = None
-    if grad.offset is not None:  # every row of W that counts, summed
+    if grad.offset is not None:  # the sum of the rows of W that count
         common_D = weighed_sum(w_VD, leaf.counted_columns(plan.call.softcap, grad.target))
     scale_t, value_t, target_t, offset_t = grad.scale, grad.target, leaf.target_T, grad.offset
     if rows.stop - rows.start != target_t.shape[0]:
         scale_t, value_t, target_t = scale_t[rows], value_t[rows], target_t[rows]
         offset_t = None if offset_t is None else offset_t[rows]
-    if plan.fixed and not out_TD.is_cuda:  # not by `addcmul_`, which rounds otherwise in a tensor's last elements
+    if plan.fixed and not out_TD.is_cuda:  # `addcmul_` would round a tensor's last elements in another way
         out_TD.mul_(scale_t.unsqueeze(1)).add_(w_VD[target_t.clamp(min=0)] * value_t.unsqueeze(1))
         if offset_t is not None and common_D is not None:
             out_TD += offset_t.unsqueeze(1) * common_D
@@ -428,8 +428,8 @@ def finished_dx(
 
 
 class WeightGradient:
-    """Fills `out_VD` (`accumulate`: adds to it, a main_grad) block by block of a leaf's rows; `finish` once all are
-    there. `x`: hidden states, of which each row of `out` has a factor."""
+    """The gradient of a leaf's rows of the weight, written to `out_VD` (`accumulate`: added to it) by blocks of rows;
+    `finish` ends it. `x`: the hidden states that the weight multiplies."""
 
     def __init__(self, out_VD: Tensor, x_TD: Tensor, leaf: Leaf, grad: GradientParts, plan: Plan, accumulate: bool):
         self._out_VD, self._x_TD, self._grad, self._target_T = out_VD, x_TD, grad, leaf.target_T
@@ -449,9 +449,9 @@ class WeightGradient:
         self._whole: Tensor | None = None
 
     def add(self, block: slice, g_TV: Tensor) -> None:
-        """The product for the rows of `block`; on a CPU, where it is made in fp32, with their exact terms."""
+        """Write the product for the rows of `block`; if it is summed in fp32 on a CPU, with the rows' exact terms."""
         stop = min(block.stop, self._out_VD.shape[0])
-        if stop <= block.start:  # the vocabulary ends before
+        if stop <= block.start:  # the vocabulary ends before this block
             return
         for part in self._parts:
             x_TD = self._scaled(part)
@@ -474,18 +474,18 @@ class WeightGradient:
                 del sum_VD  # before the next one is made
 
     def release(self) -> None:
-        """Frees what is made again where it is needed: the scaled hidden states."""
+        """Free the scaled hidden states, which `add` makes again."""
         self._whole = None
 
     def finish(self) -> None:
-        """Adds the exact terms where `add` did not."""
+        """Add the exact terms unless `add` did, and free the scaled hidden states."""
         self._whole = None
         if self._rows is None:
             self.add_exact()
 
     def add_exact(self, out_VD: Tensor | None = None, rows: slice = slice(None), part: slice = slice(None)) -> None:
-        """Adds to these rows, or all, the terms that no product has: the labels', and that of every column that
-        counts."""
+        """Add to these rows, or to all, the terms that the product does not have: the labels' terms, and the term of
+        every column that counts."""
         out_VD = self._out_VD if out_VD is None else out_VD
         row_T, labelled = self._target_T, self._labelled
         if out_VD.shape[0] != self._out_VD.shape[0]:
@@ -500,7 +500,7 @@ class WeightGradient:
         passes.add_label_rows(*given, in_order=self._fixed, labelled=labelled)
 
     def _scaled(self, part: slice) -> Tensor:
-        """`scale * x`, rounded once; on CPU by pieces of D: at large T and D a whole one would be a tensor too many."""
+        """Return `scale * x`, rounded once; on CPU by pieces of D, to save memory at large T and D."""
         if self._whole is not None:
             return self._whole
         x_TD = self._x_TD if len(self._parts) == 1 else self._x_TD[:, part]
@@ -520,8 +520,8 @@ def weight_gradients(
     plan: Plan,
     accumulate: Sequence[bool],
 ) -> list[WeightGradient]:
-    """Return the gradients of the parts of `w` in a leaf's rows. `outs`: of each part, None where it is not wanted, or
-    there is no such part. `accumulate`: of each, whether its gradient is added to what is there."""
+    """Return the `WeightGradient` of each part of `w`, for a leaf's rows. `outs`: the output of each part, None if it
+    is not wanted or there is no such part. `accumulate`: for each part, whether the gradient is added to the output."""
     spans = w_VD.columns if isinstance(w_VD, SideBySide) else [slice(0, w_VD.shape[1])]
     found = []
     for out_VD, span, adds in zip(outs, spans, accumulate, strict=False):

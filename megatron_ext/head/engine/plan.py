@@ -1,11 +1,10 @@
-"""The read-outs of one call together: what the shared pass reads for them, where their rows are, what they give; and
-the same leaf by leaf, for read-outs of chunks of logits whose sums over columns are made of each leaf alone.
+"""The read-outs of one call together: the sums of their shared pass, their rows of statistics, their results; and the
+same leaf by leaf, for read-outs of chunks of logits whose sums over columns are made of each leaf alone.
 
-A leaf is to a read-out what a rank's shard is: it scans the leaf's columns, and what it makes of all shards it makes of
-all ranks' leaves, which are the same ones for any number of ranks. `bits="tensor_parallel"` alone has several a rank.
+A read-out takes leaves in place of ranks' shards: it scans one leaf's columns at a time, and combines all ranks'
+leaves, which are the same for any number of ranks. Only with `bits="tensor_parallel"` a rank has several leaves.
 
-Legend: T tokens, K rows of statistics, V columns of this rank's vocabulary shard, R ranks, N leaves of
-all ranks.
+Legend: T tokens, K rows of statistics, V columns of this rank's vocabulary shard, R ranks, N leaves of all ranks.
 """
 
 import copy
@@ -31,31 +30,30 @@ class Plan:
     """Read-outs bound to one call.
 
     Attributes:
-        head: that is read.
-        call: the same as the passes take it, with the sums that any read-out wants.
-        ranks: that share the vocabulary.
+        head: the resolved head that is read.
+        call: that head as the passes take it, with the sums that the read-outs want.
+        ranks: number of ranks that share the vocabulary.
         fixed: every sum has one order, which other tokens do not change.
         arithmetic: the products and sums of the call.
         passes: the passes over rows.
         sums: options of `row_statistics`: which sums it takes, and of which logits.
-        readouts: copies of the caller's, in the order in which they were asked for.
+        readouts: copies of the caller's read-outs, in their order.
         tokens: T.
-        softmax: whether any wants the softmax of whole rows.
-        needs_logits: whether a gradient may want logits, or a read-out has rows of its own: chunk by chunk then.
-        teachers: of each read-out which logits are its teacher's: a place behind those that are read; None: none.
+        softmax: whether any read-out wants the softmax of whole rows.
+        needs_logits: whether a gradient may need logits, or a read-out has its own rows; then logits come in chunks.
+        teachers: for each read-out the index of its teacher's logits, behind those of the head; None: no teacher.
         target_T: the column of each label whose logit the shared pass reads, -1 where this rank has none.
-        labelled: whether it is seen that this rank has the column of every label.
+        labelled: whether a check saw that this rank has the column of every label.
         kept_T: bool, the tokens that may have a gradient through the softmax; None: all.
-        ids: token ids that the call asks for, and which tokens count: all ranks must ask for the same.
-        asked: one of them: an id past a rank's columns shows that it has a shard, not the whole.
-        all_tokens: how many tokens all ranks know of, if some were left out, at `places_T` of which these are.
+        ids: token ids of the read-outs, and which tokens count: they must be the same on all ranks.
+        asked: one of these tensors; an id past a rank's columns shows that the rank has a shard, not the whole.
+        all_tokens: number of tokens in the order that all ranks know, in which `places_T` has the indices of these T.
         exchanges: whether any read-out's statistics are sent.
-        leaf_count: into how many leaves chunks of logits are cut, see `leaves_of`.
-        leaves: the same for each leaf alone, where there are several, once chunks of logits are read.
-        shared_rows: statistics of the softmax, as many as any call has where several ranks send them.
-        rows: statistics of the read-outs' own, of all leaves, behind the shared ones.
-        held: the dtype of hidden states that were widened for the call, which they have until backward; None: as they
-            are.
+        leaf_count: number of leaves into which chunks of logits are cut, see `leaves_of`.
+        leaves: the plan of each leaf alone, if there are several, once chunks of logits are read.
+        shared_rows: number of rows of the softmax; if several ranks send them, the same in every call.
+        rows: number of the read-outs' own rows, of all leaves, behind the shared ones.
+        held: the dtype in which hidden states are saved for backward, if the call widened them; else None.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class Plan:
             softmax, needs_logits = softmax or r.softmax, needs_logits or r.needs_logits
             mean, expected, hits = mean or r.mean, expected or r.expected, hits or r.hits
         self.softmax, self.needs_logits = softmax, needs_logits
-        # Read-outs of logits are given those that bias, scale and softcap leave.
+        # Read-outs of logits get them after bias, scale and softcap.
         taken = call
         if call.logit_scale != 1.0 or call.softcap is not None:
             taken = call.without_bends() if needs_logits else call.without_scale()
@@ -110,14 +108,14 @@ class Plan:
         if labels is None or labels.labels_T is None:
             self.target_T = torch.full((self.tokens,), -1, device=device)
         elif labels.counts_T is None and vocab.start == 0 and vocab.stop >= vocab.size:
-            self.target_T = labels.labels_T.clone()  # which the caller may write before backward
+            self.target_T = labels.labels_T.clone()  # the caller may overwrite labels before backward
             self.labelled = labels.all_count
         else:
             stop = min(vocab.stop, vocab.size)
             self.target_T = self.passes.columns_of(labels.labels_T, labels.counts_T, vocab.start, stop)
 
     def _find_ids(self) -> None:
-        """Find the token ids that the call asks for, and the tokens that may have a gradient."""
+        """Collect the token ids of the read-outs, and the tokens that may have a gradient through the softmax."""
         ids: list[Tensor] = []
         kept_T, all_kept, asked = None, False, None
         for r in self.readouts:
@@ -136,7 +134,7 @@ class Plan:
             r.masked_later = r.counts_T is self.kept_T
 
     def _lay_out_rows(self) -> None:
-        """The place of each read-out's own rows among those that are sent and those that stay, and its teacher's."""
+        """Assign each read-out's rows among those that are sent and those that stay, and the index of its teacher."""
         self._spans, self._own_spans, self.teachers = [], [], []
         self.rows = self.own_rows = teachers = 0
         own_rows = statistics.own_rows(self.call)
@@ -167,9 +165,9 @@ class Plan:
         return [self.target_T, self.asked, *(x for x in given if x is not None)]
 
     def choose_columns(self) -> None:
-        """Has only those logits made that any read-out reads, if they are at most half of this rank's.
+        """Restrict logits to the columns that any read-out reads, if they are at most half of this rank's.
 
-        What is sent does not depend on it: each rank decides for itself.
+        Each rank decides for itself, since messages do not depend on it.
         """
         if not self.tokens or self.fixed or any(self.teachers) or not has_values(self.target_T):
             return
@@ -184,7 +182,7 @@ class Plan:
             self._take(replace(self.call, chosen=chosen if chosen.shape[0] else chosen.new_zeros(1)))
 
     def take_a_column(self) -> None:
-        """Has one column read that does not count, which is simpler than none, where this rank's shard is empty."""
+        """Give an empty shard one column that does not count, which is simpler than none."""
         size = self.call.vocab.size
         self._take(replace(self.call, vocab=VocabShard(size, size + 1, size), fuse_main_grad=False))
 
@@ -194,14 +192,14 @@ class Plan:
             r.call = call
 
     def chunks(self) -> list[slice] | None:
-        """Return the cut of the tokens on all ranks; None: any cut."""
+        """Return the chunks of tokens that all ranks must take; None: any chunks do."""
         found = None
         for r in self.readouts:
             found = found or (r.chunks(self.tokens, self.target_T.is_cuda) if r.in_step else None)
         return found
 
     def begin(self, chunks: list[slice], device: torch.device) -> None:
-        """Tell the read-outs what they must know or agree on before the first chunk of logits, and cut into leaves."""
+        """Tell the read-outs the chunks, let them agree before the first chunk of logits, and cut into leaves."""
         self.exchanges = False
         for r in self.readouts:
             r.parts = chunks
@@ -211,7 +209,10 @@ class Plan:
         self.leaves = self._cut() if self.leaf_count > 1 else []
 
     def raise_on_all_ranks(self, fault: ValueError, dtype: torch.dtype, device: torch.device) -> NoReturn:
-        """Raises `fault` once the other ranks know of it, by the exchange that they are waiting for."""
+        """Raise `fault` after taking part in the exchange that the other ranks wait for, which raises there.
+
+        Communicates, at several ranks: 1 all-gather.
+        """
         if self.ranks > 1 and self.all_tokens:
             begins = next((r for r in self.readouts if r.begins), None)
             if begins is not None:
@@ -223,7 +224,7 @@ class Plan:
         raise fault
 
     def exchange(self, stats_KT: Tensor) -> Tensor:
-        """Every rank's statistics, signed, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
+        """Return every rank's statistics, signed: `[R, K, T + 1]`. Communicates: 1 all-gather, if R > 1 and T > 0.
 
         Raises:
             ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
@@ -233,10 +234,10 @@ class Plan:
         return self._exchanged(stats_KT)
 
     def exchange_chunk(self, stats_Kt: Tensor, first: bool) -> Tensor:
-        """Every rank's statistics of a chunk of tokens, `[R, K, t + 1]`. Communicates: 1 all-gather.
+        """Return every rank's statistics of a chunk of tokens: `[R, K, t + 1]`. Communicates: 1 all-gather.
 
-        The first chunk is sent as wide as all tokens together, checked for all chunks, and raises as `exchange`: a rank
-        that makes its gradient in backward, which sends all tokens at once, or cuts other chunks, is told so.
+        The first chunk is padded to the width of all tokens, checked for all chunks, and raises as `exchange`: so a
+        rank that sends all tokens at once, since its backward makes the gradient, or cuts other chunks, is found.
         """
         if self.ranks == 1:
             return stats_Kt.unsqueeze(0)
@@ -248,8 +249,8 @@ class Plan:
         return self._exchanged(sent_KT, tokens)
 
     def _exchanged(self, stats_KT: Tensor, chunk: int | None = None) -> Tensor:
-        """Every rank's statistics, checked if this rank can read them; of the first `chunk` tokens, where forward makes
-        gradients by such chunks."""
+        """Return every rank's statistics, checked if this rank's tensors have values; those of the first `chunk`
+        tokens, if forward makes gradients by such chunks."""
         checksums: list[Any] = []
         if readable := tensors.has_values(stats_KT):
             by_chunks = "" if chunk is None else f", gradients made in forward by chunks of {chunk} tokens"
@@ -266,10 +267,10 @@ class Plan:
     def results(
         self, stats: Statistics | None, stats_RKT: Tensor, stats_KT: Tensor, own_KT: Tensor | None = None
     ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """Return what each read-out gives, and what its gradient wants of forward."""
+        """Return each read-out's results, and the tensors that its gradient needs."""
         found, saved = [], []
         for at, (r, span, own) in enumerate(zip(self.readouts, self._spans, self._own_spans, strict=True)):
-            sent_RKT, mine_KT = stats_RKT, stats_KT  # a read-out without rows takes the dtype alone
+            sent_RKT, mine_KT = stats_RKT, stats_KT  # a read-out without rows uses only their dtype
             if r.rows:
                 sent_RKT, mine_KT = stats_RKT[:, span, :-1], stats_KT[span, :-1]
             if own_KT is not None and r.own_rows:
@@ -283,9 +284,9 @@ class Plan:
         return found, saved
 
     def give(self, ctx: Any, results: list[list[Tensor]]) -> tuple[Tensor, ...]:
-        """Return all results one after the other, for autograd: the first of a read-out alone may have a gradient.
+        """Return all results one after the other, for autograd; only a read-out's first may be differentiable.
 
-        `ctx.firsts`: the place of each read-out's first result among all gradients, -1 of one that has none.
+        `ctx.firsts`: the index of each read-out's first result among all results, -1 if it has no gradient.
         """
         found: list[Tensor] = []
         plain: list[Tensor] = []
@@ -299,7 +300,7 @@ class Plan:
         return tuple(found)
 
     def _cut(self) -> "list[Plan]":
-        """The plan of each leaf's columns alone."""
+        """Return a plan for each leaf's columns alone."""
         plans = [copy.copy(self) for _ in range(self.leaf_count)]
         for number, (part, leaf) in enumerate(zip(plans, leaves_of(self.call), strict=True)):
             part.call, part.target_T = replace(self.call, vocab=leaf.vocab, leaf=number), leaf.columns(self.target_T)
@@ -308,13 +309,13 @@ class Plan:
         return plans
 
     def sides_of(self, at: int, logits: list[Tensor]) -> list[Tensor]:
-        """The first logits, and those of the teacher of read-out `at`, where it has one."""
+        """Return the head's logits, and those of the teacher of read-out `at`, if it has one."""
         teacher = self.teachers[at]
         return logits[:1] if teacher is None else [logits[0], logits[teacher]]
 
     def scan(self, rows: slice, logits: Sequence[list[Tensor]], stats_Kt: Tensor, own_KT: Tensor | None) -> None:
-        """Has each read-out write its own rows, one leaf's after the other's: those that are sent, `[K, t]`, and those
-        that stay, `[K, T]`, if any do. `logits`: of each leaf."""
+        """Let each read-out write its own rows, one leaf's after the other's: those that are sent, `[K, t]`, and those
+        that stay, `[K, T]`, or None. `logits`: for each leaf."""
         for at, (r, span, own) in enumerate(zip(self.readouts, self._spans, self._own_spans, strict=True)):
             if not r.rows:
                 continue
@@ -331,7 +332,7 @@ class Plan:
             r.scan_leaves([part.readouts[at] for part in self.leaves], chunks)
 
     def _results_of_leaves(self, at: int, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> ReadOutResults:
-        """Return the results of read-out `at`; each leaf's saved tensors follow, where leaves keep others."""
+        """Return the results of read-out `at`, and what it saves: one leaf's after the other's if it `keeps_own`."""
         count, each = self.leaf_count, [part.readouts[at] for part in self.leaves]
         stats_NKT = stats_RKT.unflatten(1, (count, -1)).flatten(0, 1)
         first, *others = zip(each, own_KT.chunk(count), strict=True)
@@ -341,7 +342,7 @@ class Plan:
         return given, saved
 
     def saved_of(self, number: int, saved: Sequence[list[Tensor]]) -> list[list[Tensor]]:
-        """Return of each read-out one leaf's part of what `results` has saved."""
+        """Return, for each read-out, one leaf's part of the tensors that `results` saved."""
         found = []
         for r, each in zip(self.readouts, saved, strict=True):
             count = len(each) // self.leaf_count if r.by_leaf and r.keeps_own else 0

@@ -1,8 +1,8 @@
 """Logits that exist: their rows as one dim of tokens, the autograd function of any read-outs of them, and that of the
-softmax or log-softmax over the whole vocabulary, as a tensor of their size.
+softmax or log-softmax over the whole vocabulary, which returns a tensor of the logits' size.
 
-Leading dims are flattened and restored. Logits are not copied: `[..., V]` become as flat as their strides allow. Those
-of `logits[:, :-1]` stay `[B, S - 1, V]`, B runs of rows that follow each other in memory, and are read run by run.
+Leading dims are flattened and restored. Logits are not copied: `[..., V]` are flattened as far as their strides allow.
+For example `logits[:, :-1]` stays `[B, S - 1, V]`, B runs of rows that are neighbours in memory, and is read by runs.
 
 Legend: T tokens, t of a chunk, B sequences, S positions, V columns of this rank's vocabulary shard.
 """
@@ -24,14 +24,13 @@ from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.readouts.row_sums import LogSumExp
 from megatron_ext.numerics.tensors import accumulation_dtype, part_of
 
-# Elements of rows that are copied after all, because their runs are too short to be worked on one by one.
+# Elements of a chunk that is copied after all, because its runs are too short to be worked on one by one.
 _FEW = 1 << 20
 
 
 class Flat:
-    """The leading dims of logits `[..., V]` as one, in the order of their strides: transposed ones are not copied.
-
-    `as_given`: in the order that the dims have.
+    """A flattening of the leading dims of logits `[..., V]`, in the order of their strides, so that transposed logits
+    are not copied. `as_given`: in the order of the dims instead.
     """
 
     def __init__(self, logits: Tensor, as_given: bool = False):
@@ -41,18 +40,18 @@ class Flat:
         self._in_order = self.order == sorted(self.order)
 
     def places(self, device: torch.device, ranks: int) -> Tensor | None:
-        """`[T]`: where each row is among the tokens as the caller has them; None if in that order, or alone."""
+        """Return the index of each row among the caller's tokens: `[T]`; None if in that order, or at one rank."""
         if ranks == 1 or self._in_order:
             return None
         return self(torch.arange(self.shape.numel(), device=device).view(self.shape))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[T, ...]` of a tensor with the same leading dims."""
+        """Flatten a tensor with the same leading dims to `[T, ...]`."""
         x = x if self._in_order else x.permute([*self.order, *range(len(self.order), x.dim())])
         return x if len(self.order) == 1 else x.reshape(self.shape.numel(), *x.shape[len(self.order) :])
 
     def rows(self, logits: Tensor) -> Tensor:
-        """The logits themselves, as `rows_of` wants them: `[T, V]`, or with further leading dims."""
+        """Return a view of the logits for `rows_of`: `[T, V]`, or with further leading dims."""
         z = logits if self._in_order else logits.permute(*self.order, -1)
         z = z if self.order else z.unsqueeze(0)
         dim = 0
@@ -65,7 +64,7 @@ class Flat:
         return z
 
     def up(self, x_T: Tensor) -> Tensor:
-        """The tensor whose leading dims were made one."""
+        """Restore the leading dims of a tensor `[T, ...]`."""
         if len(self.order) == 1:
             return x_T
         x = x_T.reshape([*(self.shape[dim] for dim in self.order), *x_T.shape[1:]])
@@ -73,7 +72,7 @@ class Flat:
 
 
 def rows_of(z: Tensor, rows: slice) -> Tensor:
-    """`[t, V]`: `rows` of the T rows of logits `[..., V]`; a copy only where they lie in several runs."""
+    """Return `rows` of the T rows of logits `[..., V]`: `[t, V]`, a copy only if they lie in several runs."""
     run = z.shape[-2]
     if z.dim() == 2:
         return part_of(z, rows)
@@ -85,7 +84,7 @@ def rows_of(z: Tensor, rows: slice) -> Tensor:
 
 
 def in_runs(z: Tensor, chunks: Iterable[slice], copy: bool = True) -> Iterator[slice]:
-    """`chunks` of rows, cut where a run ends, so that none is copied; with `copy` a few short runs stay together."""
+    """Cut `chunks` of rows where a run ends, so that none is copied; with `copy` a few short runs stay together."""
     step = z.shape[-2] * (max(1, _FEW // max(z.shape[-2] * z.shape[-1], 1)) if copy else 1)
     for rows in chunks:
         ends = range((rows.start // step + 1) * step, rows.stop, step) if z.dim() > 2 else ()
@@ -94,12 +93,12 @@ def in_runs(z: Tensor, chunks: Iterable[slice], copy: bool = True) -> Iterator[s
 
 
 def new_gradient(z: Tensor) -> Tensor:
-    """Room for the gradient of logits `[..., V]`, in its rows as flat as it gets, columns next to each other."""
+    """Return new memory `[T, V]` for the gradient of logits `[..., V]`, with adjacent columns."""
     return torch.empty_like(z) if z.dim() == 2 and z.stride(1) == 1 else z.new_empty(z.shape[:-1].numel(), z.shape[-1])
 
 
 def _run(z: Tensor, i: int) -> Tensor:
-    """The i-th run of rows, `[S, V]`."""
+    """Return the i-th run of rows, `[S, V]`."""
     while z.dim() > 2:
         inner = z.shape[1:-2].numel()
         z, i = z[i // inner], i % inner
@@ -107,7 +106,7 @@ def _run(z: Tensor, i: int) -> Tensor:
 
 
 class StoredLogits(NamedTuple):
-    """Logits that exist."""
+    """A source of logits that exist, as `ComputedLogits` is of logits that a product makes."""
 
     z: Tensor
     transform: LogitTransform
@@ -117,14 +116,14 @@ class StoredLogits(NamedTuple):
 
 
 class StoredLogitsHead(torch.autograd.Function):
-    """The results of `plan`'s read-outs, of logits `[T, V]`, or as `Flat.rows` has them, and of those of read-outs that
-    have a teacher, which get no gradient.
+    """The results of `plan`'s read-outs, of logits `[T, V]`, or as `Flat.rows` returns them, and of the teachers'
+    logits, which get no gradient.
 
-    `transforms`: of each. Saves the logits themselves. `into_logits`: backward writes the gradient into their memory,
-    once. The ranks' logits may lie in memory in different orders, above all those of an empty shard: `plan.places_T`
-    says in which.
+    `transforms`: of the logits and of each teacher's. The logits themselves are saved. `into_logits`: backward writes
+    the gradient into their memory, once. The ranks' logits may have different orders of tokens in memory, above all
+    those of an empty shard: `plan.places_T` has the order.
 
-    Communicates: forward what the read-outs' exchange does, backward nothing.
+    Communicates: forward one all-gather of statistics, and what read-outs send beside; backward nothing.
     """
 
     @staticmethod
@@ -153,7 +152,7 @@ class StoredLogitsHead(torch.autograd.Function):
 
 
 def _chunks(logits: Sequence[Tensor], plan: Plan, copy: bool = True) -> list[slice]:
-    """All tokens, by chunks whose rows are the logits' own memory, or copied if they are few; never without `copy`."""
+    """Return chunks of all tokens that are views of the logits, or with `copy` copies of a few short runs."""
     chunks: Iterable[slice] = row_chunks(plan, logits[0].shape[-1])
     for z in logits:
         chunks = in_runs(z, chunks, copy=copy)
@@ -161,7 +160,7 @@ def _chunks(logits: Sequence[Tensor], plan: Plan, copy: bool = True) -> list[sli
 
 
 def dense_softmax(z: Any, logarithm: bool) -> Tensor:
-    """Probabilities of `z`'s logits `[..., V/R]`, or their logarithms, in fp32 (fp64 for fp64), in their shape."""
+    """Return probabilities of `z`'s logits, or their logarithms: `[..., V/R]`, fp32 (fp64 for fp64)."""
     flat, head, shown = Flat(z.logits), z.resolved(), {"logarithm": logarithm}
     z_TV, dtype = flat(z.logits), accumulation_dtype(z.logits.dtype)
     places = flat.places(z_TV.device, head.ranks), len(z_TV)
@@ -173,8 +172,8 @@ def dense_softmax(z: Any, logarithm: bool) -> Tensor:
 
 
 class DenseSoftmax(torch.autograd.Function):
-    """`[T, V]` of logits `[T, V]`: probabilities, or their logarithms; those are saved too. `plan`: of their log of the
-    sum of exponentials.
+    """Probabilities `[T, V]` of logits `[T, V]`, or their logarithms, which are saved for backward. `plan`: that of the
+    read-out `LogSumExp`.
 
     Communicates: forward 1 all-gather of statistics, backward 1 all-reduce of a number per token.
     """

@@ -1,9 +1,9 @@
-"""A weighed sum of a read-out of labels, whose gradient forward makes chunk by chunk: 6 NVH in the memory of a chunk.
+"""A weighted sum of a read-out of labels, whose gradient forward makes chunk by chunk: 6 T V D / R FLOPs, in the memory
+of one chunk.
 
-The gradient of `s = sum_t w_t loss_t` is known in forward but for one factor, the upstream gradient of s. So each chunk
-of tokens has its logits made, read and turned into dx and a term of dW while they are there, and backward multiplies
-both by the factor: no logits are made again, and none are kept. Both are in fp32 until then (fp64 for fp64): dW is
-summed over the chunks, and either is rounded once, in backward, whatever the factor.
+Forward knows the gradient of `s = sum_t w_t loss_t` but for one factor, the upstream gradient of s. So forward makes
+each chunk's logits, and from them dx and a term of dW; backward multiplies dx and dW by the factor. No logits are made
+again or kept. Both gradients are in fp32 until then (fp64 for fp64), and are rounded once, in backward.
 
 Legend: T tokens (after any gather), t of a chunk, D hidden size, V columns of this rank's vocabulary shard.
 """
@@ -30,14 +30,14 @@ from megatron_ext.numerics.tree_sums import start_sum_of_ranks
 
 
 def chunks_in_forward(plan: Plan, x_TD: Tensor) -> list[slice] | None:
-    """Return the chunks of tokens in which forward makes the gradient of a sum; None: `LinearHead` has to make it.
+    """Return the chunks of tokens in which forward makes the gradient of a sum; None: `LinearHead.backward` makes it.
 
-    They follow from what every rank knows, so that each exchanges as many statistics at a time. `x_TD`: hidden states
+    The chunks follow from numbers that every rank knows, so all ranks exchange the same chunks. `x_TD`: hidden states
     in the dtype to compute in.
 
-    By default alone, and where not all exponentials would be kept: an fp32 dW takes less memory than they would. Not
-    with fixed bits, with a fused epilogue, or in fp16, whose range a gradient needs its loss scale for, which only
-    backward knows.
+    Forward makes the gradient only with the default `cache`, and if that would not keep all exponentials: an fp32 dW
+    takes less memory than these. It does not with fixed bits, with a fused epilogue, or in fp16: to stay in fp16's
+    range a gradient needs the loss scale, which only backward knows.
     """
     call = plan.call
     keeps = call.cache != "bounded" or keeps_all(call, plan.tokens, x_TD)
@@ -49,16 +49,15 @@ def chunks_in_forward(plan: Plan, x_TD: Tensor) -> list[slice] | None:
 
 
 class SummedHead(torch.autograd.Function):
-    """The sum over all tokens of `weights` times the result of `plan`'s read-out, a number: of hidden states `[T, D]`,
+    """The sum over all tokens of `weights` times the result of `plan`'s read-out, a scalar: of hidden states `[T, D]`,
     weight, bias and low rank as `LinearHead` takes them.
 
     `chunks`: see `chunks_in_forward`. `sizes`: with the sequence layout, where hidden states are this rank's slice, the
     number of each rank's tokens; else None. `weights_T`: `[T]`, without a gradient.
 
-    Keeps for backward dx and dW in fp32, no hidden states and no exponentials. A main_grad is written by backward
-    alone.
+    dx and dW are saved for backward in fp32; hidden states and exponentials are not. Only backward writes a main_grad.
 
-    Communicates, at several ranks: forward an all-gather of statistics for each chunk, of which the first tells of
+    Communicates, at several ranks: forward an all-gather of statistics for each chunk, the first of which checks
     faults, options and labels; backward one all-reduce of dx. With the sequence layout forward also gathers the hidden
     states, and dx is reduce-scattered.
     """
@@ -102,7 +101,7 @@ class SummedHead(torch.autograd.Function):
                     WeightGradient(db_V.unsqueeze(1), ones_t1, leaf, grad, plan, accumulate=True).add_exact()
                 del g_tV  # before the next chunk's logits are made
         total = (torch.cat(values) * weights_T).sum()
-        ctx.save_for_backward(total, dx_TD, db_V, *sums)  # the result, by which a second derivative comes back here
+        ctx.save_for_backward(total, dx_TD, db_V, *sums)  # the result too: through it a second derivative comes here
         ctx.group, ctx.sizes, ctx.passes = call.group, sizes, plan.passes
         ctx.parameter = weight_VD if call.fuse_main_grad and need_dw else None
         ctx.dtypes = [x_TD.dtype, *(None if x is None else x.dtype for x in (weight_VD, bias_V, low_VR))]
@@ -129,12 +128,12 @@ class SummedHead(torch.autograd.Function):
 
 
 def _bends(plan: Plan) -> bool:
-    """Return whether the gradient is none of the exponentials alone, so that the logits must be there."""
+    """Return whether the gradient needs more than exponentials, so that a chunk's logits must stay in memory."""
     return plan.call.softcap is not None or plan.call.expected
 
 
 def _chunk(plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor) -> tuple[Tensor, Any, Tensor]:
-    """Return the result of each token of a chunk, and the gradient of their sum by its parts: coefficients, and the
+    """Return the result of each token of a chunk, and the gradient of their weighted sum: its coefficients, and the
     gradient matrix. `leaf`: with the labels of the chunk. Communicates: at several ranks 1 all-gather."""
     call, tokens = plan.call, len(x_tD)
     stats_Kt = statistics.new_statistics(
@@ -186,7 +185,7 @@ def _chunk(plan: Plan, leaf: Leaf, rows: slice, x_tD: Tensor, weights_t: Tensor)
 
 
 def _scaled(x_ND: Tensor, factor: Tensor, dtype: torch.dtype, passes: RowPasses) -> Tensor:
-    """`factor * x`, rounded once to `dtype`, without a second tensor in the dtype of `x`."""
+    """Return `factor * x`, rounded once to `dtype`, without a second tensor in the dtype of `x`."""
     out_ND, factor_N = x_ND.new_empty(x_ND.shape, dtype=dtype), factor.to(accumulation_dtype(x_ND.dtype))
     passes.scale_rows(out_ND, x_ND, factor_N.expand(x_ND.shape[0]))
     return out_ND
