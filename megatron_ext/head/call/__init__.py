@@ -1,1 +1,1 @@
-"""The floor below every pass of a call: the resolved head, its statistics, the gradient's form, the cut of its work."""
+"""The parts that every pass of a call uses: the resolved head, statistics, the gradient's form, sizes of chunks."""

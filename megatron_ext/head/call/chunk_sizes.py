@@ -1,8 +1,8 @@
 """Numbers of tokens and vocabulary columns that the head works on at a time, and of kept exponentials.
 
-On the CPU sizes are what was measured to be quick. On CUDA those of the loss follow from the device's figures and the
-shape: of the chunks that memory allows, the smallest whose products take about the least time. Those of read-outs that
-take chunks of logits follow from memory alone.
+On the CPU sizes were found by measurement. On CUDA the sizes of the linear head follow from the device's figures and
+the shape: of the chunks that memory allows, the smallest whose products take about the least time. The sizes of
+read-outs that need chunks of logits follow from memory alone.
 """
 
 import functools
@@ -19,14 +19,14 @@ from megatron_ext.head.call.resolved_head import ResolvedHead
 from megatron_ext.numerics import fixed_order
 from megatron_ext.numerics.tensors import has_values, logit_dtype, on_tensor_cores, widens
 
-# Logits of one chunk: on CUDA, where a read-out has dozens of launches a chunk, so many that the host keeps up; on CPU
-# fewer, as long as the product has 256 rows, and those that are all kept take no memory of their own.
+# Logits of one chunk: on CUDA, where a read-out has dozens of launches per chunk, so many that the host keeps up; on
+# CPU fewer, but the product has 256 rows if it can. Chunks whose logits are all kept need no extra memory: larger ones.
 _CHUNK, _CUDA_CHUNK = 1 << 24, 1 << 27
 _CPU_CHUNK, _CPU_CHUNK_ROWS = 1 << 22, 256
 _CPU_KEPT_CHUNK = 1 << 27
 _CPU_BLOCK_BYTES, _CPU_BLOCK_SHARE = 4 << 20, 32
 
-# On CUDA a block of the gradient matrix, and as much again for its logits, takes this share of the whole one's bytes.
+# On CUDA a block of the gradient matrix takes a 10th of the matrix's bytes, or 64 MiB, and its logits as much again.
 _CUDA_BLOCK_BYTES, _CUDA_BLOCK_SHARE = 64 << 20, 10
 
 # Chunks are compared by the estimated time of their products. _HIDDEN_TRAFFIC: the share of a product's memory traffic
@@ -34,19 +34,19 @@ _CUDA_BLOCK_BYTES, _CUDA_BLOCK_SHARE = 64 << 20, 10
 # takes less memory. _BLOCK_SECONDS: the dozen small launches of a block of columns.
 _HIDDEN_TRAFFIC, _AS_GOOD, _BLOCK_SECONDS = 0.1, 1.01, 24e-6
 
-# Tokens of a chunk that is added to dW, at least.
+# The fewest tokens of a chunk that is added to dW.
 _FEWEST_SUMMED = 256
 
 
 def _seconds(device: Device, m: int, n: int, k: int, result_bytes: int) -> float:
-    """Estimate a product's time as `product_seconds`; also for sizes that are bound by arithmetic, less traffic is
-    better."""
+    """Estimate a product's time as `product_seconds`, plus a share of its memory traffic, so that less traffic is
+    better also where arithmetic bounds the time."""
     nbytes = 2 * (m + n) * k + result_bytes
     return product_seconds(device, m, n, k, result_bytes) + _HIDDEN_TRAFFIC * nbytes / device.bytes_per_s
 
 
 def chunks(span: slice, chunk_tokens: int | None, columns: int, on_gpu: bool) -> list[slice]:
-    """`span` in pieces for passes over logits."""
+    """Cut `span` into pieces for passes over logits."""
     most = _CUDA_CHUNK if on_gpu else _CHUNK
     return _stepped(span, chunk_tokens or _rounded(most // max(columns, 1), 64))
 
@@ -54,10 +54,10 @@ def chunks(span: slice, chunk_tokens: int | None, columns: int, on_gpu: bool) ->
 def product_chunks(
     span: slice, chunk_tokens: int | None, columns: int, x_TD: Tensor, room: int, kept: bool = False
 ) -> list[slice]:
-    """`span` in pieces whose logits are made by a product with `x_TD`'s rows.
+    """Cut `span` into pieces whose logits are made by a product with `x_TD`'s rows.
 
-    On CUDA those of 16-bit operands have at most `room` bytes, or 64 MiB, and as long as that allows they are large
-    enough to read the weight seldom, in whole waves of tiles. `kept`: on CPU the logits turn into what is kept of them.
+    On CUDA the logits of 16-bit operands take at most `room` bytes, or 64 MiB; within this bound pieces are large
+    enough to read the weight seldom, in whole waves of tiles. `kept`: what is kept overwrites the logits.
     """
     tokens = span.stop - span.start
     if chunk_tokens or tokens <= 0 or columns == 0 or not x_TD.is_cuda or not on_tensor_cores(x_TD):
@@ -77,11 +77,11 @@ def product_chunks(
 
 @functools.lru_cache(maxsize=1024)
 def _product_steps(device: Device, tokens: int, columns: int, width: int, most: int) -> tuple[int, ...]:
-    """Tokens of each chunk, at most `most` if a tile's rows are not more."""
+    """Return the tokens of each chunk, at most `most`, or a tile's rows if these are more."""
 
     def split(step: int) -> tuple[int, ...]:
         whole, rest = divmod(tokens, step)
-        if whole and 0 < 2 * rest < step:  # no sliver
+        if whole and 0 < 2 * rest < step:  # a small rest joins the last chunk
             return (*(step,) * (whole - 1), step + rest)
         return (*(step,) * whole, *((rest,) if rest else ()))
 
@@ -98,9 +98,9 @@ def _product_steps(device: Device, tokens: int, columns: int, width: int, most: 
 def column_blocks(
     tokens: int, columns: int, chunk_tokens: int | None, like: Tensor, width: int | None = None, alone: bool = False
 ) -> list[slice]:
-    """Columns in blocks, for passes that take all tokens at once: as many as there are token chunks.
+    """Cut columns into blocks, for passes over all tokens at once; with `chunk_tokens` as many as chunks of tokens.
 
-    `width`: the hidden size, where each block takes part in three matrix products. `alone`: it has no logits beside it.
+    `width`: the hidden size, if each block is in three matrix products. `alone`: no logits are made beside a block.
     """
     whole = slice(0, columns)
     if chunk_tokens:
@@ -130,19 +130,19 @@ def _block_count(device: Device, tokens: int, columns: int, width: int, fewest: 
 
 
 def even_blocks(columns: int, number: int) -> list[slice]:
-    """About `number` blocks of a multiple of a tile's columns, the last one as wide as the others or a little less."""
+    """Cut columns into about `number` blocks of a multiple of a tile's columns; the last may be narrower."""
     tiles = -(-columns // TILE_N)
     step = -(-tiles // number) * TILE_N
     return _stepped(slice(0, columns), step)
 
 
 def block_room(tokens: int, columns: int, like: Tensor) -> int:
-    """Bytes that a block's logits may take while it is recomputed."""
+    """Return the bytes that a block's logits may take while the block is recomputed."""
     return max(_CUDA_BLOCK_BYTES, tokens * columns * like.element_size() // _CUDA_BLOCK_SHARE)
 
 
 def blocks(z_TV: Tensor, more: float = 1) -> list[slice]:
-    """Rows to work on at a time with a few temporaries of their size, or of a `more`th of it: a small part of them."""
+    """Return blocks of rows whose fp32 temporaries are small; `more` times as many rows as by default."""
     tokens, columns = z_TV.shape
     step = max(1, int(more * (1 << (24 if z_TV.is_cuda else 16))) // max(columns, 1))
     if 0 < tokens <= step:
@@ -151,18 +151,18 @@ def blocks(z_TV: Tensor, more: float = 1) -> list[slice]:
 
 
 def summed_tokens(w_VD: Operand) -> int:
-    """Tokens of a chunk on CUDA where dW is summed chunk by chunk: so many that their logits in fp32 take half of a
-    16-bit weight's memory, or 64 MiB. The sums take twice of it, and are read and written for each chunk."""
+    """Return the tokens of a chunk on CUDA if dW is summed chunk by chunk: so many that their fp32 logits take half of
+    a 16-bit weight's memory, or 64 MiB. The sums take twice the weight's memory; each chunk reads and writes them."""
     columns, width = w_VD.shape
     return _rounded(max(width // 4, _CUDA_BLOCK_BYTES // (4 * max(columns, 1))), TILE_M)
 
 
 def summed_chunks(tokens: int, chunk_tokens: int | None, like: Tensor, as_logits: bool) -> list[slice]:
-    """Tokens in chunks of about equal size, each of which is added to dW, of hidden states like `like`.
+    """Cut tokens into chunks of about equal size, each of which is added to dW; `like`: the hidden states.
 
-    Of 16 bits they are so many that their exponentials take half of an fp32 dW's memory, which each chunk reads and
-    writes; half as many where fp32 logits have to be there beside them (`as_logits`). They do not depend on the number
-    of columns, of which ranks may have more or fewer.
+    A chunk has D tokens: in 16 bits their exponentials take half of an fp32 dW's memory, which each chunk reads and
+    writes; half as many if fp32 logits are in memory beside them (`as_logits`). The size does not depend on the number
+    of columns, in which ranks may differ.
     """
     if chunk_tokens:
         return _stepped(slice(0, tokens), chunk_tokens)
@@ -180,12 +180,11 @@ def tiles(
     head: ResolvedHead,
     multiple: int,
 ) -> list[tuple[slice, list[slice]]]:
-    """The parts of a leaf's gradient matrix that backward makes one after the other: tokens, and blocks of columns.
+    """Return the parts of a leaf's gradient matrix that backward makes one by one: tokens, and blocks of columns.
 
-    None crosses `cached`, the number of columns of which something is kept; with `as_kept` that is the gradient matrix
-    itself, and all of it is one block. All tokens by blocks of columns, which begin at a `multiple`: each row of dW is
-    written once, with no accumulator, and dx is summed in fp32. Unless `all_at_once` chunks of tokens, for dx alone.
-    `like`: hidden states.
+    No block crosses `cached`, the number of kept columns; with `as_kept` the gradient matrix itself is kept, as one
+    block. With `all_at_once` a part is all tokens, and blocks begin at a `multiple`: each row of dW is written once,
+    without an accumulator, and dx is summed in fp32. Else parts are chunks of tokens, for dx. `like`: hidden states.
     """
     whole = slice(0, tokens)
     if not columns or (as_kept and cached == columns):
@@ -211,10 +210,10 @@ def tiles(
 def cached_columns(call: ResolvedHead, tokens: int, columns: int, like: Tensor, later: int = 0) -> int:
     """Count the first columns whose exponentials are kept for backward, of hidden states `[T, D]` like `like`.
 
-    "bounded" keeps as many eighths of the columns as take no more memory than the weight and an fp32 gradient of it do.
-    They follow from the shapes alone, so they are the same in every call and on every rank, and so are the bits.
-    "auto" looks at the memory that is free at the first call of a shape, leaves half of it and the `later` bytes that
-    backward will need besides, and stays with that; on fake tensors and while compiling it keeps all.
+    "bounded" keeps as many eighths of the columns as take no more memory than the weight and its fp32 gradient. Their
+    number follows from the shapes alone, so it is the same in every call and on every rank, and so are the bits. "auto"
+    looks at the memory that is free at the first call of a shape, leaves half of it free, or the `later` bytes that
+    backward will need if these are more, and keeps to that number; on fake tensors and while compiling it keeps all.
     """
     cache = call.cache
     if cache == "bounded":
@@ -226,8 +225,8 @@ def cached_columns(call: ResolvedHead, tokens: int, columns: int, like: Tensor, 
 
 
 def kept_columns(call: ResolvedHead, tokens: int, weight_VD: Operand, hidden_TD: Tensor, keep: bool) -> tuple[int, int]:
-    """Bytes that backward will need for dx and dW and that nothing holds during forward, or the weight's if none will
-    follow: each chunk reads the weight; and for how many columns exponentials are kept."""
+    """Return the bytes that backward will need for dx and dW, which forward may use for logits (without a backward
+    those of the weight, which each chunk reads); and the number of columns whose exponentials are kept."""
     parts = weight_VD.parts if isinstance(weight_VD, SideBySide) else [weight_VD]
     if not keep:
         return sum(part.nbytes for part in parts), 0
@@ -243,8 +242,8 @@ def keeps_logits(call: ResolvedHead, x_TD: Tensor) -> bool:
 
     Backward needs the softcap's slope, `1 - tanh^2`, and where that is small it cannot be computed from rounded
     exponentials. The exception is a softcap of 16 or more with 16-bit operands on CUDA: there fp32 logits would be
-    rounded to 16 bits, and such large logits lose more of the probabilities by that than the slope gains. With fixed
-    bits logits are kept, unrounded, for an entropy too: those of exponentials are not the bits of logits made again.
+    rounded to 16 bits, which costs such large logits more of the probabilities than the slope gains. With fixed bits
+    logits are kept, unrounded, for an entropy too: exponentials would not give the bits of logits that are made again.
     """
     if call.bits != "fast":
         return call.softcap is not None or call.expected
@@ -252,7 +251,7 @@ def keeps_logits(call: ResolvedHead, x_TD: Tensor) -> bool:
 
 
 def kept_of_leaf(share: float, columns: int, call: ResolvedHead, x_TD: Tensor) -> int:
-    """Return for how many of a leaf's columns something is kept, of the `share` of all that memory is for."""
+    """Return the number of a leaf's columns that are kept; `share`: the fraction whose exponentials memory is for."""
     if keeps_logits(call, x_TD):
         share *= x_TD.element_size() / logit_dtype(x_TD, call.rounds).itemsize
     multiple = fixed_order.multiple(x_TD)
@@ -260,10 +259,10 @@ def kept_of_leaf(share: float, columns: int, call: ResolvedHead, x_TD: Tensor) -
 
 
 def kept_tokens(call: ResolvedHead, tokens: int, columns: int, like: Tensor) -> int:
-    """Count the first tokens of which the gradient of logits is kept, where forward can make this gradient.
+    """Count the first tokens whose logits' gradient is kept, if forward can make this gradient.
 
-    "bounded" keeps on CPU what two chunks of `_CHUNK` logits take, and nothing on CUDA or where the caller says how
-    large chunks are; else as `cached_columns`.
+    "bounded" keeps two chunks of `_CHUNK` elements on CPU, and nothing on CUDA or with the caller's `chunk_tokens`;
+    other values of `cache` are as for `cached_columns`.
     """
     if call.cache == "bounded":
         room = 0 if like.is_cuda or call.chunk_tokens else 2 * _CHUNK
@@ -272,30 +271,30 @@ def kept_tokens(call: ResolvedHead, tokens: int, columns: int, like: Tensor) -> 
 
 
 def keeps_all(call: ResolvedHead, tokens: int, like: Tensor) -> bool:
-    """Return whether every rank keeps all of its columns, as far as each can tell of the others."""
+    """Return whether every rank keeps all of its columns for certain, so that all ranks return the same."""
     return call.cache == 1 or (call.cache == "bounded" and _bounded_eighths(tokens, like) == 8)
 
 
 def _bounded_eighths(tokens: int, like: Tensor) -> int:
-    """The most, of 8, with `eighths / 8 * T * V` kept elements in at most `(element + 4) * V * D` bytes."""
+    """Return the most eighths with which `eighths / 8 * T * V` elements take at most `(element + 4) * V * D` bytes."""
     kept, allowed = tokens * like.element_size(), 8 * like.shape[1] * (like.element_size() + 4)
     return min(8, allowed // kept) if kept else 8
 
 
 @functools.cache
 def _columns_that_fit(device: torch.device, on_gpu: bool, column: int, columns: int, later: int) -> int:
-    """Return the columns of `column` bytes each that fit: decided once, since recomputation has to keep as much."""
+    """Return the number of columns, of `column` bytes each, that fit; cached, since recomputation must keep as many."""
     free = _free_bytes(device, on_gpu)
     return max(0, min(columns, min(free // 2, free - later) // column))
 
 
 def _free_bytes(device: torch.device, on_gpu: bool) -> int:
-    """Memory that a new tensor may take."""
+    """Return the bytes that a new tensor may take."""
     if not on_gpu:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free, _ = torch.cuda.mem_get_info(device)
-    # The allocator's own numbers, not the table that `torch.cuda.memory_stats` makes of all of them. What is left of
-    # blocks that are partly in use is of no use for a large tensor.
+    # `torch.cuda.memory_stats` would make a flat table of all these numbers. The free rest of blocks that are partly in
+    # use does not serve a large tensor, and is not counted.
     stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(device)
 
     def now(name: str) -> int:

@@ -2,9 +2,9 @@
 
     dz_v = p_v (a + c (z_v - E_p[z])) + b [v == y] + d
 
-with per-token a, b, c, d, whatever was read out and whatever gradients came back. docs/head.md derives it.
+with a, b, c, d per token, for any read-outs of the softmax and any upstream gradients. docs/head.md derives it.
 
-Legend: T tokens; everything is `[T]`, in fp64 until it is given to a pass over logits. p_y: the label's probability.
+Legend: T tokens; all tensors are `[T]`, in fp64 until a pass over logits takes them. p_y: the label's probability.
 """
 
 from collections.abc import Iterable
@@ -18,14 +18,14 @@ from megatron_ext.head.call.statistics import Statistics
 
 
 class Basis(NamedTuple):
-    """Gradients of the statistics that read-outs are functions of, `[T]` each, 0 where a token does not count; None:
-    none.
+    """Gradients with respect to the functions of the softmax that read-outs are made of, `[T]` each, 0 where a token
+    does not count; None: no gradient.
 
     Attributes:
-        log_prob: of the label's log-probability.
-        lse: of the log of the sum of all exponentials.
-        mean: of the mean logit of the columns that count.
-        entropy: of the entropy.
+        log_prob: with respect to the label's log-probability.
+        lse: to the log of the sum of all exponentials.
+        mean: to the mean logit of the columns that count.
+        entropy: to the entropy.
     """
 
     log_prob: Tensor | None = None
@@ -37,7 +37,7 @@ class Basis(NamedTuple):
 def basis_of(
     readouts: Iterable[Any], stats: Statistics, saved: Iterable[list[Tensor]], grads: Iterable[Tensor | None]
 ) -> Basis:
-    """The gradients of all read-outs together, of those of their first results; `saved`: what each has of forward."""
+    """Return the sum of all read-outs' gradients, given those of their first results; `saved`: tensors from forward."""
     total: Basis | None = None
     for r, each, grad in zip(readouts, saved, grads, strict=True):
         part = None if grad is None else r.basis(stats, each, grad)
@@ -51,15 +51,14 @@ def _added(x_T: Tensor | None, y_T: Tensor | None) -> Tensor | None:
 
 
 class PassCoefficients(NamedTuple):
-    """Coefficients of `row_gradient`, in the order of its arguments: `exp(u) (scale + slope u) + offset`, u = z - this
-    shard's maximum."""
+    """Coefficients of `row_gradient`, in its order: `exp(u) (scale + slope u) + offset`, u = z - this shard's shift."""
 
     scale: Tensor
     slope: Tensor | None
     offset: Tensor | None
 
     def to(self, dtype: torch.dtype) -> "PassCoefficients":
-        """Rounded to the dtype of the pass."""
+        """Round the coefficients to the dtype of the pass."""
         scale, slope, offset = (None if x is None else x.to(dtype) for x in self)
         assert scale is not None
         return PassCoefficients(scale, slope, offset)
@@ -68,11 +67,11 @@ class PassCoefficients(NamedTuple):
 def coefficients(
     stats: Statistics, kept_T: Tensor | None, basis: Basis, temperature: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """Return the coefficients that the gradients of `basis` mean for the logits before the softcap: a, c and d of the
-    form above, the temperature's factor in them, `target` and `alpha`; all 0 for tokens that do not count.
+    """Return a, c and d of the form above, with the temperature's factor and without the softcap's slope; `target`; and
+    `alpha`; all 0 for tokens that do not count.
 
-    `target` is the gradient of the label's logit without d, `p_y (a + c (z_y - E_p[z])) + b`: b alone would be
-    cancelled by p_y a where the model is sure. `alpha` turns this shard's exponentials into probabilities.
+    `target` is the gradient of the label's logit without d, `p_y (a + c (z_y - E_p[z])) + b`, not b alone, since p_y a
+    and b cancel where p_y is near 1. `alpha` turns this shard's exponentials into probabilities.
 
     `kept_T`: bool, tokens with a gradient; None: all.
     """
@@ -103,20 +102,20 @@ def coefficients(
         c = -pulled(basis.entropy)
         away = kept((stats.target - stats.expected).clamp(min=-1e4))  # p_y is 0 further away
         target = target + c * log_p.exp() * away
-    # Above 0 only where this shard has no finite logit: its shift is 0 then, and its probabilities are 0 anyway.
+    # The exponent is above 0 only where this shard has no finite logit: its shift is 0 there, and so are exponentials.
     alpha = kept((stats.shift - stats.largest).sub_(stats.log_sum).clamp_(max=0).exp_())
     return a, c, d, target, alpha
 
 
 def bent_at_target(x_T: Tensor, stats: Statistics) -> Tensor:
-    """`x` times the softcap's slope at the label's logit, where this shard owns it."""
+    """Return `x` times the softcap's slope at the label's logit, if there is a softcap."""
     return x_T if stats.bend is None else x_T * stats.bend
 
 
 def pass_coefficients(
     stats: Statistics, a: Tensor, c: Tensor | None, d: Tensor | None, alpha: Tensor
 ) -> PassCoefficients:
-    """The coefficients as `row_gradient` wants them, in fp64."""
+    """Return the coefficients of `row_gradient`, in fp64."""
     if c is None:
         return PassCoefficients(alpha * a, None, d)
     assert stats.expected is not None
@@ -125,10 +124,10 @@ def pass_coefficients(
 
 
 class GradientParts(NamedTuple):
-    """The logits' gradient `[T, V]` by its parts: `scale * G`, plus `target` at the label, plus `offset` everywhere.
+    """Parts of the logits' gradient `[T, V]`: `scale * G`, plus `target` at the label, plus `offset` in all columns.
 
-    G is E (`inside` is None), or where entropy or softcap bend it what `row_gradient` makes of `inside`. Scales stay
-    outside of G: it is rounded to 16 bits once, the scaled operand of dW once, and dx is scaled in fp32.
+    G is E if `inside` is None; with an entropy's gradient or a softcap `row_gradient` makes G with the coefficients
+    `inside`. `scale` is no part of G: G is rounded to 16 bits once, the scaled operand of dW once, and dx is fp32.
     """
 
     inside: PassCoefficients | None
@@ -141,24 +140,24 @@ class GradientParts(NamedTuple):
 def token_gradient(
     stats: Statistics, kept_T: Tensor | None, target_T: Tensor, basis: Basis, call: ResolvedHead, labelled: bool = False
 ) -> GradientParts:
-    """The parts of the gradient, in the dtype of the passes.
+    """Return the parts of the logits' gradient, in the dtype of the passes.
 
     Args:
         kept_T: bool, the tokens that have a gradient; None: all.
-        target_T: the label's column, -1 if not this rank's.
-        basis: the gradients of what was read out.
+        target_T: the label's column, -1 if another rank has it.
+        basis: the gradients of the read-outs.
         labelled: the caller knows that every label is this rank's.
     """
     a, c, offset, target, alpha = coefficients(stats, kept_T, basis, call.temperature)
     inside, through, dtype = None, None, stats.shift.dtype
-    if call.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
+    if call.softcap is not None:  # its slope differs by column, so the pass adds the offset
         target = bent_at_target(target if offset is None else target + offset, stats)
         offset, through = None, offset
     if c is None and call.softcap is None:
         scale = a * alpha
     else:
-        # G's entries stay near probabilities, which 16 bits hold whatever the loss scale; where a rules, a certain
-        # token's is 1, which no rounding touches.
+        # G is divided by `scale`: its entries stay near probabilities, in the range of 16 bits at any loss scale. If a
+        # is the largest, the entry of a column with probability 1 is 1, which is exact.
         others = [x.abs() / 256 for x in (c, through) if x is not None]
         scale = torch.stack([a.abs(), *others]).amax(0)
         unit = scale.where(scale > 0, 1.0)

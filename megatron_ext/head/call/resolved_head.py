@@ -1,17 +1,17 @@
-"""`ResolvedHead`: a head in one call, with its group and shard found, which sums over rows are wanted, and what `bits`
-selects: the arithmetic, and the leaves of the vocabulary, whose sums are added in one order whatever ranks hold them.
+"""`ResolvedHead`: a head in one call, with its group, its shard, the sums over rows that are wanted, and what `bits`
+selects: the arithmetic, and the leaves of the vocabulary, whose sums are added in one order on any number of ranks.
 
-`bits="batch"`: what a rank holds is one leaf. `bits="tensor_parallel"`: eighths of the vocabulary, rounded up to whole
-columns, so that 1, 2, 4 and 8 ranks hold some of the same ones. Sums of leaves are added as those of a binary tree of
+`bits="batch"`: a rank's shard is one leaf. `bits="tensor_parallel"`: leaves are eighths of the vocabulary, rounded up
+to whole columns, so that each of 1, 2, 4 or 8 ranks holds some of them. Sums of leaves are added in a binary tree of
 neighbours: `((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))`, of which each rank has a branch. The tree is that of
 "Deterministic Inference across Tensor Parallel Sizes" (TBIK, arXiv 2511.17826).
 
 `FAST` is `matmul.py`, a library's products, whose order of additions follows from their shapes. `FIXED` is
-`numerics/fixed_order.py`: every sum has one order, which no other token, chunk or kept column changes, and is one of a
-leaf's columns alone.
+`numerics/fixed_order.py`: every sum is of a leaf's columns alone, in one order, which no other token, chunk or kept
+column changes.
 
-Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard, or of a leaf or a block of it. G_TV: a
-gradient matrix, or what stands for one.
+Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard, or of a leaf or a block of it. G_TV: the
+gradient matrix, or the exponentials in its place.
 """
 
 import importlib.util
@@ -35,31 +35,31 @@ Cache = float | Literal["bounded", "auto"]
 
 @dataclass(frozen=True)
 class ResolvedHead:
-    """The part of a head that every pass, exchange and gradient of one call takes; no tensors of the caller's.
+    """The part of a head that every pass, exchange and gradient of one call takes; it has none of the caller's tensors.
 
-    `LmHead.resolved` and `Logits.resolved` make it. On all ranks of `group` they are equal, `vocab` and `chosen` aside.
+    `LmHead.resolved` and `Logits.resolved` make it. It is equal on all ranks of `group`, but for `vocab` and `chosen`.
 
     Attributes:
         group: the ranks that share the vocabulary; None: not sharded.
         vocab: this rank's columns.
         softcap, temperature, logit_scale: logits become `softcap * tanh(logit_scale * logits / softcap) / temperature`;
-            softcap None: no cap.
+            softcap None: logits are not capped.
         chunk_tokens: tokens per chunk; None: chosen from the sizes.
         cache: fraction (0 to 1) of the columns whose exponentials are kept for backward; from 1024 on: bytes; "bounded"
             or "auto": see `chunk_sizes.cached_columns`.
         fuse_main_grad: the weight gradient is added into `weight.main_grad`.
-        largest: what logits reach that a softcap bounds, over the temperature where that makes them smaller; None:
-            no softcap.
+        largest: near this number logits are saturated by the softcap, `softcap / max(temperature, 1)`; None: no
+            softcap.
         bits: "fast", "batch" or "tensor_parallel": which other numbers a token's bits may depend on, see `LmHead`.
-        mean, expected, hits: which sums the pass over rows takes beside the softmax's own: of the logits, of the
-            logits times their probabilities, and whether the label has the largest logit.
-        rounds: logits are rounded to the hidden states' 16 bits before anything else is done with them.
+        mean, expected, hits: what the pass over rows computes beside the softmax's own sums: the sum of logits, the sum
+            of logits times exponentials, and whether the label has the largest logit.
+        rounds: logits are rounded to the hidden states' 16-bit dtype before all else.
         chosen: int64, rising: the columns of this rank whose logits are made; None: all.
-        leaf: which of this rank's leaves `vocab` is; None: it is all of this rank's columns.
+        leaf: index among this rank's leaves of the leaf that `vocab` is; None: `vocab` is all of this rank's columns.
         in_slices: each rank has its slice of dim 0 of the hidden states.
         guessed: the caller gave no `vocab`, and equal shards are assumed.
-        fused_epilogue: products take exponentials of their logits, which are not written.
-        sm_margin: multiprocessors that they leave free.
+        fused_epilogue: the products' kernels take exponentials of logits, and logits are not written.
+        sm_margin: number of multiprocessors that these kernels leave free.
     """
 
     group: Group
@@ -90,15 +90,15 @@ class ResolvedHead:
 
     @property
     def counted(self) -> int:
-        """Count the columns, from the first one on, of the logits that are made and count."""
+        """Count the leading columns that count, among the logits that are made."""
         return self.vocab.counted if self.chosen is None else self.chosen.shape[0]
 
     def place(self, columns: Tensor) -> Tensor:
-        """Return the places of `columns` of this rank's shard among the logits that are made."""
+        """Return the indices of `columns` of this rank's shard among the logits that are made."""
         return columns if self.chosen is None else torch.searchsorted(self.chosen, columns)
 
     def without_scale(self) -> "ResolvedHead":
-        """This head, its scale in softcap and temperature: `c tanh(s z / c) = s (c / s) tanh(z / (c / s))`."""
+        """Move the scale into softcap and temperature: `c tanh(s z / c) = s (c / s) tanh(z / (c / s))`."""
         softcap = None if self.softcap is None else self.softcap / self.logit_scale
         temperature = self.temperature / self.logit_scale
         return replace(self, softcap=softcap, temperature=temperature, logit_scale=1.0)
@@ -109,7 +109,7 @@ class ResolvedHead:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that share the vocabulary."""
+        """Return the number of ranks that share the vocabulary."""
         return 1 if self.group is None else self.group.size()
 
 
@@ -117,15 +117,15 @@ LEAVES = 8
 
 
 class Leaf(NamedTuple):
-    """One part of this rank's vocabulary shard, whose products are as wide as the others'.
+    """One part of this rank's vocabulary shard; the products of all leaves have the same width.
 
     Attributes:
-        rows: of the rank's own weight.
-        vocab: which columns they are.
-        w_VD: the weight as products take it, in the hidden states' dtype, with rows of zeros where the vocabulary ends
-            before the leaf does; as it is in a pass of the linear head, as are all that follow.
-        bias_V: in the dtype of the passes.
-        target_T: the column of each label in the leaf, -1 where it has none.
+        rows: the leaf's rows of the rank's own weight.
+        vocab: the leaf's columns.
+        w_VD: the leaf's weight in the hidden states' dtype, with rows of zeros if the vocabulary ends before the leaf.
+            This attribute and those below are set in a pass of the linear head only.
+        bias_V: the leaf's bias, in the dtype of the passes.
+        target_T: the column of each label in the leaf, -1 if another leaf has the label.
     """
 
     rows: slice
@@ -141,12 +141,13 @@ class Leaf(NamedTuple):
         return aligned(F.pad(x_VD, (*(0, 0) * (x_VD.dim() - 1), 0, missing)) if missing else x_VD)
 
     def columns(self, target_T: Tensor) -> Tensor:
-        """The column of each label in this leaf, -1 where it is none of its own. `target_T`: in the shard."""
+        """Return the column of each label in this leaf, -1 if another leaf has it. `target_T`: columns of the shard."""
         own_T = (target_T >= self.rows.start) & (target_T < self.rows.stop)
         return (target_T - self.rows.start).where(own_T, -1)
 
     def counted_columns(self, softcap: float | None, like: Tensor) -> Tensor:
-        """1 for each column that counts, else 0, `[V]`: below the true vocabulary size, its bias not -inf."""
+        """Return 1 for each column that counts, else 0: `[V]`, in the dtype of `like`. A column counts below the true
+        vocabulary size, unless its bias is -inf without a softcap."""
         counted_V = torch.arange(self.w_VD.shape[0], device=like.device) < self.vocab.counted
         if self.bias_V is not None and softcap is None:
             counted_V &= self.bias_V > -torch.inf
@@ -154,12 +155,12 @@ class Leaf(NamedTuple):
 
 
 def leaf_width(size: int) -> int:
-    """Columns of an eighth of a vocabulary of `size`."""
+    """Return the columns of an eighth of a vocabulary of `size` ids."""
     return -(-size // LEAVES)
 
 
 def leaves_of(call: ResolvedHead) -> list[Leaf]:
-    """The leaves of this rank's shard, in order; of a small vocabulary the last ones may hold nothing."""
+    """Return the leaves of this rank's shard, in order; with a small vocabulary the last may be empty."""
     vocab = call.vocab
     if call.bits != "tensor_parallel":
         return [Leaf(slice(0, vocab.columns), vocab)]
@@ -172,12 +173,12 @@ def leaves_of(call: ResolvedHead) -> list[Leaf]:
 
 
 def leaf_count(call: ResolvedHead) -> int:
-    """Count the leaves of a rank, whatever its shard is."""
+    """Return the number of leaves of each rank."""
     return LEAVES // call.ranks if call.bits == "tensor_parallel" else 1
 
 
 def leaves_fault(vocab: VocabShard, ranks: int, rank: int) -> ValueError | None:
-    """Return the fault of this rank's shard where leaves are eighths."""
+    """Return the fault of a shard that is not a rank's part of the eighths."""
     width = leaf_width(vocab.size)
     per_rank = width * LEAVES // ranks
     ends = vocab.stop == vocab.start + per_rank or (ranks == 1 and vocab.stop >= vocab.size)
@@ -192,10 +193,10 @@ def leaves_fault(vocab: VocabShard, ranks: int, rank: int) -> ValueError | None:
 
 
 def of_shard(total: Tensor, weight: Tensor, fused: Tensor | None = None) -> Tensor:
-    """The rows of `weight` in a gradient's sum over all leaves' columns, in the weight's dtype, or added to `fused`.
+    """Return the rows of `total`, the gradient of all leaves' columns, that `weight` has, in the weight's dtype; or add
+    them to `fused`.
 
-    The columns may be more than the weight has (the vocabulary ends in the last leaf) or fewer (padding, whose rows are
-    0).
+    `total` may have more rows than the weight (the vocabulary ends before the last leaf) or fewer (padding, with 0).
     """
     held = min(len(total), len(weight))
     if fused is not None:
@@ -207,8 +208,8 @@ def of_shard(total: Tensor, weight: Tensor, fused: Tensor | None = None) -> Tens
 
 
 def bits_fault(head: ResolvedHead, ranks: int, hidden: Tensor, readouts: Sequence[Any]) -> ValueError | None:
-    """Return the fault of this rank's shard, or its processor, given bits that are not "fast"; what every rank sees
-    is raised."""
+    """Return the fault of this rank's shard or processor with bits other than "fast"; raise a fault that every rank
+    sees."""
     bits = head.bits
     if hidden.is_cuda and importlib.util.find_spec("triton") is None:
         raise ValueError(
@@ -244,28 +245,28 @@ class Arithmetic(Protocol):
     CPU_ROWS: int
 
     def logits(self, x_TD: Tensor, w_VD: Any, out_TV: Tensor | None = None, rounds: bool = False) -> Tensor:
-        """`x @ W.T`, see `matmul.logits`; `w`: an `Operand`, with fixed bits in one."""
+        """Return `x @ W.T`, see `matmul.logits`; `w`: an `Operand`, with fixed bits a single tensor."""
 
     def add_product(self, total_TD: Tensor | None, g_TV: Tensor, w_VD: Any) -> Tensor:
-        """`total + G @ W`, in place; a new tensor without a total."""
+        """Return `total + G @ W`, in place, or in a new tensor without a total."""
 
     def transposed(self, g_TV: Tensor, x_TD: Tensor) -> Tensor:
-        """`G.T @ x` on a CPU."""
+        """Return `G.T @ x` on a CPU."""
 
     def write_transposed(self, out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, accumulate: bool) -> None:
-        """`out = G.T @ x`, rounded once to `out`'s dtype; `out += ...` if `accumulate`."""
+        """Write `out = G.T @ x`, rounded once to `out`'s dtype; `out += ...` if `accumulate`."""
 
     def add_transposed(self, total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
-        """`total += G.T @ x`; the total is a sum over chunks of tokens."""
+        """Add `G.T @ x` to `total`, a sum over chunks of tokens."""
 
     def add_column_sums(self, total_V: Tensor, g_TV: Tensor) -> None:
-        """`total += G.sum(0)`; the total is a sum over chunks of tokens."""
+        """Add `G.sum(0)` to `total`, a sum over chunks of tokens."""
 
     def column_sums(self, g_TV: Tensor, factor_T: Tensor) -> Tensor:
-        """`(factor * G).sum(0)` of a gradient matrix."""
+        """Return `(factor * G).sum(0)` of a gradient matrix."""
 
     def weighed_sum(self, x_TD: Tensor, factor_T: Tensor) -> Tensor:
-        """`(factor * x).sum(0)` of hidden states."""
+        """Return `(factor * x).sum(0)` of hidden states."""
 
 
 FAST: Arithmetic = matmul

@@ -1,17 +1,17 @@
-"""Row statistics: of one rank, signed with its options and labels, exchanged, checked, and combined into those of the
-whole vocabulary.
+"""Row statistics: those of one rank are signed by checksums of its options and labels, exchanged, checked, and combined
+into those of the whole vocabulary.
 
-Legend: T tokens, K statistics of a shard (see `passes.py`), R ranks, N ids of tokens, or parts of the vocabulary.
-Everything here is `[T]` or `[K, T]`: nothing of vocabulary size.
+Legend: T tokens, K statistics of a shard (see `passes.py`), R ranks, N ids of tokens, or parts of the vocabulary. All
+tensors are `[T]` or `[K, T]`: none has vocabulary size.
 
-Shards' statistics are fp32 (fp64 for fp64 input). What is made of them is fp64, a few numbers per token, and is rounded
-once, where it leaves this module or `logit_gradient.py`: in fp32 `(z_y - M) - log S` would round three times, as
-PyTorch's log_softmax does, and the gradient of the label's logit as often. M and log S stay apart and sums are taken of
-z - m: at logits near 1000 the lse in fp32 is off by 6e-5.
+Shards' statistics are fp32 (fp64 for fp64 input). Numbers computed from them are fp64, a few per token, and are rounded
+once, where they leave this module or `logit_gradient.py`: in fp32 `(z_y - M) - log S` would be rounded three times, as
+in PyTorch's log_softmax, and so would the gradient of the label's logit. M and log S stay apart, and sums are of z - m:
+with logits near 1000 the lse in fp32 has an error of 6e-5.
 
-Statistics of ranks that disagree would be combined into wrong numbers without a word: two numbers that travel with them
-tell of options and labels. They are checksums below 2^23, exact in fp32, odd, and alike in every process; 0 stands for
-one that is not known. What the statistics of all ranks show to be wrong is raised on every rank alike.
+Statistics of ranks that disagree would silently be combined into wrong numbers, so checksums of options and labels are
+sent with them. The checksums are odd, below 2^23, exact in fp32, and the same in every process; 0 is one that is not
+known. A fault that the statistics of all ranks show is raised on every rank.
 """
 
 import zlib
@@ -37,7 +37,7 @@ _more: ContextVar[str] = ContextVar("_more", default="")
 
 
 def in_words(options: dict[str, Any]) -> str:
-    """Names and values; of equal numbers the same words."""
+    """Write names and values as text; equal numbers give the same text."""
     words = []
     for name, value in options.items():
         plain = float(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -46,13 +46,13 @@ def in_words(options: dict[str, Any]) -> str:
 
 
 def options_checksum(words: str) -> int:
-    """A number for options in words."""
+    """Return a checksum of options written as text, and of the text of `agreeing_on`."""
     return zlib.crc32((words + _more.get()).encode()) & _MASK | 1
 
 
 @contextmanager
 def agreeing_on(words: str) -> Iterator[None]:
-    """Calls within must agree on these words, too: a rank that alone has them is told as one of other options is."""
+    """Let all calls in this context agree on `words` too: if ranks differ in them, the options differ."""
     token = _more.set(_more.get() + words)
     try:
         yield
@@ -61,9 +61,9 @@ def agreeing_on(words: str) -> Iterator[None]:
 
 
 def labels_checksum(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Tensor | int:
-    """A number for ids `[T]` or `[T, N]`, whatever their order in memory; 0 of none. On CUDA it is int64 without dims.
+    """Return a checksum of tensors of ids, each `[T]` or `[T, N]`, 0 without tensors. On CUDA: int64 without dims.
 
-    `places_T`: where the tokens are in the order that all ranks know, if they are in another one.
+    `places_T`: the tokens' indices in the order that all ranks know; None: the tokens are in that order.
     """
     sums: list[Tensor] = []
     for x in ids:
@@ -78,7 +78,7 @@ def labels_checksum(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Te
 
 
 def scrambled(x: Tensor) -> Tensor:
-    """int64 numbers as others; only the upper half, which depends on all bits below it."""
+    """Return hashes of int64 numbers: the upper half of the bits, which depends on all bits of a number."""
     mixed = x * MULTIPLIER
     mixed = (mixed ^ (mixed >> 29)) * MULTIPLIER
     return mixed >> 32
@@ -87,7 +87,7 @@ def scrambled(x: Tensor) -> Tensor:
 def gathered_numbers(
     numbers: Sequence[int], words: str, ids: Sequence[Tensor], group: Group, device: torch.device
 ) -> Tensor:
-    """Every rank's `numbers`, and behind them those of its options and its labels, int64 `[R, N + 2]`.
+    """Gather every rank's `numbers`, and behind them the checksums of its options and labels: int64 `[R, N + 2]`.
 
     Communicates: 1 all-gather.
     """
@@ -99,25 +99,25 @@ def gathered_numbers(
     return collectives.all_gather(own, group)
 
 
-# Rows of the statistics tensor. The first three are always there; the others follow in this order where asked for.
+# Rows of the statistics tensor that are always there; rows of other sums follow, in the order of `row_statistics`.
 MAX, SUM_EXP, TARGET = 0, 1, 2
 
-# Rows of one more column that a rank sends beside its statistics: how large it takes the vocabulary to be (REFUSED if
-# it refused its arguments), how many columns of it are its own, the first of them, and what `agreement` says of options
-# and labels.
+# Rows of one more column that a rank sends behind its statistics: the vocabulary's size as the rank takes it (REFUSED
+# if it refused its arguments), the number of its own columns that count, the first of them, and the checksums of
+# options and labels.
 SIZE, COUNTED, START, OPTIONS, LABELS = range(5)
 REFUSED = -1.0
 
 
-# Shared rows that every call sends, the softcap's slope aside: a rank with other options is told so then.
+# Number of shared rows that every call sends, so that ranks with different options can exchange and find that out.
 SENT = 7
 
 
 class Statistics(NamedTuple):
-    """Numbers for each token, of the whole vocabulary and in fp64; `shift` is this rank's alone.
+    """Numbers `[T]` of the whole vocabulary in fp64; `shift` and `bend` are this rank's alone.
 
-    This rank's exponentials are `exp(z - shift)`. `shift` is about the maximum of its shard, 0 where all of that is
-    -inf, and has the dtype of the passes over logits.
+    This rank's exponentials are `exp(z - shift)`. `shift` is about the maximum of the rank's shard, 0 where the whole
+    shard is -inf, and has the dtype of the passes over logits.
     """
 
     largest: Tensor  # M = max z
@@ -132,16 +132,16 @@ class Statistics(NamedTuple):
 
 
 def own_rows(call: ResolvedHead) -> int:
-    """Number of rows K that `row_statistics` writes."""
+    """Return the number of rows K that `row_statistics` writes."""
     return 3 + 2 * call.mean + call.expected + call.hits + (call.softcap is not None)
 
 
 def new_statistics(
     tokens: int, shared: int, ranks: int, dtype: torch.dtype, device: torch.device, more: int = 0
 ) -> Tensor:
-    """`[K, T + 1]`: room for the `shared` rows and `more`, and the column that says whose it is."""
+    """Return memory `[K, T + 1]` for the `shared` rows and `more` rows, and the column of the rank's signature."""
     stats_KT = torch.empty(shared + more, tokens + 1, dtype=dtype, device=device)
-    if ranks == 1:  # nothing is sent, and nobody reads that column
+    if ranks == 1:  # nothing is sent, and the last column is not read
         return stats_KT
     part_of(stats_KT, slice(0, shared)).zero_()  # not all of them are written
     if more:
@@ -150,9 +150,9 @@ def new_statistics(
 
 
 def sign(stats_KT: Tensor, vocab: VocabShard, *checksums: int | Tensor) -> None:
-    """Makes the last column of `stats_KT` say whose it is, and with `checksums` of what options and labels.
+    """Sign `stats_KT`: write the rank's shard and `checksums` of options and labels to its last column.
 
-    Tensors without values have no checksums.
+    Tensors without values get no checksums.
     """
     numbers = vocab.size, vocab.counted, vocab.start, *checksums
     if checksums and not stats_KT.is_cuda:
@@ -166,27 +166,27 @@ def sign(stats_KT: Tensor, vocab: VocabShard, *checksums: int | Tensor) -> None:
 
 
 def gathered(stats_KT: Tensor, call: ResolvedHead, places_T: Tensor | None, tokens: int) -> Tensor:
-    """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather.
+    """Gather every rank's statistics: `[R, K, T + 1]`. Communicates: 1 all-gather.
 
     Args:
-        places_T: where this rank's tokens are in the order that all ranks know, if they are in another one.
-        tokens: how many there are in that order, if more than this rank has.
+        places_T: this rank's tokens' indices in the order that all ranks know; None: the tokens are in that order.
+        tokens: number of tokens in that order, which may be more than this rank has.
     """
     if call.softcap is not None:
-        stats_KT = stats_KT[:SENT]  # its slope at the label is nobody else's
+        stats_KT = stats_KT[:SENT]  # its slope at the label is of this rank alone
     if places_T is None:
         return collectives.all_gather(stats_KT.unsqueeze(0), call.group)
     places_T = F.pad(places_T, (0, 1), value=tokens)
     sent_KT = stats_KT.new_zeros(stats_KT.shape[0], tokens + 1).index_copy_(1, places_T, stats_KT)
     stats_RKT = collectives.all_gather(sent_KT.unsqueeze(0), call.group)
-    found_T = stats_RKT.flatten(0, 1).index_select(1, places_T)  # of 3 dims it is 10 times slower
+    found_T = stats_RKT.flatten(0, 1).index_select(1, places_T)  # on 3 dims it is 10 times slower
     return found_T.view(*stats_RKT.shape[:2], -1)
 
 
 def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHead) -> Statistics:
-    """The statistics of all shards together; `own_KT` are this rank's. The last column of both is left out.
+    """Combine the statistics of all shards; `own_KT` are this rank's. The last column of both is left out.
 
-    `shift_T`: what this rank's exponentials are relative to.
+    `shift_T`: the shift of this rank's exponentials.
     """
     whole: Sequence[Tensor]
     if stats_RKT.shape[0] == 1:
@@ -196,7 +196,7 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHe
     else:
         whole = _merged(stats_RKT[..., :-1].double(), stats_RKT[:, START, -1:], call)
     peaks, total, target, *rows = whole
-    total = total.clamp(min=1.0)  # less only in a row of -inf: its label has -inf, and nothing NaN
+    total = total.clamp(min=1.0)  # less only in a row of -inf: its label has -inf, and no NaN arises
     more = iter(rows)
     mean = columns = expected = hits = bend = None
     if call.mean:
@@ -208,15 +208,15 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: ResolvedHe
         hits = next(more) > 0
     if call.softcap is not None:
         bend = own_KT[own_rows(call) - 1, :-1].clone()
-    # Copies of what is kept for backward, which would keep all rows otherwise, and which torch's compiler needs apart.
+    # Copies, since these are saved for backward: views would keep all rows, and torch's compiler does not allow them.
     return Statistics(peaks.clone(), total.log(), target - _finite(peaks), shift_T, mean, columns, expected, hits, bend)
 
 
 def joined(stats_NKT: Tensor, call: ResolvedHead) -> Tensor:
-    """The statistics of neighbouring parts of the vocabulary as those of one part, `[K, T]`, by twos in the tree's
-    order and rounded at each step: so ranks may join theirs, or send them first.
+    """Join the statistics of neighbouring parts of the vocabulary to those of one part, `[K, T]`: in pairs, in the
+    tree's order, and rounded at each step, so that ranks may join their own parts before or after the exchange.
 
-    The softcap's slope at the label is none of them.
+    The rows do not include the softcap's slope at the label.
     """
     own_NKT = stats_NKT[:, : own_rows(call) - (call.softcap is not None)]
     return in_tree(own_NKT.unbind(0), lambda one_KT, other_KT: _joined(one_KT, other_KT, call))
@@ -229,14 +229,14 @@ def _joined(one_KT: Tensor, other_KT: Tensor, call: ResolvedHead) -> Tensor:
 
 
 def _merged(stats_RKT: Tensor, start_R1: Tensor, call: ResolvedHead) -> list[Tensor]:
-    """The rows of several parts of the vocabulary as those of one part, fp64; `start`: the first column of each."""
+    """Join the rows of several parts of the vocabulary to those of one part; `start`: each part's first column."""
     peaks_RT, sums_RT = stats_RKT[:, MAX], stats_RKT[:, SUM_EXP]
     largest = peaks_RT.amax(0)
-    # Below the common maximum by this much; a part without a finite column weighs nothing.
+    # Each part's maximum less the common one; a part without a finite column has weight 0.
     below_RT = peaks_RT - _finite(largest)
     weight_RT = below_RT.exp()
     if call.mean or call.expected:
-        below_RT = below_RT.where(peaks_RT > -torch.inf, 0.0)  # and adds nothing, at any distance
+        below_RT = below_RT.where(peaks_RT > -torch.inf, 0.0)  # such a part adds 0, not NaN
     rows = [largest, added(sums_RT * weight_RT, call), stats_RKT[:, TARGET].amax(0)]
     if call.mean:
         of_all_RT, columns_RT = stats_RKT[:, len(rows)], stats_RKT[:, len(rows) + 1]
@@ -250,12 +250,12 @@ def _merged(stats_RKT: Tensor, start_R1: Tensor, call: ResolvedHead) -> list[Ten
 
 
 def added(x_RT: Tensor, call: ResolvedHead) -> Tensor:
-    """The sum of all shards' numbers, in the tree's order where bits are fixed."""
+    """Return the sum over shards, in the tree's order if bits are fixed."""
     return in_tree(x_RT.unbind(0), torch.add) if call.bits != "fast" else x_RT.sum(0)
 
 
 def fingerprint(z_TV: Tensor, counted: int) -> Tensor:
-    """`[2, T]`: a logit and the sum of a few, by which the same logits on every rank show, instead of all of them."""
+    """Return a logit and the sum of a few logits of each row, `[2, T]`: equal logits on all ranks show in these."""
     if not counted:
         return z_TV.new_zeros(2, z_TV.shape[0], dtype=accumulation_dtype(z_TV.dtype))
     few_TN = z_TV[:, : counted : max(1, counted // 16)].to(accumulation_dtype(z_TV.dtype))
@@ -263,12 +263,12 @@ def fingerprint(z_TV: Tensor, counted: int) -> Tensor:
 
 
 def lse(stats: Statistics) -> Tensor:
-    """`log sum exp z`."""
+    """Return `log sum exp z`, in fp64."""
     return stats.largest + stats.log_sum
 
 
 def _finite(peak_T: Tensor) -> Tensor:
-    """0 where a row has no finite logit: a reference point that can be subtracted."""
+    """Return the maxima, 0 where a row has no finite logit, so that they can be subtracted."""
     return peak_T.nan_to_num(0.0, torch.inf, 0.0)
 
 
@@ -278,13 +278,13 @@ SHARDS = (
     "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it. Over gloo a rank also sees "
     "this of others that passed fewer tokens: pass the same tokens on each"
 )
-SATURATED = 0.99  # of the softcap: a shard's largest logit that is above tells nothing about the shard
+SATURATED = 0.99  # of `largest`: a shard's maximum above this fraction may be the same in any shard
 
 
 def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, words: str = "") -> None:
-    """Raises on every rank alike what only the statistics of all ranks together show.
+    """Raise, on every rank, faults that only the statistics of all ranks show.
 
-    Without a host sync, as `raise_unless`; not looked at while compiling or on fake tensors. `words`: this rank's
+    There is no host sync, as in `raise_unless`, and no check while compiling or on fake tensors. `words`: this rank's
     options.
     """
     if stats_RKT.shape[0] == 1 or not has_values(stats_RKT):
@@ -293,7 +293,7 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, word
     if not said_RN.is_cuda:
         said = [*map(tuple, said_RN.tolist())]
         if len(said[0]) > LABELS and len({each[LABELS] for each in said}) == 1:
-            said = [(*each[:LABELS], 0.0) for each in said]  # alike: which labels they are is no matter
+            said = [(*each[:LABELS], 0.0) for each in said]  # equal: the cached check need not depend on labels
         _check_said_on_host(tuple(said), words)
     else:
         _check_said(said_RN, words)
@@ -302,19 +302,19 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, word
 
 @lru_cache(maxsize=256)
 def _check_said_on_host(said: tuple[tuple[float, ...], ...], words: str) -> None:
-    """Check once what ranks say call after call."""
+    """Check the last columns of statistics on the CPU, each combination once, since most calls repeat one."""
     _check_said(torch.tensor(said, dtype=torch.float64), words)
 
 
 def _check_said(said_RN: Tensor, words: str) -> None:
-    """Check what the last column of statistics, from its first row on, shows for `check_exchange`."""
+    """Check refusals, options, labels and shards in the ranks' last columns `[R, N]`, for `check_exchange`."""
     size_R, counted_R, start_R = (said_RN[:, row] for row in (SIZE, COUNTED, START))
     raise_unless((size_R != REFUSED).all(), REFUSAL)
     if said_RN.shape[1] > LABELS:
         check_agreement(said_RN[:, OPTIONS : LABELS + 1], words)
     stop_R, size = start_R + counted_R, size_R[0]
     begin_RR, end_RR = torch.maximum(start_R, start_R.unsqueeze(1)), torch.minimum(stop_R, stop_R.unsqueeze(1))
-    common_RR = (end_RR - begin_RR).clamp_(min=0)  # columns of each two shards: of one with itself, all of them
+    common_RR = (end_RR - begin_RR).clamp_(min=0)  # common columns of each two shards; with itself, all of a shard
     raise_unless((size_R == size).all() & (counted_R.sum() == size) & (common_RR.sum() == size), SHARDS)
 
 
@@ -323,9 +323,9 @@ class OptionsDiffer(ValueError):
 
 
 def check_agreement(numbers_R2: Tensor, words: str) -> None:
-    """Raises on every rank, as `check_exchange` does, where ranks passed different options or labels.
+    """Raise on every rank, as `check_exchange` does, if ranks passed different options or labels.
 
-    `numbers_R2`: what `agreement` makes of these on each rank; 0 where it does not say. `words`: this rank's options.
+    `numbers_R2`: each rank's checksums of options and labels; 0: not known. `words`: this rank's options.
     """
     same_2 = ((numbers_R2 == numbers_R2.amax(0)) | (numbers_R2 == 0)).all(0)
     if same_2.is_cuda or not same_2.all():
@@ -333,7 +333,7 @@ def check_agreement(numbers_R2: Tensor, words: str) -> None:
 
 
 def raise_unless_same(options: Tensor, labels: Tensor, words: str) -> None:
-    """Raises on every rank unless the `options`, this rank's in `words`, and the `labels` are the same on all."""
+    """Raise on every rank unless `options` and `labels`, bools: they agree; `words`: this rank's options."""
     raise_unless(
         options,
         f"the options are not the same on every rank of tp_group; this rank's: {words}. Pass the same on each; also "
@@ -350,10 +350,10 @@ def raise_unless_same(options: Tensor, labels: Tensor, words: str) -> None:
 
 
 def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> None:
-    """Raises on every rank, as `check_exchange` does, where each holds the whole vocabulary and not a shard of it.
+    """Raise on every rank, as `check_exchange` does, if each holds the whole vocabulary and not a shard of it.
 
-    Then the sums of all ranks are equal, and no label is past the first rank's columns. Shards of one vocabulary do not
-    look like that, unless all tokens are alike (a weight of zeros), or the shards hold the same rows in another order.
+    Then the sums of all ranks are equal, and no label is past this rank's columns. With shards of one vocabulary this
+    does not happen, unless all tokens are equal (a weight of zeros: no error), or shards hold the same rows reordered.
     """
     if sums_RKT.shape[2] == 0:
         return
@@ -362,7 +362,7 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> None:
     differ, columns = sums_RKT != sums_RKT[:1], call.vocab.columns
     if call.largest is None:
         alike = sums_RKT == sums_RKT[..., :1]
-    else:  # where logits reach the softcap, those of different shards are alike
+    else:  # near the softcap, logits of different shards are equal
         tells = (sums_RKT[:, :1].abs() < SATURATED * call.largest).any(0, keepdim=True)
         first = tells.byte().argmax(2, keepdim=True).expand_as(sums_RKT[..., :1])
         differ, alike = differ & tells, (sums_RKT == sums_RKT.gather(2, first)) | ~tells
@@ -372,7 +372,7 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> None:
 
 
 def raise_unless_apart(apart: Tensor, columns: int) -> None:
-    """Raises on every rank unless the ranks' shards, of `columns` columns each, are not all the same ones."""
+    """Raise on every rank unless `apart`: the ranks' shards, of `columns` columns each, are not all the same."""
     raise_unless(
         apart,
         f"every rank of tp_group passed the same {columns} columns: each must pass its own shard of the "
