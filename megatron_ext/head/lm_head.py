@@ -62,8 +62,7 @@ class LmHead:
             weight with `dequantize()` (torchao, quanto) is dequantised anew in each pass.
         tp_group: the ranks that share the vocabulary. None: Megatron's tensor-parallel group if `parallel_state` is
             initialised when the head is read, else no sharding.
-        hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each holds an equal slice of dim
-            0.
+        hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each holds a slice of dim 0.
         bias: `[V/R]`. Columns with a bias of -inf do not count.
         vocab: this rank's columns; None: equal shards in rank order, all columns count.
         logit_scale: the number by which the model multiplies its logits (muP), before a softcap.
@@ -91,8 +90,8 @@ class LmHead:
             rounding as the identity. None or torch.float32: on CUDA the product's fp32 sums are used as they are; on a
             CPU products of 16-bit operands are rounded in any case.
         fused_epilogue: experimental, not measured yet. The kernels of the products (in Triton, for Hopper) take the
-            exponentials, so logits take no memory without gradient, nor where backward recomputes them. Only for
-            read-outs of the softmax with bf16 on CUDA: docs/head.md#exponentials-in-the-product
+            exponentials, so logits take no memory without gradient, nor where backward recomputes them. For read-outs
+            of the softmax with bf16 on CUDA; all else raises an error: docs/head.md#exponentials-in-the-product
         sm_margin: with `fused_epilogue`, the number of the GPU's multiprocessors that its kernels leave free, as many
             as NCCL may take (`NCCL_MAX_CTAS`): with none left free, a collective waits for the end of the kernel.
         lora: one `LoRA` or several: low-rank parts of the logits, before scale, softcap and temperature. With `bits`
@@ -244,7 +243,7 @@ class LmHead:
         for teacher in teachers:
             adapters = (*adapters, *adapters_of(teacher.head.lora))
         options, places, held = options_of(adapters) if adapters else None, None, None
-        if left is not None and sizes is None:  # else ranks that leave out different tokens would not learn it
+        if left is not None and sizes is None:  # so that ranks find out if they leave out different tokens
             places = left.kept_T, leading.numel() + left.fills
         sides = [_computed(hidden, self.weight)]
         for t in teachers:

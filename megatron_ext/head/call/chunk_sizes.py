@@ -26,7 +26,7 @@ _CPU_CHUNK, _CPU_CHUNK_ROWS = 1 << 22, 256
 _CPU_KEPT_CHUNK = 1 << 27
 _CPU_BLOCK_BYTES, _CPU_BLOCK_SHARE = 4 << 20, 32
 
-# On CUDA a block of the gradient matrix takes a 10th of the matrix's bytes, or 64 MiB, and its logits as much again.
+# On CUDA a block of the gradient matrix takes a 10th of the matrix's bytes, at least 64 MiB; its logits as much again.
 _CUDA_BLOCK_BYTES, _CUDA_BLOCK_SHARE = 64 << 20, 10
 
 # Chunks are compared by the estimated time of their products. _HIDDEN_TRAFFIC: the share of a product's memory traffic
@@ -56,8 +56,8 @@ def product_chunks(
 ) -> list[slice]:
     """Cut `span` into pieces whose logits are made by a product with `x_TD`'s rows.
 
-    On CUDA the logits of 16-bit operands take at most `room` bytes, or 64 MiB; within this bound pieces are large
-    enough to read the weight seldom, in whole waves of tiles. `kept`: what is kept overwrites the logits.
+    On CUDA the logits of 16-bit operands take at most `room` bytes, or 64 MiB if that is more; within this bound pieces
+    are large enough to read the weight seldom, in whole waves of tiles. `kept`: what is kept overwrites the logits.
     """
     tokens = span.stop - span.start
     if chunk_tokens or tokens <= 0 or columns == 0 or not x_TD.is_cuda or not on_tensor_cores(x_TD):
@@ -160,9 +160,9 @@ def summed_tokens(w_VD: Operand) -> int:
 def summed_chunks(tokens: int, chunk_tokens: int | None, like: Tensor, as_logits: bool) -> list[slice]:
     """Cut tokens into chunks of about equal size, each of which is added to dW; `like`: the hidden states.
 
-    A chunk has D tokens: in 16 bits their exponentials take half of an fp32 dW's memory, which each chunk reads and
-    writes; half as many if fp32 logits are in memory beside them (`as_logits`). The size does not depend on the number
-    of columns, in which ranks may differ.
+    A chunk has at most as many tokens as the hidden size (at least 256): in 16 bits their exponentials take half of an
+    fp32 dW's memory, which each chunk reads and writes; half as many if fp32 logits are in memory beside them
+    (`as_logits`). The size does not depend on the number of columns, in which ranks may differ.
     """
     if chunk_tokens:
         return _stepped(slice(0, tokens), chunk_tokens)

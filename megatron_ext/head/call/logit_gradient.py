@@ -23,9 +23,9 @@ class Basis(NamedTuple):
 
     Attributes:
         log_prob: with respect to the label's log-probability.
-        lse: to the log of the sum of all exponentials.
-        mean: to the mean logit of the columns that count.
-        entropy: to the entropy.
+        lse: with respect to the log of the sum of all exponentials.
+        mean: with respect to the mean logit of the columns that count.
+        entropy: with respect to the entropy.
     """
 
     log_prob: Tensor | None = None

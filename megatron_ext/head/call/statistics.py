@@ -333,7 +333,7 @@ def check_agreement(numbers_R2: Tensor, words: str) -> None:
 
 
 def raise_unless_same(options: Tensor, labels: Tensor, words: str) -> None:
-    """Raise on every rank unless `options` and `labels`, bools: they agree; `words`: this rank's options."""
+    """Raise on every rank unless `options` and `labels` are True: those are equal. `words`: this rank's options."""
     raise_unless(
         options,
         f"the options are not the same on every rank of tp_group; this rank's: {words}. Pass the same on each; also "
@@ -372,7 +372,7 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> None:
 
 
 def raise_unless_apart(apart: Tensor, columns: int) -> None:
-    """Raise on every rank unless `apart`: the ranks' shards, of `columns` columns each, are not all the same."""
+    """Raise on every rank unless `apart` is True: the ranks' shards of `columns` columns are not all the same."""
     raise_unless(
         apart,
         f"every rank of tp_group passed the same {columns} columns: each must pass its own shard of the "

@@ -283,7 +283,7 @@ class KeptGradient:
         return [rows for part in parts for rows in chunk_sizes.product_chunks(part, *options)]
 
     def write(self, rows: slice, raw_tV: Any, logits: list[Tensor], stats_Kt: Tensor) -> None:
-        """Write U of a chunk that was scanned over its logits; `raw_tV`: logits before the transform; `stats`: the
+        """Compute U of a scanned chunk in the memory of its logits; `raw_tV`: logits before the transform; `stats`: the
         read-out's own rows."""
         if rows.stop > self.tokens:
             return

@@ -197,7 +197,7 @@ def add_label_rows(
     """Add as `row_passes/label_terms.py` says. At most T rows are read and written, all rows only with `common_D`.
 
     A stable sort on the device brings the tokens of a row together, in their own order. A program adds up at most one
-    window of tokens, or two sums of each window. Where windows begin depends on the other labels, so `in_order` takes
+    window of tokens, or one sum of each window. Where windows begin depends on the other labels, so `in_order` takes
     no windows: a label of 10000 tokens then takes about 2 ms.
     """
     (tokens, width), rows = x_TD.shape, out_VD.shape[0]

@@ -131,7 +131,7 @@ class TopK(_Picks):
         z_tV, vocab = logits[0], self.call.vocab
         z_Kt, ids_Kt, counted = stats_Kt[: self.k], integers(stats_Kt)[self.k :], vocab.counted
         own = min(self.k, counted)
-        z_Kt[own:] = -torch.inf  # a shard of less than k columns sends -inf with ids past the vocabulary
+        z_Kt[own:] = -torch.inf  # a shard of fewer than k columns also sends -inf with ids past the vocabulary
         ids_Kt[own:] = torch.arange(own, self.k, device=ids_Kt.device).unsqueeze(1) + vocab.size
         for at in blocks(z_tV, 4) if own else []:
             block = z_tV[at, :counted]

@@ -323,7 +323,7 @@ class LogProbs(OfLabels):
 class IsArgmax(OfLabels):
     """Read-out of whether each label has the largest logit: `[...]`, bool, no gradient; False where it does not count.
 
-    Among equal logits the lowest id is the largest.
+    Among equal logits the lowest id wins.
     """
 
     hits = True

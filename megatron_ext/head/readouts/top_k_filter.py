@@ -4,8 +4,8 @@ Top-k keeps every logit that is at least the k-th largest, also if more than k a
 probability of all larger ones is less than p. Each rank sends its own k largest logits, the number of its columns that
 equal the last of these, and the label's logit. From these numbers every rank computes how many columns of all ranks
 equal the k-th largest logit, and the sum of the kept exponentials. Each rank finds more candidates than it sends, since
-16-bit logits have a few equals of the k-th at most tokens. Only if equals are beyond all candidates, the row of logits
-is read again.
+16-bit logits have a few equals of the k-th at most tokens. Only if there are equals besides all candidates, the row of
+logits is read again.
 
 Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K candidates, R ranks.
 """

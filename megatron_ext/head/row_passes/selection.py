@@ -19,7 +19,7 @@ def group_maxima(z_TV: Tensor, groups: int, width: int) -> Tensor:
 
 
 def first_columns(z_TV: Tensor, groups_TN: Tensor | None, width: int, k: int, any_equals: bool) -> Tensor:
-    """Return each row's k largest columns, falling: `[T, k]`, int64. NaN comes first, the lower of equal columns too.
+    """Return the columns of each row's k largest logits, falling, NaN first, of equals the lowest: `[T, k]`, int64.
 
     Args:
         groups_TN: int64, for each row the groups of `width` columns to choose from, besides the columns that are behind
