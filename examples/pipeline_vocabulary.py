@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -75,13 +76,9 @@ def passes_of_stock() -> Iterator[list[Span]]:
 
         return run
 
-    stock = schedules.forward_step, schedules.backward_step
-    schedules.forward_step = timed("forward", stock[0])
-    schedules.backward_step = timed("backward", stock[1])
-    try:
+    steps = {f"{kind}_step": timed(kind, getattr(schedules, f"{kind}_step")) for kind in ("forward", "backward")}
+    with mock.patch.multiple(schedules, **steps):
         yield spans
-    finally:
-        schedules.forward_step, schedules.backward_step = stock
 
 
 def train(shared: bool) -> tuple[list[float], list[list[Span]], list[int]]:

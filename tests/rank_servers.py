@@ -38,7 +38,7 @@ PRELOAD = [
     "megatron_ext.head",
     "megatron_ext.dtensor",
 ]
-INTERPRETING = ["torch", "triton.language", "triton.runtime.interpreter"]
+INTERPRETING = ["torch", "triton.language", "triton.runtime.interpreter", "megatron_ext.head.kernels"]
 _environment: dict[str, str] = {}
 _began: list[int] = []  # the process that began the run
 

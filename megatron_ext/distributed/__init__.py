@@ -1,4 +1,4 @@
-"""Ranks and what they exchange: groups, collectives, vocabulary shards."""
+"""Process groups, collectives and vocabulary shards."""
 
 from megatron_ext.distributed.groups import VocabShard
 

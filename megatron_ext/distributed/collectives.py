@@ -152,7 +152,7 @@ def start_send(x: Tensor, group: dist.ProcessGroup, target: int) -> Pending:
 
 
 def start_receive(x: Tensor, group: dist.ProcessGroup, source: int) -> Pending:
-    """Begin to receive what the group's rank `source` sends, into a contiguous `x`."""
+    """Begin to receive a message of the group's rank `source` into a contiguous `x`."""
     return Pending(x, dist.irecv(x, dist.get_global_rank(group, source), group=group))
 
 

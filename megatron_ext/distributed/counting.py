@@ -1,4 +1,4 @@
-"""Count the collectives that a piece of code sends: what the tests assert and the reports print."""
+"""Count the collectives that a piece of code sends, for tests and reports."""
 
 from collections import Counter
 

@@ -79,7 +79,7 @@ def parallel_state() -> ModuleType | None:
 def tensor_parallel_group(group: Group = None, *, expert: bool = False, argument: str = "tp_group") -> Group:
     """The tensor-parallel group to use: `group` if given, else Megatron's (the experts' one if `expert`), else None.
 
-    None means "not sharded": what the fused head takes in a process without Megatron.
+    None means "not sharded", which is the fused head's default in a process without Megatron.
 
     Raises:
         ValueError: `group` does not hold this rank.

@@ -64,7 +64,7 @@ def _reason(ranks: Sequence[_Rank]) -> str | None:
 
 
 def _own_rank(group: ProcessGroup) -> _Rank:
-    """Return the machine that this rank runs on, its GPU, and what it lacks."""
+    """Return the machine that this rank runs on, its GPU, and its reason against symmetric memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine, reason = platform.node() + (boot.read_text() if boot.exists() else ""), _lacking(group)
     if not torch.cuda.is_available():

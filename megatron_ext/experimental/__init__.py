@@ -1,1 +1,1 @@
-"""Experiments: they import the rest of the package, and `run.py` alone imports them, when it is asked for one."""
+"""Experiments, which import the rest of the package. Only `run.py` imports an experiment, if its option is given."""

@@ -265,7 +265,7 @@ class TopKDistillationLoss(FromHidden):
 
     def _divergence(self, student: Tensor, teacher: Tensor, entropy: Tensor | None) -> Tensor:
         q = student.exp()
-        own_logs = student.where(student != -torch.inf, LOG_OUTSIDE)  # whose products with q are 0, and not NaN
+        own_logs = student.where(student != -torch.inf, LOG_OUTSIDE)  # times q they are 0, and not NaN
         if self.divergence == "jsd":
             own, other = 1 - self.beta, self.beta
             mixture = torch.logaddexp(student + math.log(own), teacher + math.log(other))

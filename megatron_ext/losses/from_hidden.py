@@ -60,7 +60,8 @@ class FromHidden:
             are divided already.
         chunk_tokens: tokens whose logits exist at a time; None: chosen from the sizes.
         gradient_accumulation_fusion: weight gradients go straight into `weight.main_grad`.
-        bits: what leaves the bits of results unchanged, see `LmHead`; None: as Megatron's `batch_invariant_mode` says.
+        bits: the conditions under which results keep their bits, see `LmHead`; None: by Megatron's
+            `batch_invariant_mode`.
         skip_ignored: leave out tokens that do not count; an int bounds those that do. See `linear_cross_entropy`.
         logit_dtype: the hidden states' 16-bit dtype: logits are rounded to it, as in inference engines; None: fp32.
     """
@@ -111,7 +112,7 @@ class LogProbLoss(FromHidden, ABC):
         sequence_first: labels and all else per token are `[S, B]`, hidden states `[S, B, D]` (`[S/R, B, D]`), as
             Megatron has them; False: `[B, S]` and `[B, S, D]` (`[B/R, S, D]`).
         ignore_index: a label of tokens that do not count.
-        cache: what the head keeps for backward; None: as the head says, or "bounded".
+        cache: what the head keeps for backward, see `LmHead`; None: the head's, or "bounded".
 
     Communicates what one call of `linear_log_probs` does: forward 1 collective, backward 1, with the sequence layout 2
     and 2; `from_log_probs` nothing.

@@ -40,11 +40,11 @@ class GRPOLoss(LogProbLoss):
     """`loss, metrics = GRPOLoss(...)(hidden, weight, labels, advantages, mask=..., old_log_probs=..., ...)`.
 
     Attributes:
-        loss_type: what a loss is a mean over, and of what.
-            "dapo": all tokens (Yu et al., 2025); "bnpo" the same;
-            "grpo": rows, each the mean of its tokens;
+        loss_type: the mean that the loss is.
+            "dapo": over all tokens (Yu et al., 2025); "bnpo" the same;
+            "grpo": over rows, each the mean of its tokens;
             "dr_grpo": the sum over tokens, divided by rows times `max_completion_length` (Liu et al., 2025);
-            "cispo": all tokens, of clipped weights, `min(r, epsilon_high)`, times log-probabilities;
+            "cispo": over all tokens, of clipped weights, `min(r, epsilon_high)`, times log-probabilities;
             "sapo": as "grpo", with a soft gate in place of clipping.
         epsilon, epsilon_high: ratios are clipped to `1 - epsilon` and `1 + epsilon_high`; None: `epsilon`.
         delta: upper bound of the ratio that is not clipped; None: not bounded.

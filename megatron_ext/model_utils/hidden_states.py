@@ -86,7 +86,7 @@ def from_parallel_hidden_states_to_logprobs(
             `from_parallel_logits_to_logprobs`.
         output_weight: if given, replaces `output_weight_layer`. By position it is the third argument, as in earlier
             versions of NeMo-RL: the types of the arguments tell the two orders apart.
-        hidden_layout: "sequence" or "replicated": what the tensor-parallel ranks hold.
+        hidden_layout: "sequence": each tensor-parallel rank holds its slice; "replicated": each holds all.
         sampling_params: temperature, by which the logits are divided, top-k and top-p: an object like
             `TrainingSamplingParams`.
         return_entropy: also return the entropy of each distribution, of the same pass; not with top-k or top-p.

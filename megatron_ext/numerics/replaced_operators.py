@@ -1,8 +1,8 @@
 """Products and activations of all layers in this process with the same bits in any batch, whoever calls them.
 
 Layers call torch's products in many spellings, `F.linear` and `@` among them, and all come down to a few operators,
-whose kernels are replaced by those of `fixed_order.py`: what Megatron's `batch_invariant_mode` does on CUDA, here on
-the CPU as well. On a CPU activations need it too: the last elements of a tensor, and of each thread's part, are
+whose kernels are replaced by those of `fixed_order.py`: as by Megatron's `batch_invariant_mode` on CUDA, here on the
+CPU as well. On a CPU activations need it too: the last elements of a tensor, and of each thread's part, are
 computed otherwise than those that fill a vector register. There activations get tensors without such elements.
 """
 

@@ -53,7 +53,7 @@ def sum_of_ranks(x_TD: Tensor, like: Tensor, group: Group, sizes: list[int] | No
     `sizes`: the number of tokens of the sum that each rank keeps; None: all ranks get all of it.
 
     Communicates: 1 all-to-all of `(R - 1) / R T D` numbers in `x`'s dtype, and without `sizes` 1 all-gather of as many
-    in that of `like`. (An all-reduce promises no order.)
+    in the dtype of `like`. (An all-reduce promises no order.)
     """
     ranks, tokens = group_size(group), x_TD.shape[0]
     if ranks == 1 or tokens == 0:

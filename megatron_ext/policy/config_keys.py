@@ -127,7 +127,7 @@ _OWN_OPTIMIZER = (
 _DTENSORS = "only DTensorPolicyWorker reads it; leave it out"
 _NO_SUCH_RANKS = (
     (None, 1),
-    "this policy has no such parallelism; set it to 1, and raise the tensor parallel size to save memory",
+    "this policy has no such parallelism: raise the tensor parallel size to save memory, and set it to 1",
 )
 _ENVIRONMENT = "the worker sets no variables of its process; pass env_vars to RayPolicy, or set them at the start"
 

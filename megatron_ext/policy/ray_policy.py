@@ -65,8 +65,8 @@ class RayPolicy(RayRefit):
         ImportError: Ray is not installed.
         ValueError: the configuration, the number of workers, the function or the checkpoint cannot be used.
         RuntimeError: the cluster has no room for the actors within `start_timeout_s`. From every call: an actor died,
-            stopped, or hung, its host is lost, or the call took longer than `call_timeout_s`; the message names ranks,
-            hosts and what they were doing, all actors are ended, and `restart` goes on.
+            stopped, or hung, its host is lost, or the call took longer than `call_timeout_s`. The message names ranks,
+            hosts and the ranks' last activity; all actors are ended, and `restart` makes new ones.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ _MISSING, _NO_DENSE_TENSOR, _WRONG_DTYPE, _TOO_MANY_DIMS = 1, 2, 3, 4
 
 
 class _Description(NamedTuple):
-    """A row of the header: what is wrong with a tensor (0: nothing), its dtype and its shape."""
+    """A row of the header: the fault of a tensor (0: none), its dtype and its shape."""
 
     fault: int
     dtype: torch.dtype

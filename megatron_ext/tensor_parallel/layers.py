@@ -35,7 +35,7 @@ from megatron_ext.tensor_parallel.mappings import (
 )
 from megatron_ext.tensor_parallel.utils import VocabUtility, divide
 
-# Whether gradient accumulation fusion can be asked for: always, since it needs no Apex here.
+# Gradient accumulation fusion is always available, since it needs no Apex here.
 _grad_accum_fusion_available = True
 
 __all__ = [

@@ -47,7 +47,7 @@ def check_two_reads(model, given, expected, true):
 
 @pytest.mark.parametrize(
     "way, change",
-    [("use_fused_loss", "hook"), ("use_fused_loss", "loss"), ("use_fused_loss", "logits"), ("read", "hook")],
+    [("use_fused_loss", "hook"), ("use_fused_loss", "loss"), *slow(("use_fused_loss", "logits")), ("read", "hook")],
 )
 @ranks(2)
 def test_a_change_on_one_rank_is_raised_on_every_rank(way, change):
@@ -77,7 +77,7 @@ def without_head(logits):
 @pytest.mark.parametrize(
     "way, logits, sequence_parallel",
     [
-        *(("use_fused_loss", None, False), ("use_fused_loss", None, True)),
+        *(*slow(("use_fused_loss", None, False)), ("use_fused_loss", None, True)),
         *(("read", "its own shard", False), ("read", "whole", False)),
     ],
 )

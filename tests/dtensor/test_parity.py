@@ -27,14 +27,12 @@ LARGE_LAYOUTS = {
 QUICK = {
     ("llama", "dp2", False),
     ("llama", "tp2_sp", True),
-    ("llama", "cp2", False),
     ("qwen2", "cp2", True),
     ("qwen3", "tp2", False),
-    ("gemma3", "tp2_sp", True),
     ("gemma3", "cp2_packed", False),
     ("gemma3_multimodal", "tp2_sp", True),
 }
-BOTH_WAYS = {("qwen3", "tp2_sp", False)}  # tied and untied
+BOTH_WAYS = {("qwen3", "tp2_sp", False), ("llama", "cp2", False), ("gemma3", "tp2_sp", True)}  # tied and untied
 
 
 def _cells(layouts, marks):

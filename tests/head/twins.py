@@ -452,11 +452,11 @@ def comparisons():
     return [*sampled, *terms, *passes, *fused, *fixed]
 
 
-def compare_products(device: str, dtype: torch.dtype, kind: str) -> None:
+def compare_products(device: str, dtype: torch.dtype, kind: str, columns: int = 300) -> None:
     """True values, of sizes that are no multiples of a tile, in an output that has gaps; a row's bits are those of any
     other place and number of rows, and a sum's those of two parts. `kind`: whose operands' strides these are."""
     generator = torch.Generator().manual_seed(0)
-    wide, (m, k, n) = accumulation_dtype(dtype), (150, 2 * 64 + 6, 300)
+    wide, (m, k, n) = accumulation_dtype(dtype), (150, 2 * 64 + 6, columns)
     left, right = (torch.randn(*shape, generator=generator).to(device, dtype) for shape in ((m, k), (k, n)))
     a_MK = left.t().contiguous().t() if kind == "dW" else left
     b_KN = right.t().contiguous().t() if kind == "logits" else right
@@ -523,7 +523,9 @@ QUICK = {
     ],
     "nucleus": [(compare_nucleus, (_FP32, 21, 3.0, temperature, (0.7,), 8)) for temperature in (0.7,)],
     "selection": [(compare_selection, (_FP32, 130, (5,)))],
-    "products": [(compare_products, case) for case in ((_BF16, "logits"), (_FP32, "dx"), (torch.float64, "dW"))],
+    "products": [
+        (compare_products, (*case, 130)) for case in ((_BF16, "logits"), (_FP32, "dx"), (torch.float64, "dW"))
+    ],
     "fused products": [(compare_fused_products, case) for case in CASES],
     "fixed sums": [(compare_fixed_sums, (dtype,)) for dtype in (_FP32, torch.float64)],
     "engine softmax": [

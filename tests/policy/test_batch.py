@@ -40,8 +40,9 @@ def test_rows_that_do_not_fit():
         within_tokens([6, 2], 10, unit=2)
     with pytest.raises(ValueError, match="multiple of 2"):
         packed([3, 3, 3], 10, unit=2)
-    with pytest.raises(ValueError, match="positive multiple of 2"):
-        fixed(4, 3, unit=2)
+    for rows, size in ((4, 3), (3, 2)):
+        with pytest.raises(ValueError, match=f"is {size} for {rows} rows: both must be a positive multiple of 2"):
+            fixed(rows, size, unit=2)
 
 
 def test_shards_keep_global_batches_together():

@@ -50,6 +50,8 @@ BAD_DATA = {
     f"input_ids are .* 0 to {VOCAB - 1}": lambda data: BatchedDataDict(data, input_ids=data["input_ids"] + VOCAB - 9),
     "input_ids are -9 to": lambda data: BatchedDataDict(data, input_ids=data["input_ids"] - 9),
     r"sample_mask is a list: .* \[rows\]": lambda data: BatchedDataDict(data, sample_mask=[1.0] * data.size),
+    "token_mask has a number below 0": lambda data: BatchedDataDict(data, token_mask=data["token_mask"] - 1),
+    "sample_mask has a number below 0": lambda data: BatchedDataDict(data, sample_mask=-data["sample_mask"]),
     r"token_mask is \[4\]: .* \[rows, positions\]": lambda data: BatchedDataDict(data, token_mask=data["sample_mask"]),
 }
 
@@ -105,7 +107,7 @@ def test_sizes_that_do_not_divide():
             worker.train(data, NLLLoss(), gbs=gbs, mbs=mbs)
 
 
-@pytest.mark.parametrize("kind", ["tp", "cp"])
+@pytest.mark.parametrize("kind", ["tp", *slow("cp")])
 @ranks(2)
 def test_ranks_of_one_model_must_get_the_same_rows(kind):
     worker = DTensorPolicyWorker(tiny_config(**{kind: 2}), init_reference_model=False)

@@ -67,6 +67,16 @@ def worker_of(cls=DTensorPolicyWorker, reference_model=False, generation=SAMPLIN
     return cls(config, init_reference_model=reference_model)
 
 
+@ranks(1)
+def test_log_probs_of_an_earlier_policy_are_not_read():
+    """NeMo-RL's loss takes the current policy's by this name for its KL penalty."""
+    loss_fn, data = ClippedPGLoss(reference_policy_kl_penalty=0.5), tiny_batch(8)
+    with ended(worker_of(generation={"temperature": 1.0})) as worker:
+        stale = data | {"curr_logprobs_unfiltered": data["reference_policy_logprobs"] - 1}
+        found, want = (worker.train(given, loss_fn, eval_mode=True)["global_loss"] for given in (stale, data))
+    assert torch.equal(found, want)
+
+
 def check_scores(cls, layout, kind):
     data = tiny_batch(8)
     for sampling in (SAMPLING, {"temperature": 0.7, "top_p": 0.6}, {"temperature": 0.7, "top_k": 4}):

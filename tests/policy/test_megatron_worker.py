@@ -6,6 +6,7 @@ import torch.distributed as dist
 import transformers
 
 from megatron_ext.policy import ClippedPGLoss, MegatronPolicyWorker, NLLLoss, load_weights
+from megatron_ext.policy.worker.optimizer import check_elementwise
 from tests.dtensor.models import family_config
 from tests.gpt import forget_megatron
 from tests.marks import slow
@@ -188,6 +189,27 @@ def test_temperature_and_precision():
 def test_layouts_that_cannot_be(kind, sizes, message):
     with pytest.raises(ValueError, match=message):
         MegatronPolicyWorker(tiny_config(model_config(kind)) | {"megatron_cfg": sizes})
+
+
+def test_optimizers_that_look_at_a_whole_weight_are_told():
+    def check(name):
+        check_elementwise({"name": f"torch.optim.{name}", "kwargs": {"lr": 1e-2}}, torch.device("cpu"))
+
+    for name in ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]:
+        check(name)
+    for name in ("Adafactor", "Muon"):
+        with pytest.raises(ValueError, match=f"optimizer is torch.optim.{name}, whose step .* depends on the whole"):
+            check(name)
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_an_optimizer_of_whole_weights_is_refused_for_parts():
+    config = tiny_config(model_config(), optimizer={"name": "torch.optim.Adafactor", "kwargs": {"lr": 1e-2}})
+    with pytest.raises(ValueError, match="Adafactor, whose step of a weight depends on the whole weight"):
+        MegatronPolicyWorker(config | {"megatron_cfg": LAYOUTS["tp"]})
+    with ended(MegatronPolicyWorker(config | {"megatron_cfg": LAYOUTS["dp"]})) as worker:
+        worker.train(shard(tiny_batch(), worker), NLLLoss())
 
 
 @ranks(2)

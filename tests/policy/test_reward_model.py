@@ -124,5 +124,5 @@ def test_a_reward_model_without_a_linear_score_is_refused():
 @ranks(1)
 def test_a_causal_language_model_has_no_scores():
     worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False, init_optimizer=False)
-    with pytest.raises(ValueError, match="is of reward models, and this worker has a causal language model"):
+    with pytest.raises(ValueError, match="needs a reward model, and this worker has a causal language model"):
         worker.score(tiny_batch())

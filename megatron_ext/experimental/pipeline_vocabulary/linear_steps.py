@@ -38,9 +38,9 @@ class Products(NamedTuple):
 
     x_TD: Tensor
     plan: Plan
-    stats_KT: Tensor  # with a place more in each row for the exchange
+    stats_KT: Tensor  # with one more column, for the exchange
     exp_TV: Tensor  # E, `[T, 0]` if no gradient is wanted
-    shift_T: Tensor  # what it is relative to
+    shift_T: Tensor  # m of E = exp(z - m)
     product_TD: Tensor | None  # E @ W, fp32 (fp64 for fp64); None if no gradient is wanted
 
     def tensors(self) -> list[Tensor]:

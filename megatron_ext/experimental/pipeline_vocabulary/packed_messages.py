@@ -1,6 +1,6 @@
 """Several tensors packed into one message between stages, with a field that says which rank failed.
 
-A rank that fails in a pass goes on sending and receiving, with zeros for what it cannot compute and with its mark,
+A rank that fails in a pass goes on sending and receiving, with zeros for results that it lacks and with its mark,
 until the schedule ends; so no other rank waits for it in vain, and every rank that a mark has reached raises at the
 end. The marks stay on the device until then.
 """

@@ -95,7 +95,7 @@ class StageMessages:
             self._own[exchange] = found
 
     def launch(self, exchange: Exchange) -> None:
-        """Begin to send what was put, or else to receive."""
+        """Begin to send the tensors that were put for this exchange, or else to receive."""
         self._sent = [pending for pending in self._sent if not pending.done]
         group, of_two = self.groups[exchange.kind], exchange.kind in _OF_TWO
         if exchange.kind is Sent.TOKENS and self.vary:

@@ -1,6 +1,6 @@
 """One step of training on one pipeline stage whose vocabulary layers all stages share: its passes, in their order.
 
-Layers, loss and data run by Megatron's own `forward_step` and `backward_step`. What is sent per micro-batch beyond
+Layers, loss and data run by Megatron's own `forward_step` and `backward_step`. Messages per micro-batch beside
 Megatron's activations and gradients: token ids (a broadcast), the embedding (a sum on the first stage) and its
 gradient (a broadcast); hidden states with the labels (a broadcast), statistics (an all-gather), the hidden states'
 gradient (a sum on the last stage) and that of the losses (a broadcast of a number per token). Passes send nothing

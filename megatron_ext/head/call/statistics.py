@@ -109,8 +109,7 @@ SIZE, COUNTED, START, OPTIONS, LABELS = range(5)
 REFUSED = -1.0
 
 
-# Shared rows that every call sends, whichever of them it has: a rank with other options is told so then. All but the
-# softcap's slope.
+# Shared rows that every call sends, the softcap's slope aside: a rank with other options is told so then.
 SENT = 7
 
 
@@ -219,7 +218,8 @@ def joined(stats_NKT: Tensor, call: ResolvedHead) -> Tensor:
 
     The softcap's slope at the label is none of them.
     """
-    return in_tree(stats_NKT.unbind(0), lambda one_KT, other_KT: _joined(one_KT, other_KT, call))
+    own_NKT = stats_NKT[:, : own_rows(call) - (call.softcap is not None)]
+    return in_tree(own_NKT.unbind(0), lambda one_KT, other_KT: _joined(one_KT, other_KT, call))
 
 
 def _joined(one_KT: Tensor, other_KT: Tensor, call: ResolvedHead) -> Tensor:

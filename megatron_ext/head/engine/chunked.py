@@ -252,8 +252,7 @@ def read_chunks(
 
 def _write_statistics(plan: Plan, z_tV: Tensor, rows: slice, stats_Kt: Tensor, shift_t: Tensor) -> None:
     """The shared statistics of a chunk of logits."""
-    call = plan.call
-    target_t = part_of(plan.target_T, rows)
+    call, target_t = plan.call, part_of(plan.target_T, rows)
     options = plan.sums | {"counted": call.counted}
     plan.passes.row_statistics(z_tV, target_t, stats_Kt, shift_T=shift_t, labelled=plan.labelled, **options)
     if plan.fixed and in_engine_order(call, z_tV):

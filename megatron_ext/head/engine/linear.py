@@ -315,10 +315,12 @@ def statistics_pass(
             run(full_TD[span], span)
     if len(leaves) == 1:
         return stats[0], exps, shifts
-    stats_NKT = torch.stack(stats)
-    own_KT = stats_NKT.amax(0)  # of the softcap's slope at the label, which is one leaf's
-    joined_KT = statistics.joined(stats_NKT[..., :-1], call)
+    own_KT = statistics.new_statistics(tokens, plan.shared_rows, plan.ranks, dtype, hidden_TD.device)
+    stats_NKT = torch.stack([each_KT[:, :-1] for each_KT in stats])
+    joined_KT = statistics.joined(stats_NKT, call)
     own_KT[: len(joined_KT), :-1] = joined_KT
+    if call.softcap is not None:  # its slope at the label is one leaf's
+        own_KT[len(joined_KT), :-1] = stats_NKT[:, len(joined_KT)].amax(0)
     return own_KT, exps, shifts
 
 

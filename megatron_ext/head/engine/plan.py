@@ -23,6 +23,7 @@ from megatron_ext.head.call.resolved_head import FAST, FIXED, ResolvedHead, leaf
 from megatron_ext.head.call.statistics import Statistics
 from megatron_ext.head.readouts.read_out import ReadOut, ReadOutResults
 from megatron_ext.head.row_passes.passes import passes_of
+from megatron_ext.numerics import tensors
 from megatron_ext.numerics.tensors import has_values
 
 
@@ -250,7 +251,7 @@ class Plan:
         """Every rank's statistics, checked if this rank can read them; of the first `chunk` tokens, where forward makes
         gradients by such chunks."""
         checksums: list[Any] = []
-        if readable := has_values(stats_KT):
+        if readable := tensors.has_values(stats_KT):
             by_chunks = "" if chunk is None else f", gradients made in forward by chunks of {chunk} tokens"
             words = self.words() + by_chunks
             checksums = [statistics.options_checksum(words), self.passes.labels_checksum(self.ids, self.places_T)]

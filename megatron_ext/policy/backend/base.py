@@ -53,6 +53,7 @@ class Backend(ABC):
 
     model: nn.Module
     vocabulary: int  # the number of the model's token ids
+    plain_shards = False  # whether parts of a weight are tensors by themselves, which an optimizer takes for weights
 
     def __init__(self, settings: Settings, init_reference_model: bool = True):
         self.settings = settings

@@ -85,6 +85,7 @@ class MegatronBackend(Backend):
         self._data_parallel: list[DistributedDataParallel] = []
         self._passed_on: Tensor | None = None
         self._least_shape: tuple[int, ...] = (0, 0)  # rows and places that every micro-batch is padded to
+        self.plain_shards = settings.tensor_parallel_size > 1
         super().__init__(settings, init_reference_model)
 
     def build_model(self) -> None:

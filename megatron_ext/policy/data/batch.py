@@ -142,9 +142,10 @@ class BatchedDataDict(UserDict[str, Any]):
 
 def fixed(rows: int, size: int, unit: int = 1) -> list[list[int]]:
     """Runs of `size` rows, in order; the last may be shorter."""
-    if size < 1 or size % unit:
+    if size < 1 or size % unit or rows % unit:
         raise ValueError(
-            f"micro-batch size is {size}: it must be a positive multiple of {unit}, rows that stay together"
+            f"micro-batch size is {size} for {rows} rows: both must be a positive multiple of {unit}, rows that stay "
+            f"together"
         )
     return [list(range(start, min(start + size, rows))) for start in range(0, rows, size)]
 

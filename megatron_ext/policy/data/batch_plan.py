@@ -232,6 +232,8 @@ def checked(data: Mapping[str, Any], needs: Iterable[str], vocabulary: int, leas
             raise ValueError(
                 f"{name} is {found}: it must be a tensor [{', '.join(('rows', 'positions', 'ids')[:dims])}]"
             )
+        if value is not None and name.endswith("_mask") and bool((value < 0).any()):
+            raise ValueError(f"{name} has a number below 0: set it to 0 where nothing counts, and else above 0")
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] != tokens_BS.shape[1]:
             raise ValueError(

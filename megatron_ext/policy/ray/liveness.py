@@ -178,9 +178,9 @@ class Liveness:
             self._ray.kill(monitor)
 
     def fault(self, pending: Collection[int], at_most_s: float = math.inf) -> str | None:
-        """Return what is wrong with the ranks that have not answered yet; None: nothing, as far as `at_most_s` shows.
+        """Return the fault of ranks that have not answered yet; None: there is none, as far as `at_most_s` shows.
 
-        Waits for monitors alone.
+        Waits only for the monitors.
         """
         ray, asked = self._ray, {monitor.report.remote(): node for node, monitor in self._of_node.items()}
         for timeout_s in (min(self._timeout_s, at_most_s), LOOK_S):  # again: this process may have been stopped itself

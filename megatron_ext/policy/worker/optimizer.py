@@ -28,6 +28,33 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], description: Mappin
     return cls([p for p in parameters if p.requires_grad], **kwargs)
 
 
+def check_elementwise(description: Mapping[str, Any], device: torch.device) -> None:
+    """Raise ValueError for an optimizer whose step of a matrix is not that of the matrix's parts, each by itself.
+
+    Two steps of a small matrix, and of its halves with the same gradients, are compared. Nothing is communicated.
+    """
+    generator = torch.Generator().manual_seed(0)
+    whole, *gradients = torch.randn(3, 8, 8, generator=generator).to(device)
+
+    def stepped(dim: int, parts: int) -> torch.Tensor:
+        weights = [torch.nn.Parameter(part.clone()) for part in whole.chunk(parts, dim)]
+        optimizer = make_optimizer(weights, description)
+        for gradient in gradients:
+            for weight, part in zip(weights, gradient.chunk(parts, dim), strict=True):
+                weight.grad = part.clone()
+            optimizer.step()
+        return torch.cat([weight.detach() for weight in weights], dim) - whole
+
+    for dim in (0, 1):
+        together = stepped(dim, 1)
+        if (stepped(dim, 2) - together).abs().max() > 1e-3 * together.abs().max():
+            raise ValueError(
+                f"optimizer is {description['name']}, whose step of a weight depends on the whole weight, and each "
+                f"tensor-parallel rank has a part of it: use an elementwise optimizer such as torch.optim.AdamW, "
+                f"tensor_model_parallel_size 1, or DTensorPolicyWorker"
+            )
+
+
 def make_scheduler(
     optimizer: Optimizer, description: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 ) -> LRScheduler:

@@ -157,6 +157,7 @@ def _log_probs(reader: MicroBatchReader, loss_fn: Any, by_keywords: bool) -> Los
     def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
         if by_keywords:  # NeMo-RL's losses take none for the first token
             found = found[:, 1:]
+        micro_batch.pop("curr_logprobs_unfiltered", None)  # the user's, of other weights
         if found.dim() == 3:
             micro_batch["curr_logprobs_unfiltered"], found = found[..., 1], found[..., 0]
         if by_keywords:

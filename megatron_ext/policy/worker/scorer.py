@@ -95,8 +95,8 @@ class Scorer:
         """
         if not self.settings.gives_rewards:
             raise ValueError(
-                "score() needs a reward model, and this worker has a causal language model: set "
-                "reward_model_cfg.enabled, or call get_logprobs() for log-probabilities"
+                "score() is of reward models, and this worker has a causal language model: set "
+                "reward_model_cfg.enabled, or ask get_logprobs() for log-probabilities"
             )
         with timed(timer, "score"):
             found = self._scored(data, None, self.reader.logits)

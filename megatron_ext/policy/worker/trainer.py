@@ -6,7 +6,7 @@ In parts, by NeMo-RL's protocol:
 
     begin_train_step(loss_fn) -> train_microbatch(data), any number of times -> finish_train_step()
 
-Until the end nobody knows how many rows and tokens the global batch has. So the loss function is called with 1 in place
+Only at the end are the rows and tokens of the global batch counted. So the loss function is called with 1 in place
 of these counts, gradients add up undivided, and the end divides them, the loss and the metrics, each of these by the
 count that the loss function names in `metric_normalizations`.
 
@@ -31,7 +31,7 @@ from megatron_ext.policy.data.agreement_of_ranks import RuntimeErrorElsewhere
 from megatron_ext.policy.data.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Counts, MicroBatchBounds, Step, training_steps
 from megatron_ext.policy.losses.worker_protocol import LossFunction, LossType, MetricNormalizer, Timer, timed
-from megatron_ext.policy.worker.optimizer import LossScale, make_optimizer, make_scheduler
+from megatron_ext.policy.worker.optimizer import LossScale, check_elementwise, make_optimizer, make_scheduler
 from megatron_ext.policy.worker.reader import LossInputs, MicroBatchReader, loss_inputs
 
 Metrics = list[dict[str, float]]  # of each micro-batch
@@ -40,7 +40,7 @@ MetricsByName = defaultdict[str, list[float]]
 
 @dataclass
 class OpenStep:
-    """Step that is not finished, with what it has gathered. Rows and tokens are those of all data-parallel ranks."""
+    """Step that is not finished, with its sums so far. Rows and tokens are those of all data-parallel ranks."""
 
     loss_fn: LossFunction
     bounds: MicroBatchBounds
@@ -75,6 +75,8 @@ class Trainer:
         self.backend, self.settings, self.reader = backend, backend.settings, MicroBatchReader(backend)
         settings, parameters = backend.settings, backend.model.parameters()
         self.optimizer = make_optimizer(parameters, settings.optimizer) if init_optimizer else None
+        if self.optimizer is not None and settings.optimizer and backend.plain_shards:
+            check_elementwise(settings.optimizer, backend.device)
         self.scheduler = None if self.optimizer is None else make_scheduler(self.optimizer, settings.scheduler)
         self.loss_scale = LossScale(dynamic=settings.dtype == torch.float16)
         self.open_step: OpenStep | None = None
@@ -351,7 +353,7 @@ def _agreed_loss(backend: Backend, number: int, own: Tensor, fault: Exception | 
 
 
 def _validated(returned: Any) -> tuple[Tensor, dict[str, float]]:
-    """Return what a loss function returned, if it can be trained on and its metrics are numbers."""
+    """Check what a loss function returned; return the loss, and the metrics as Python numbers."""
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise ValueError(
             f"loss_fn returned {_kinds(returned)}: it must return the loss, a 0-d tensor, and a dict of metrics"

@@ -5,8 +5,8 @@ A tensor is laid out over the tensor-parallel group in one of three ways:
 - "sequence": every rank holds its slice of the first dimension (the tokens);
 - "sharded": every rank holds its part of the features. A matmul that sums over them gives its part of the sum.
 
-A column-parallel layer goes from replicated or sequence to sharded, a row-parallel one the other way. What has to be
-communicated follows from the layouts alone; each collective of the backward pass is the dual of one forward:
+A column-parallel layer goes from replicated or sequence to sharded, a row-parallel one the other way. The collectives
+follow from the layouts alone; each collective of the backward pass is the dual of one forward:
 
     input         forward      backward                           output        forward          backward
     replicated    -            all-reduce(dx), under dW           replicated    all-reduce       -
@@ -17,9 +17,9 @@ Where the plan says so, a sequence's all-gather or reduce-scatter and the matmul
 symmetric memory (`megatron_ext.distributed.symmetric_matmul`). In a backward pass these are the reduce-scatter of dx
 and the all-gather of dy.
 
-A gradient that nobody needs is not computed, and nothing is communicated or saved for it. The schedule is Megatron-LM's
-(Korthikanti et al., https://arxiv.org/abs/2205.05198): of a sequence-parallel input each rank saves its own slice only,
-and gathers the whole again in backward.
+A gradient that is not needed is not computed, and nothing is communicated or saved for it. The schedule is that of
+Megatron-LM (Korthikanti et al., https://arxiv.org/abs/2205.05198): of a sequence-parallel input each rank saves its own
+slice only, and gathers the whole again in backward.
 
 Legend: T tokens (all leading dimensions) of all ranks, t of this rank; D input size, N outputs, both of this rank.
 """

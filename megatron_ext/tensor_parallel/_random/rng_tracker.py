@@ -1,7 +1,7 @@
 """`CudaRNGStatesTracker`: several named random streams on one generator.
 
-Tensor-parallel ranks must draw the same numbers for what they hold in common, and different ones for what they share
-out. So each rank has named streams, seeded apart, and `fork(name)` lets the generator draw from one of them a while:
+Tensor-parallel ranks must draw the same numbers for tensors that they hold in common, and different ones for sharded
+tensors. So each rank has named streams, seeded apart, and `fork(name)` lets the generator draw from one for a while:
 
     with get_cuda_rng_tracker().fork():      # this tensor-parallel rank's own stream
         dropout(partial_hidden)
@@ -35,7 +35,7 @@ EXPERT_PARALLEL = "expert-parallel-rng"  # the experts': one stream per (expert-
 DATA_PARALLEL = "data-parallel-rng"  # the same on all tensor-parallel ranks
 GENERALIZED = "gtp-remat-rng"  # first values of weights under generalized tensor parallelism: one stream per rank of it
 EXPERT_GENERALIZED = "egtp-remat-rng"  # the same for experts
-DEFAULT = "default-rng"  # what the generator draws from outside any fork; has no entry in states_
+DEFAULT = "default-rng"  # the stream outside of any fork; has no entry in states_
 
 
 def get_data_parallel_rng_tracker_name() -> str:

@@ -85,7 +85,7 @@ def model_parallel_cuda_manual_seed(
         unique_streams: Give every (pp, ep, etp) an expert stream of its own. By default some meet, as in Megatron.
 
     Raises:
-        ValueError: a rank is out of range, or neither given nor known; the tracker that exists lacks what is asked for.
+        ValueError: a rank is out of range, or neither given nor known; the tracker that exists lacks an option given.
         ImportError: Transformer Engine's tracker is asked for and missing.
     """
     if isinstance(gtp_remat_rank, bool):

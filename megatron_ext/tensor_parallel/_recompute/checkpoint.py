@@ -32,7 +32,7 @@ def checkpoint(
     The second run draws the same random numbers (of the CPU, of the tensors' devices and of the streams of our RNG
     tracker and Megatron's) under the same autocast settings, torch's and Transformer Engine's, and the same default
     device, so that losses and gradients are those of the plain call, bit for bit, as long as the function itself does
-    the same twice. Exceptions: what is captured into a CUDA graph draws new numbers; and, as in Transformer Engine's
+    the same twice. Exceptions: a call captured into a CUDA graph draws new numbers; and, as in Transformer Engine's
     own checkpoint, its delayed scaling quantizes anew where checkpoints are nested, or one module is in two of them.
 
     Args:
@@ -49,7 +49,7 @@ def checkpoint(
     With gradients off this is the plain call.
 
     Communication: none of its own; with `distribute_saved_activations` one all-gather of the first argument's bytes in
-    the backward. What the function communicates, it communicates twice.
+    the backward. The function's own communication takes place twice.
 
     Raises:
         ValueError: with `distribute_saved_activations` the first argument is no tensor, or the tensor-parallel group is

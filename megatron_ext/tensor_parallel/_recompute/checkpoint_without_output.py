@@ -1,6 +1,6 @@
 """`CheckpointWithoutOutput`: the output is freed after its use, and recomputed just before backward reads it.
 
-`checkpoint` frees what happens inside a function; what comes out stays, because the next layer saves it. For a function
+`checkpoint` frees the activations inside a function; its output stays, because the next layer saves it. For a function
 that is cheap next to its output, a norm or an activation, the output is the memory. So it is emptied in place, all
 references to it stay valid, and the recomputation writes the same numbers back into the same storage.
 
@@ -141,7 +141,7 @@ class CheckpointWithoutOutput:
                 kept.add(_storage_id(output))  # several outputs may be pieces of one storage
                 storage = output.untyped_storage()
                 freed.append((place, storage, storage.nbytes()))
-                storage.resize_(0)  # whoever holds a tensor there goes on holding it
+                storage.resize_(0)  # tensors on this storage stay valid objects
         if hook_tensor.requires_grad:
             hook_tensor.register_hook(functools.partial(_fill_again, ctx, freed))
 

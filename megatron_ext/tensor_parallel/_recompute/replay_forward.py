@@ -163,7 +163,7 @@ class Rerun:
             results = self._function(*args)
         self._changed = before != _versions(args)
         listed = results if isinstance(results, tuple | list) else (results,)
-        # Private aliases: what a function was given or holds, and returns as it is, must not become part of the graph.
+        # Private aliases: a tensor that the function was given or holds, and returns itself, must not join the graph.
         aliases = [result.detach() if isinstance(result, Tensor) else result for result in listed]
         if look_for_gradients:
             ctx.mark_non_differentiable(*(a for a, r in zip(aliases, listed, strict=True) if not r.requires_grad))
