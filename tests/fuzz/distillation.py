@@ -36,7 +36,7 @@ class Divergence:
         return weight * forward + (1 - weight) * reverse
 
     def outside(self, log_q: Tensor) -> Tensor:
-        """Return the terms of outcomes outside of the ids: the teacher gives them `exp(OUTSIDE)` in reverse KL, else 0."""
+        """Return the terms of outcomes outside of the teacher's ids: `exp(OUTSIDE)` stands for 0 in the reverse KL."""
         if self.kind == "jsd":
             return -((1 - self.beta) * math.log(1 - self.beta) * log_q.exp()).sum(-1)
         weight = {"forward": 0.0, "reverse": 1.0, "mixed": 1 - self.mixed}[self.kind]
