@@ -70,7 +70,7 @@ def build_model(seed: int) -> GPTModel:
 
 
 def my_part(tokens_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens, padded to a multiple of 2 context-parallel sizes, this rank's part, and its positions."""
+    """Return the tokens padded to a multiple of twice the context-parallel size, this rank's part and its positions."""
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     padded_BS = F.pad(tokens_BS, (0, -tokens_BS.shape[1] % (2 * size)))
     positions_BS = torch.arange(padded_BS.shape[1], device=tokens_BS.device).expand_as(padded_BS)

@@ -68,7 +68,7 @@ class Event:
         self._recorded_s = time.perf_counter()
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds from this event to `end`."""
+        """Return the milliseconds from this event to `end`."""
         return (end._recorded_s - self._recorded_s) * 1e3
 
 

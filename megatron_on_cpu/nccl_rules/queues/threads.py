@@ -19,7 +19,7 @@ _WAITS = {("threading", "wait"), ("threading", "join"), ("threading", "_wait_for
 
 
 class Threads:
-    """Threads of this process; `waits` has the launch for which each waits, None for none, of those that launched."""
+    """Threads of this process; `waits` has, for each that has launched something, the launch it waits for or None."""
 
     def __init__(self) -> None:
         self.waits: dict[int, Launch | None] = {}
@@ -29,7 +29,8 @@ class Threads:
         self.waits.setdefault(thread, None)
 
     def states(self) -> tuple[list[Launch | None], list[str]]:
-        """Return the launches that threads wait for, a None for each thread that may launch more, and these' lines."""
+        """Return the launches that threads wait for, with a None for each thread that may launch more, and the lines of
+        code at which the latter are."""
         alive = [thread.ident for thread in threading.enumerate() if thread.name != _OURS and thread.ident is not None]
         frames = sys._current_frames()
         waiting = {thread: launch for thread, launch in self.waits.items() if launch is not None and thread in alive}

@@ -31,8 +31,8 @@ Gone = Callable[[int], None]
 class Transport:
     """The connections of rank `rank` with all other ranks of a world of `size`, which meet by `store`.
 
-    `lock` guards everything: this object's thread holds it when it calls `receive(peer, header, payload)` and
-    `gone(peer)`, and any thread that calls `send` has to hold it.
+    `lock` guards everything: `receive(peer, header, payload)` and `gone(peer)` are called with the lock held, and a
+    thread that calls `send` has to hold it.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, lock: Any, receive: Receive, gone: Gone):

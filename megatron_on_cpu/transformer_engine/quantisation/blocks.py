@@ -28,7 +28,7 @@ def compact(tensor: Any) -> bool:
 
 
 def blocks_of(tensor: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """Return bytes and inverse scales; with `columnwise` those of the transposed rows: blocks then lie in columns."""
+    """Return bytes and inverse scales; `columnwise`: of the transpose, whose blocks lie along its last dim too."""
     x = tensor.float().reshape(-1, tensor.shape[-1])
     x = x.t() if columnwise else x
     number = TORCH_DTYPES[quantizer.dtype]
