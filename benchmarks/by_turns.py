@@ -1,7 +1,7 @@
 """Ratios of our cost to another's, measured by turns in one process: `benchmarks.run cpu --only by-turns`.
 
-The head with 16-bit operands on a processor without 16-bit products, which is set by hand, beside fp32; and a KL
-divergence from hidden states beside logits that are made at once. Forward and backward, CPU time of one thread.
+Two things are measured, forward and backward, by the CPU time of one thread: the head with 16-bit operands as on a
+processor without 16-bit products, beside fp32; and a KL divergence from hidden states, beside one from whole logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def divergence_steps() -> dict[str, Step]:
 
 
 def measured(steps: dict[str, Step], base: str) -> Rows:
-    """Peak MiB, milliseconds, and their ratio to those of `base` in the same turn."""
+    """Return rows of peak MiB, milliseconds, and the ratio of milliseconds to those of `base` in the same turn."""
     peaks: Rows = [(name, "peak", "MiB", [peak_mib(step)]) for name, step in steps.items()]
     return peaks + cpu_times(steps, 0.0, base, "base", least=TURNS)
 

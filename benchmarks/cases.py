@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-MEGATRON = "megatron unfused"  # what ratios are taken to
+MEGATRON = "megatron unfused"  # the head to which ratios are taken
 
 
 @dataclass(frozen=True)
 class Case:
-    """One forward and backward of a head. `vocab` is the whole vocabulary; each of `ranks` holds an equal shard."""
+    """Sizes of one forward and backward of a head; `vocab` is the whole vocabulary, in equal shards on `ranks`."""
 
     name: str
     tokens: int
@@ -29,7 +29,7 @@ class Case:
 
     @property
     def nvh(self) -> int:
-        """T V D / R: the multiply-adds of one matmul on one rank."""
+        """Return T V D / R, the multiply-adds of one matmul on one rank."""
         return self.tokens * self.columns * self.width
 
 
@@ -41,11 +41,11 @@ def cpu_cases() -> list[Case]:
     ]
 
 
-# One GPU holds one shard of B: its matmuls and passes, without the two collectives.
+# One GPU runs one shard of B: the matmuls and passes of a rank, without the two collectives.
 GPU_CASES = [
     Case("A", 8192, 4096, 128256, 1, torch.bfloat16, "cuda"),
     Case("B, one shard of 8", 16384, 8192, 152064 // 8, 1, torch.bfloat16, "cuda"),
 ]
 
-# Counted on fake tensors, which take the CPU's path on a machine without CUDA.
+# Costs are counted on fake tensors, for which the head takes its CPU path on a machine without CUDA.
 COUNTED_CASE = Case("counted B, one rank of 8", 16384, 8192, 152064, 8, torch.bfloat16)

@@ -1,8 +1,8 @@
 """Small calls, where Python takes the time, ours beside Megatron's: `benchmarks.run cpu --only few-tokens`.
 
-Head, loss of logits, embedding and linear layers on 8 tokens, forward and backward, in one process a rank. A turn times
-some calls of one side and then of the other, so that what disturbs the machine disturbs both; the ratio is of a turn.
-The time that the processors work is less disturbed than the time that passes, and leaves out what a rank waits for.
+Head, loss of logits, embedding and linear layers run on 8 tokens, forward and backward, in one process for each rank. A
+turn times 10 calls of one side and then of the other, so that a disturbance of the machine affects both; ratios are
+taken in each turn. CPU time is less disturbed than wall-clock time, and leaves out the waits of a rank.
 """
 
 import time
@@ -26,7 +26,7 @@ STOCK, OURS = "megatron", "ours"
 
 
 def pairs() -> dict[str, dict[str, Step]]:
-    """A forward and backward of Megatron's and of ours, by what they compute."""
+    """Return forward and backward of Megatron's and of our function, by the name of what they compute."""
     from megatron.core import tensor_parallel as stock
     from megatron.core.model_parallel_config import ModelParallelConfig
 
@@ -71,7 +71,7 @@ def pairs() -> dict[str, dict[str, Step]]:
             OURS: backward(lambda: linear_cross_entropy(hidden, weight, labels_T1, group), hidden, weight),
         },
         "loss of logits": {
-            # Megatron's writes into its logits.
+            # Megatron's function overwrites its logits, hence the copies.
             STOCK: backward(lambda: stock.vocab_parallel_cross_entropy(logits * 1, labels_T1), logits),
             OURS: backward(lambda: vocab_parallel_cross_entropy(logits * 1, labels_T1, group), logits),
         },
@@ -90,7 +90,7 @@ def pairs() -> dict[str, dict[str, Step]]:
 
 
 def measured() -> Rows:
-    """Microseconds of a call, and the ratio in each turn."""
+    """Return rows of the microseconds of a call, and of the ratio to Megatron's in each turn."""
     torch.set_num_threads(1)
     rows: Rows = []
     with megatron_on_cpu(), megatrons_group(dist.group.WORLD):

@@ -2,8 +2,8 @@
 `--only` measures other parts, of `gpu_in_a_row.py` and `gpu_probes.py`.
 
 Each row is written when it is measured, and a run that was interrupted goes on where it ended. A head that is not
-installed, fails or is wrong leaves a row that says so. With `--rehearse` the same lines run on a CPU at toy sizes:
-kernels under Triton's interpreter, matrix products rounded as cuBLAS does, clocks and memory counters stood in for.
+installed, fails or is wrong leaves a row that says so. With `--rehearse` the same code runs on a CPU at toy sizes:
+kernels under Triton's interpreter, matrix products rounded as by cuBLAS, clocks and memory counters as stand-ins.
 """
 
 import time
@@ -23,14 +23,14 @@ REHEARSAL = [Case("rehearsal", 8, 32, 301, 1, torch.bfloat16)]
 
 
 def stage_of(impl: Implementation) -> int:
-    """Order a short run: our head, then what may be faster and what others would use, then the rest."""
+    """Return a head's stage in a run: 0 for ours, 1 for heads that may be faster or are in wide use, 2 for others."""
     if impl.name == "ours, cache 1":
         return 0
     return 1 if impl.name.startswith(("ours, fused", "liger", "quack", "pytorch")) else 2
 
 
 def heads(run: Run, cases: list[Case], more: Iterable[Implementation] = ()) -> None:
-    """`more`: heads beside those that `available` knows."""
+    """Measure the heads of `available` and `more`, in stages; after the second also the read-outs and errors."""
     with one_rank() as group:
         for stage in (0, 1, 2):
             for case in cases:
@@ -54,7 +54,7 @@ PARTS: dict[str, Callable[[Run, list[Case]], None]] = {
 def main(
     out: Path | None, seconds: float, rehearse: bool, parts: Iterable[Callable[[Run, list[Case]], None]] = (heads,)
 ) -> None:
-    """Measures what `out` lacks (default: a file in benchmarks/results, named for the device) and prints all of it."""
+    """Measure what `out` lacks (default: a file in benchmarks/results, named for the device) and print all its rows."""
     with ExitStack() as stack:
         if rehearse:
             from benchmarks.stand_in import stood_in_for_cuda

@@ -1,8 +1,8 @@
 """`python -m benchmarks.run gpu --only in-a-row`: what a step costs among others like it, in time, joules and clocks.
 
-A short burst of a product runs at a clock that the card cannot hold: here each step runs for `--seconds` without a
-pause, first the three products of a head, one after the other, then heads, then a mean of so many tokens that forward
-makes its gradient, and last a head with logits of more than size 1, of which most gradients are 0.
+A short burst of a product runs at a clock that the card cannot sustain, so each step runs for `--seconds` without a
+pause: the three products of a head, one after the other; heads; a mean loss of so many tokens that forward makes its
+gradient; and last a head whose logits have size 8, so that most gradients are 0.
 """
 
 import time
@@ -19,13 +19,13 @@ from benchmarks.measure import Inputs, drawn, run_once
 from benchmarks.nvml import STAND_IN, Nvml
 
 LARGE = 8.0  # size of logits
-# Of so many tokens that the default does not keep all exponentials, and of so many in a rehearsal.
+# A case with so many tokens that the default does not cache all exponentials, and its tokens in a rehearsal.
 LONG = Case("32768 x 4096 x 128256", 32768, 4096, 128256, 1, torch.bfloat16, "cuda")
 REHEARSED_TOKENS = 200
 
 
 def three_products(inputs: Inputs) -> Callable[[], object]:
-    """Make the three products of a head that keeps all exponentials: logits chunk by chunk, dx, dW."""
+    """Return a step of the three products of a head that caches all exponentials: logits by chunks, dx, dW."""
     x_TD, w_VD = inputs.x_TD.detach(), inputs.w_VD.detach()
     g_TV = torch.rand(x_TD.shape[0], w_VD.shape[0], device=x_TD.device).to(x_TD.dtype)
 
@@ -39,8 +39,8 @@ def three_products(inputs: Inputs) -> Callable[[], object]:
 
 
 def in_a_row(card: Any, step: Callable[[], object], seconds: float) -> list[gpu_run.Row]:
-    """Rows of one step, repeated for so long; the clock and what holds it are read while steps run: the share of the
-    readings in which each reason was there, of the power limit even if it never was."""
+    """Return rows of one step, repeated for `seconds`: its costs, the clock, and the share of readings in which each
+    reason held the clock back (of the power limit even if it is 0)."""
     step()
     torch.cuda.synchronize()
     clocks, held, steps = [], {"power limit": 0}, 0
@@ -64,7 +64,7 @@ def in_a_row(card: Any, step: Callable[[], object], seconds: float) -> list[gpu_
 
 
 def steps_of(case: Case, size: float) -> dict[str, Callable[[], object]]:
-    """Return what is measured of a case, whose logits have about this size."""
+    """Return the steps that are measured of a case, whose logits have about the size `size`."""
     inputs = drawn(case, size)
     measured, products = [ours(1), ours(0), fused_epilogue(1), fused_epilogue(0)], True
     if size != 1:
@@ -78,7 +78,7 @@ def steps_of(case: Case, size: float) -> dict[str, Callable[[], object]]:
 
 
 def measured_of(cases: list[Case]) -> list[tuple[Case, float]]:
-    """Cases in order, each with the size of its logits: those that are given, of a GPU or rehearsed, and a long one."""
+    """Return (case, size of its logits) in order: the given cases, a long one, the given cases with large logits."""
     long = LONG
     if cases[0].device != LONG.device:
         long = replace(cases[0], name=f"{cases[0].name}, long", tokens=REHEARSED_TOKENS)
@@ -86,7 +86,7 @@ def measured_of(cases: list[Case]) -> list[tuple[Case, float]]:
 
 
 def measure(run: gpu_run.Run, cases: list[Case]) -> None:
-    """Rows of each step, as far as `run` lacks them."""
+    """Measure each step of which `run` has no rows."""
     card = Nvml() if cases[0].device == "cuda" else STAND_IN
     for case, size in measured_of(cases):
         for name, step in steps_of(case, size).items():

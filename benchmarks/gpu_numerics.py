@@ -1,7 +1,7 @@
 """Errors of the head's gradients on a GPU, in bf16: many tokens a column and few, small and large logits.
 
-As `tests/head/test_precision.py` has them on a CPU: root mean square, against fp64, over those of plain PyTorch in the
-same type. On a GPU dW is one product, rounded before the labels' terms are added to it.
+As in `tests/head/test_precision.py`, which runs on a CPU, an error is the root mean square against fp64, divided by the
+error of plain PyTorch in the same dtype. On a GPU dW is one product, rounded before the labels' terms are added to it.
 """
 
 from itertools import product
@@ -21,7 +21,7 @@ REHEARSED = [(8, 16, 40)], (1.0,)
 
 
 def measure(run: Run, device: str) -> None:
-    """Rows "dx, error / plain" and "dW, error / plain" of each case, as far as `run` lacks them."""
+    """Measure "dx, error / plain" and "dW, error / plain" of each case of which `run` has no rows."""
     sizes, of_logits = (SIZES, LOGITS) if device == "cuda" else REHEARSED
     for (tokens, width, vocab), size, likeliest in product(sizes, of_logits, (False, True)):
         name = f"numerics {tokens} x {width} x {vocab}, logits of {size:g}{', likeliest labels' * likeliest}"
@@ -33,7 +33,7 @@ def measure(run: Run, device: str) -> None:
 
 
 def with_labels(inputs: Inputs, likeliest: bool) -> Inputs:
-    """Labels as they are, or each token's largest logit."""
+    """Return `inputs`, with `likeliest` labelled by each token's largest logit."""
     if not likeliest:
         return inputs
     return inputs._replace(labels_T=(inputs.x_TD.double() @ inputs.w_VD.double().t()).argmax(-1))

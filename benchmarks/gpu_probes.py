@@ -1,7 +1,7 @@
 """`python -m benchmarks.run gpu --only probes`: why dx is slow where it is, and which chunks are quickest.
 
-dx at B runs at 663 TFLOP/s where dW has 713: here it is made five ways. Log-probabilities without gradient take chunks
-of three sizes, or are read where the product is made. `--only profile` writes a table of the kernels of one step.
+At case B dx runs at 663 TFLOP/s and dW at 713, so dx is computed in five ways. Log-probabilities without gradient are
+computed in chunks of three sizes, and by the fused epilogue. `--only profile` writes a table of one step's kernels.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ PROFILE = "profile.txt"
 
 
 def through(library: str, multiply: Callable[[], object]) -> Callable[[], object]:
-    """A product by another library of torch's."""
+    """Return `multiply` run with torch's BLAS library `library`."""
 
     def step() -> object:
         before = torch.backends.cuda.preferred_blas_library()
@@ -37,7 +37,7 @@ def through(library: str, multiply: Callable[[], object]) -> Callable[[], object
 
 
 def dx_five_ways(case: Case) -> dict[str, Callable[[], object]]:
-    """Make dx as the head does; by cuBLASLt; with a result of 16 bits; in two halves of K; and as its transpose."""
+    """Return steps that make dx as the head does; by cuBLASLt; with a 16-bit result; in two halves of K; transposed."""
     w_VD = drawn(case).w_VD.detach()
     g_TV = torch.rand(case.tokens, case.columns, device=w_VD.device).to(w_VD.dtype)
     half = case.columns // 2
@@ -60,7 +60,7 @@ def dx_five_ways(case: Case) -> dict[str, Callable[[], object]]:
 
 
 def log_probs_by_chunks(case: Case) -> dict[str, Callable[[], object]]:
-    """Forward alone, by tokens of a chunk."""
+    """Return steps of log-probabilities, forward only, one for each chunk size and one for the fused epilogue."""
     x_TD, w_VD, labels_T = (x.detach() for x in drawn(case))
 
     def step(**options: Any) -> object:
@@ -72,7 +72,7 @@ def log_probs_by_chunks(case: Case) -> dict[str, Callable[[], object]]:
 
 
 def measure(run: gpu_run.Run, cases: list[Case]) -> None:
-    """Rows of what is missing."""
+    """Measure the steps of which `run` has no rows."""
     for case in cases:
         for probes in (dx_five_ways, log_probs_by_chunks):
             steps = {name: step for name, step in probes(case).items() if not run.measured(case, name)}
@@ -82,7 +82,7 @@ def measure(run: gpu_run.Run, cases: list[Case]) -> None:
 
 
 def profile(run: gpu_run.Run, cases: list[Case]) -> None:
-    """The kernels of one step at cache 1 and 0, by time: `PROFILE` beside the rows."""
+    """Append tables of the kernels of one step at cache 1 and 0, by time, to the file `PROFILE` beside the rows."""
     on_gpu, kinds = cases[0].device == "cuda", torch.profiler.ProfilerActivity
     with run.out.with_name(PROFILE).open("a") as file:
         for case, cache in product(cases, (1, 0)):

@@ -1,6 +1,6 @@
 """Read-outs from hidden states on a GPU, forward, by turns with PyTorch's operators on logits of 1024 tokens at a time.
 
-What they read: log-probabilities of labels with the entropy, the likeliest ids, and log-probabilities under top-k and
+The read-outs are log-probabilities of labels with the entropy, the likeliest ids, and log-probabilities under top-k and
 top-p, for which PyTorch sorts. Legend: T tokens, D hidden size, V columns.
 """
 
@@ -43,7 +43,7 @@ def under_top_p(z_tV: Tensor, labels_t: Tensor) -> Tensor:
     return kept.log_softmax(-1).gather(-1, labels_t.unsqueeze(-1)).t()
 
 
-# What is read: by ours, and by PyTorch of a chunk's logits.
+# By name: (our read-outs, PyTorch's function of a chunk's logits and labels).
 MakeReadOuts = Callable[[Tensor], list[Any]]
 READS: dict[str, tuple[MakeReadOuts, Callable[[Tensor, Tensor], Tensor]]] = {
     "log-probabilities and entropy": (lambda y: [head.LogProbs(y), head.Entropy()], label_and_entropy),
@@ -54,7 +54,7 @@ READS: dict[str, tuple[MakeReadOuts, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 def measure(run: Run, case: Case) -> None:
-    """Rows of each read-out, as far as `run` lacks them."""
+    """Measure each read-out of which `run` has no rows."""
     missing = {row: of for name, of in READS.items() if not run.measured(case, row := f"read: {name}")}
     if not missing:
         return

@@ -1,4 +1,4 @@
-"""One run of measurements on a GPU: what it asks of the machine, steps by turns, and rows that are written at once."""
+"""One run of measurements on a GPU: its process group, steps timed by turns, and rows that are written at once."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ _WARM_UPS, _ROUNDS, _STEPS = 2, 20, 3
 
 @contextmanager
 def one_rank() -> Iterator[dist.ProcessGroup]:
-    """A process group of this process alone: Megatron's head takes no other."""
+    """Make an NCCL process group of this process alone, as Megatron's head needs one."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield dist.group.WORLD
@@ -43,7 +43,7 @@ def one_rank() -> Iterator[dist.ProcessGroup]:
 
 
 def by_turns(steps: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of a step, a value for each round: the steps take turns, each several times between two events."""
+    """Time steps by turns; return a step's milliseconds in each round, averaged over its calls between two events."""
     for step in steps.values():
         for _ in range(_WARM_UPS):
             step()
@@ -68,7 +68,7 @@ def by_turns(steps: dict[str, Callable[[], object]], seconds: float) -> dict[str
 
 
 def products(inputs: Inputs) -> dict[str, tuple[Callable[[], object], tuple[int, int, int, int]]]:
-    """The matrix products that the head is made of, each alone, with M, N, K and the bytes of its result's elements."""
+    """Return the head's matrix products, by name: (step, (M, N, K, bytes of an element of the result))."""
     x_TD, w_VD = inputs.x_TD.detach(), inputs.w_VD.detach()
     (tokens, width), columns = x_TD.shape, w_VD.shape[0]
     g_TV = torch.rand(tokens, columns, device=x_TD.device).to(x_TD.dtype)
@@ -90,17 +90,17 @@ Row = tuple[str, str, list[float]]  # metric, unit, values
 
 
 class Run:
-    """One run over `cases`, whose rows go to `out` at once. `measured` heads are not measured again."""
+    """A run of measurements, whose rows are written to `out` at once; `seconds` bounds the turns of one head."""
 
     def __init__(self, origin: record.Origin, out: Path, seconds: float):
         self.origin, self.out, self.seconds = origin, out, seconds
         self.began = time.perf_counter()
 
     def measured(self, case: Case, name: str) -> bool:
-        """Tell whether `out` has rows of this commit and device, be it that the head is not to be measured.
+        """Tell whether `out` has rows of this commit and device, or a row that says why the head was not measured.
 
-        A head in which the program ended once is measured again: whoever stops the program at a deadline says nothing
-        of the head. So is a head that was not installed.
+        A head in which the program ended once is measured again, since the program may have been stopped at a deadline.
+        So is a head that was not installed.
         """
         return any(row.unit != ENDED and not row.unit.startswith(NOT_INSTALLED) for row in self._rows(case, name))
 
@@ -114,9 +114,9 @@ class Run:
         print(f"{time.perf_counter() - self.began:4.0f} s  {case.name}: {name}", flush=True)
 
     def attempt(self, case: Case, name: str, measure: Callable[[], list[Row]]) -> None:
-        """The rows of `measure`, or one that says why there are none. One is there even if this process ends in it.
+        """Write the rows of `measure`, or a row with the reason of its failure, even if the process ends in `measure`.
 
-        After an error that a CUDA device does not get over in this process, the program ends: all else would fail.
+        After an error that leaves the CUDA device unusable in this process the program ends, as all else would fail.
         """
         self.write(case, name, [(NOT_MEASURED, ENDED_TWICE if self._rows(case, name) else ENDED, [1.0])])
         try:
@@ -132,7 +132,7 @@ class Run:
         self.write(case, name, rows)
 
     def case(self, case: Case, group: dist.ProcessGroup, impls: list[Implementation], absent: list[str]) -> None:
-        """The products of a case, then the heads, in order."""
+        """Measure the products of a case, then the heads, in order."""
         inputs = drawn(case)
         for name, (step, sizes) in products(inputs).items():
             if not self.measured(case, f"product: {name}"):
@@ -149,7 +149,7 @@ class Run:
             self.attempt(case, impl.name, lambda impl=impl: self.head(case, group, impl, inputs, true, known))
 
     def allocated(self, step: Callable[[], Any]) -> tuple[Any, int]:
-        """Return what `step` gives, and the peak bytes of the allocator beyond what was there."""
+        """Return the result of `step`, and the allocator's peak bytes beyond those allocated before."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -169,13 +169,13 @@ class Run:
     def head(
         self, case: Case, group: dist.ProcessGroup, impl: Implementation, inputs: Inputs, true: Results, known: Any
     ) -> list[Row]:
-        """Costs, errors and, where these are right, the times of a head in turns with ours."""
+        """Return rows of a head's costs and errors and, if the errors are small enough, of its times beside ours."""
         head = impl.build(case, group)
         results, costs = measured_once(head, inputs)
         found = parity(results, true, known[impl.through])
         del results
         inputs.x_TD.grad = inputs.w_VD.grad = None
-        # The meter does not see inside kernels, the allocator does.
+        # The meter does not see memory that kernels allocate, the allocator does.
         _, costs.peak_bytes = self.allocated(lambda: run_once(head, inputs))
         rows: list[Row] = [(metric, unit, [value]) for metric, unit, value in counts(case, costs)]
         rows.append(("peak of the allocator", "MiB", [costs.peak_bytes / MIB]))

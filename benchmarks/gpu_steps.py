@@ -1,10 +1,10 @@
 """`python -m benchmarks.gpu_steps`: all that docs/gpu.md has to run on a GPU, the measurements and the tests.
 
-It ends within `--minutes`, what matters most comes first, and each step has a time of its own: one that fails or takes
-longer does not stop the next. What is measured and what has passed is kept in a few files of `--folder`, which git does
-not ignore: called again, it goes on there, or where the folder `--resume-from` ended. The exit status is 0 when all is
-done and right, 1 where something failed, 2 where time was short. It needs no network: torch, Triton and pytest have to
-be there; what else is missing leaves a row or a line that says so.
+The program ends within `--minutes`. The most important steps come first, and each has its own time: a step that fails
+or takes longer does not stop the next. Rows and the names of passed tests are kept in files of `--folder`, which git
+does not ignore; another call goes on from them, or from those of the folder `--resume-from`. The exit status is 0 if
+all is done and right, 1 if something failed, 2 if time was short. No network is needed: torch, Triton and pytest must
+be installed; other packages that are missing leave a row or a line that says so.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from pathlib import Path
 
 FAILED, SHORT_OF_TIME = 1, 2
 ROWS, PASSED, LAUNCHES, LOG = "rows.csv", "passed.txt", "launches.txt", "log.txt"
-WORKERS = 12  # processes of the tests
+WORKERS = 12  # processes of pytest
 
-# Adds a folder of unpacked wheels, runs a module.
+# The program that adds a folder of unpacked wheels and runs a module.
 _WITH_WHEELS = """
 import runpy, site, sys
 site.addsitedir(sys.argv.pop(1))
@@ -35,13 +35,13 @@ from pathlib import Path
 from benchmarks import wheels
 print(*wheels.unpack(Path(sys.argv[1]), Path(sys.argv[2])), sep="\\n")
 """
-# Small cases of each kernel, compared with the plain passes while the tool looks on.
+# The program that compares small cases of each kernel with the PyTorch passes, run under compute-sanitizer.
 _CHECKED = "from tests.head import twins; twins.main('{device}', every={every})"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command, and the seconds that it may take on a GPU."""
+    """A command with its name, and the seconds that it may take on a GPU."""
 
     name: str
     seconds: float
@@ -49,7 +49,7 @@ class Step:
 
 
 def steps(folder: Path, rehearse: bool, wheels: Path | None = None) -> list[Step]:
-    """List the steps in their order. Heads are compared with fp64 before they are measured, so tests may come later."""
+    """Return the steps in order; tests may come late, since heads are compared with fp64 before they are measured."""
     own = ["--rehearse"] if rehearse else []
     measured = ["-m", "benchmarks.run", "gpu", "--seconds", "2", "--out", str(folder / ROWS), *own]
     tests = ["-m", "pytest", "-m", "gpu", "-ra", f"--resume={folder / PASSED}", *own]
@@ -86,8 +86,8 @@ def _sanitized(tool: str, rehearse: bool) -> list[str]:
 
 
 def run(todo: list[Step], folder: Path, seconds: float, at_any_pace: bool = False) -> int:
-    """Runs the steps one after the other, each with its own seconds or what is left of all; what they print goes to a
-    file, too. `at_any_pace`: only the seconds of all count."""
+    """Run the steps one after the other, each within its own seconds and the total `seconds`, with their output also in
+    a file; return the exit status. `at_any_pace`: only the total counts."""
     folder.mkdir(parents=True, exist_ok=True)
     budget = sum(step.seconds for step in todo)
     print("\n".join(f"{step.seconds:5.0f} s  {step.name}" for step in todo))
@@ -106,7 +106,7 @@ def run(todo: list[Step], folder: Path, seconds: float, at_any_pace: bool = Fals
 
 
 def _run(command: list[str], log: Path, deadline: float) -> int | str | None:
-    """0, or how a command ended; None where it was not done by the deadline, and was ended with its children."""
+    """Run a command; return 0, its failure in words, or None if it was killed with its children at the deadline."""
     if time.monotonic() >= deadline:
         return None
     if shutil.which(command[0]) is None:
@@ -123,13 +123,13 @@ def _run(command: list[str], log: Path, deadline: float) -> int | str | None:
                 return None
             finally:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # also what it has left running
+                    os.killpg(process.pid, signal.SIGKILL)  # children that it has left running too
                 assert tee.stdin is not None
                 tee.stdin.close()
 
 
 def forget_ended(rows: Path) -> None:
-    """Drop the rows of heads that were being measured when the deadline came: they have no finding yet."""
+    """Drop the rows of heads whose measurement the deadline interrupted."""
     from benchmarks import gpu_run, record
 
     if rows.exists():
@@ -137,7 +137,7 @@ def forget_ended(rows: Path) -> None:
 
 
 def resume(folder: Path, before: Path) -> None:
-    """Goes on with the rows and the names of passed tests of another folder, where this one has none."""
+    """Copy the rows and the names of passed tests of folder `before` to `folder`, unless it has its own."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (ROWS, PASSED):
         if (before / name).exists() and not (folder / name).exists():

@@ -14,7 +14,7 @@ from benchmarks.implementations import UNFUSED, ours
 from benchmarks.plan import plan
 
 HEADS = {"Megatron-Core": UNFUSED, "megatron_ext": ours(None), "megatron_ext, `cache=0`": ours(0)}
-# Tokens, and tensor-parallel ranks.
+# By heading of the column: (tokens, tensor-parallel ranks).
 SIZES = {"8192 tokens": (8192, 1), "32768 tokens": (32768, 1), "8192 tokens, a rank of TP 8": (8192, 8)}
 
 

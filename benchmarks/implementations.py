@@ -1,4 +1,4 @@
-"""Every head that is measured, each behind the same call: hidden states, weight shard and labels in, a loss out.
+"""All heads that are measured, as functions of the same arguments (hidden states, weight shard, labels) to a loss.
 
 Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard.
 """
@@ -25,13 +25,13 @@ from megatron_ext.memory.heads import Head, megatron
 
 @dataclass(frozen=True)
 class Implementation:
-    """`build(case, group)` gives a head `(x_TD, w_VD, labels_T) -> loss`, per token `[T]` or their mean.
+    """A head: `build(case, group)` returns a function `(x_TD, w_VD, labels_T) -> loss`, losses `[T]` or their mean.
 
-    `error_limit`: how many times plain PyTorch's error in the same dtype is still right; beyond it no time counts.
-    `through`: the dtype that its logits' gradient passes through, and plain PyTorch's beside it; None: its own.
-    `products`: FLOPs over NVH, of the products alone; None: what the default keeps decides.
+    `error_limit`: the largest error that is right, as a multiple of plain PyTorch's in the same dtype.
+    `through`: the dtype to which the gradient of its logits is rounded, also in plain PyTorch beside it; None: none.
+    `products`: FLOPs of the products divided by NVH; None: they depend on the columns that the default caches.
     `slow`: its time is taken once, so that all heads together do not take too long.
-    `foreign`: of a package that may not run here: it is left out then, and the others are measured.
+    `foreign`: the head is of a package that may fail here: it is left out then, and the others are measured.
     """
 
     name: str
@@ -51,14 +51,14 @@ def _ours(name: str, slow: bool = False, products: float | None = 6.0, **options
 
 
 def ours(cache: float | None) -> Implementation:
-    """`cache` None: as it is by default."""
+    """Return our head with this `cache`; None: the default."""
     if cache is None:
         return _ours("ours, default", products=None)
     return _ours(f"ours, cache {cache:g}", slow=0 < cache < 1, products=8 - 2 * cache, cache=cache)
 
 
 def of_bits(bits: Bits) -> Implementation:
-    """Ours with the bits that are asked for."""
+    """Return our head with `bits` and cache 1."""
     return _ours(f"ours, bits {bits}", cache=1, bits=bits)
 
 
@@ -66,7 +66,7 @@ MEAN = _ours("ours, a mean", reduction="mean")
 
 
 def fused_epilogue(cache: float) -> Implementation:
-    """Ours, whose products take the exponentials of logits."""
+    """Return our head with `fused_epilogue`, in which the kernel of the product takes the exponentials of logits."""
 
     def build(case: Case, group: Group) -> Head:
         return lambda x, w, y: -LmHead(w, group, cache=cache, fused_epilogue=True).read(x, LogProbs(y))
@@ -75,7 +75,7 @@ def fused_epilogue(cache: float) -> Implementation:
 
 
 def kept_by_default(case: Case) -> float:
-    """The fraction of the columns, as the head chooses it."""
+    """Return the fraction of the columns that the head caches by default."""
     options = ResolvedHead(None, VocabShard(0, case.columns, case.columns))
     like = torch.empty(0, case.width, dtype=case.dtype)
     return cached_columns(options, case.tokens, case.columns, like) / case.columns
@@ -102,9 +102,9 @@ def liger(case: Case, group: Group) -> Head:
 
 
 def liger_hopper(per_token: bool) -> Callable[[Case, Group], Head]:
-    """Liger's kernels for Hopper alone: the mean's with 6 NVH, or per token with 8 and no logits in memory.
+    """Return Liger's head for Hopper only: of the mean loss with 6 NVH, or per token with 8 and no logits in memory.
 
-    Both take bf16. The mean's refuses tokens that are no multiple of 128 and columns that are none of 256.
+    Both take bf16. The mean loss needs tokens that are a multiple of 128 and columns that are a multiple of 256.
     """
 
     def build(case: Case, group: Group) -> Head:
@@ -118,7 +118,7 @@ def liger_hopper(per_token: bool) -> Callable[[Case, Group], Head]:
 
 
 def quack(case: Case, group: Group) -> Head:
-    """QuACK's, a mean loss alone, as its layer calls it: in chunks of 4096 tokens."""
+    """Return QuACK's head, of a mean loss only, in chunks of 4096 tokens as in QuACK's layer."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     return lambda x, w, y: chunked_linear_cross_entropy(x, w, y, chunk_size=4096)
@@ -135,7 +135,7 @@ MODELS = [
     Implementation("nemo-rl's algorithm", model_of(peers.NemoRL), slow=True),
     Implementation("verl's algorithm", model_of(peers.Verl), slow=True),
 ]
-# It gives the mean alone, made of chunks' means (at most 5.2 x measured); its dW errs 2.6 x in bf16.
+# Returns only the mean, made of chunks' means (errors up to 5.2 x were measured); the error of dW is 2.6 x in bf16.
 PYTORCH_CHUNKED = Implementation("pytorch chunked", pytorch_chunked, error_limit=6.5, slow=True)
 UNFUSED = Implementation(MEGATRON, megatron)
 FUSED = Implementation(
@@ -147,16 +147,16 @@ FUSED = Implementation(
 
 
 def available(case: Case, on_gpu: bool = False) -> tuple[list[Implementation], list[str]]:
-    """The heads that run this case here, and a line for each that does not."""
+    """Return the heads that run this case here, and a line for each head that does not."""
     found, absent = [*OURS], []
     stock = importlib.util.find_spec("megatron") is not None
     if stock:
         found.insert(0, UNFUSED)
     else:
         absent.append("megatron: megatron-core is not installed")
-    if on_gpu:  # what they cost is counted at full size; on a CPU their times say little more
+    if on_gpu:  # on a CPU their costs are counted at full size, and times say little more
         found += [fused_epilogue(1), fused_epilogue(0), *MODELS, of_bits("batch"), of_bits("tensor_parallel")]
-    if case.ranks == 1:  # Megatron's compares alike on several; the others know no vocabulary shards
+    if case.ranks == 1:  # on several ranks Megatron's compares alike; the others have no vocabulary shards
         if stock:
             found.append(FUSED)
         if hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions"):
@@ -164,7 +164,7 @@ def available(case: Case, on_gpu: bool = False) -> tuple[list[Implementation], l
         else:
             absent.append(f"pytorch chunked: torch {torch.__version__} has no linear_cross_entropy")
         if on_gpu:
-            # Their dW is a 16-bit running sum over chunks of tokens: at A 32, which errs 6.9 x, and 64, 10.5 x.
+            # Their dW is a 16-bit running sum over chunks of tokens: in case A 32 chunks, error 6.9 x, or 64, 10.5 x.
             for name, modules, build, limit in (
                 ("liger", ("liger_kernel",), liger, 8.5),
                 ("liger, Hopper, mean", ("liger_kernel", "cutlass"), liger_hopper(False), 2.5),

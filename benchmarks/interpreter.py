@@ -1,6 +1,6 @@
-"""Triton's interpreter, with the rounding of a GPU, and the bytes that it reads.
+"""Triton's interpreter with the rounding of a GPU, and counts of the bytes that kernels read.
 
-By itself it cuts fp32 off where bf16 is written, and rounds the product of a fused multiply-add.
+The interpreter itself truncates fp32 to bf16, and rounds the product of a fused multiply-add.
 """
 
 import os
@@ -12,7 +12,7 @@ import torch
 
 
 def round_to_bfloat16() -> None:
-    """Have the interpreter round to the nearest, where `TRITON_INTERPRET=1` chose it; else nothing."""
+    """Let the interpreter round to the nearest if `TRITON_INTERPRET=1` chose it; else do nothing."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     import triton.language as tl
@@ -36,7 +36,7 @@ def round_to_bfloat16() -> None:
 
 @contextmanager
 def counted_reads() -> Iterator[list[int]]:
-    """The bytes of each load of interpreted kernels, without those that a mask leaves out."""
+    """Yield a list that gets the bytes of each load of interpreted kernels, without those that a mask leaves out."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     found: list[int] = []

@@ -1,8 +1,8 @@
-"""Every launch of a piece of code on the CUDA path, in order, from running it on fake tensors: what each one reads,
-writes and computes, and an estimate of its time.
+"""Every launch of a piece of code on the CUDA path, in order, from running it on fake tensors: the bytes that it reads
+and writes, its FLOPs, and an estimate of its time.
 
-Operators of PyTorch are seen by a dispatch mode, Triton kernels where they would start. An operator reads its inputs
-and writes its results once; what a kernel reads is written beside its name in `KERNELS`; an unknown one is refused.
+A dispatch mode sees PyTorch's operators; Triton kernels are seen where they would be launched. An operator reads its
+inputs and writes its results once; `KERNELS` has the traffic of each kernel, and an unknown kernel is refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,24 +22,24 @@ from megatron_ext.memory.fake_cuda import cuda_rank_of
 from megatron_ext.memory.step_time import NO_LAUNCH, PICKING, PLACING, PRODUCTS, WRITING_ONLY
 
 aten = torch.ops.aten
-# The least that a launch takes: below a few microseconds the next one waits for the host or the start of its blocks.
+# The least time of a launch: after a shorter one the next launch waits for the host or the start of its blocks.
 LEAST_SECONDS = 2e-6
-# Two loads from memory, the second from where the first says: a step of a program that adds up tokens.
+# A step of a program that adds up tokens: two loads from memory, the second at an address that the first returns.
 _STEP_SECONDS = 1.5e-6
-# A kernel's reads, its writes, and how many steps the program takes that takes most.
+# (bytes that a kernel reads, bytes that it writes, steps of the program that takes the most).
 Traffic = tuple[int, int, int]
 
-# Instructions of an epilogue for each logit, as compiled (tests/head/test_fused_epilogue.py); lanes of a multiprocessor
+# Compiled instructions of an epilogue for each logit (tests/head/test_fused_epilogue.py); the lanes of a multiprocessor
 # and its clock under load.
 EPILOGUE_INSTRUCTIONS = {"product_statistics_kernel": 11, "product_gradient_kernel": 8}
 _LANES, _CLOCK = 128, 1.7e9
 
-_SEVERAL = {aten.sort: 8}  # launches of an operator, where they are several
+_SEVERAL = {aten.sort: 8}  # the number of an operator's launches, if it is not 1
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: bytes from and to memory, and an estimate of its time."""
+    """One launch: the bytes that it reads and writes, its FLOPs, and an estimate of its time."""
 
     phase: str  # forward or backward
     name: str
@@ -49,50 +49,50 @@ class Launch:
     flops: int = 0
     waves: float = 0.0
     seconds: float = 0.0
-    epilogue: float = 0.0  # seconds of them
+    epilogue: float = 0.0  # the part of `seconds` that the epilogue takes
     is_collective: bool = False
 
     @property
     def joules(self) -> float:
-        """Return the joules of a product or of traffic, without what the card takes at rest."""
+        """Return the joules of the FLOPs and the traffic, without those of the card at rest."""
         return step_time.joules(self.flops, self.read + self.written)
 
 
 @dataclass
 class Plan:
-    """Launches of a run; `peak_bytes` beyond the run's inputs."""
+    """The launches of a run, in order."""
 
     device: Device
     launches: list[Launch] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """The estimates' sum. Collectives are not in it: they run beside the products."""
+        """Return the sum of the estimates, without collectives, which run beside the products."""
         return sum(launch.seconds for launch in self.launches)
 
     @property
     def sustained_seconds(self) -> float:
-        """Return the seconds where the card's power bounds them: an H200 is held to 700 W, which products in a row come
-        to. A launch takes the longer of its time and the time in which its joules can be spent."""
+        """Return the seconds at the limit of the card's power: an H200 is held to 700 W, which repeated products reach.
+        A launch takes the longer of its time and the time in which its joules can be spent."""
         watts = step_time.WATTS - step_time.AT_REST
         return sum(max(one.seconds, one.joules / watts) for one in self.launches if not one.is_collective)
 
     @property
     def joules(self) -> float:
-        """Return the joules of a step of `sustained_seconds`, with what the card takes at rest."""
+        """Return the joules of a step of `sustained_seconds`, with those of the card at rest."""
         spent = sum(launch.joules for launch in self.launches if not launch.is_collective)
         return spent + step_time.AT_REST * self.sustained_seconds
 
     @property
     def elementwise_bytes(self) -> int:
-        """Read and written by all that is no matrix product and no collective."""
+        """Return the bytes read and written by all launches but matrix products and collectives."""
         return sum(
             launch.read + launch.written for launch in self.launches if not launch.flops and not launch.is_collective
         )
 
 
 class Recorder(TorchDispatchMode):
-    """Records what is launched while it is active into `plan`, as part of `phase`.
+    """A dispatch mode that records launches into `plan`, as part of `phase`.
 
     `worst_labels`: see `planned`.
     """
@@ -132,10 +132,10 @@ class Recorder(TorchDispatchMode):
         alias = {id(x.untyped_storage()) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
         new = [x for x in results if id(x) not in changed]
         if not changed and new and all(id(x.untyped_storage()) in alias for x in new):
-            return  # a view, or what was as wanted already
+            return  # a view, or an input returned unchanged
         written += sum(map(_bytes, new))
         if packet in PICKING:
-            read = 2 * written  # the elements, and at most as much for their places
+            read = 2 * written  # the elements, and at most as many bytes of indices
         if packet in PLACING:
             values = sum(_bytes(x) for x in tree_iter(args[2:]) if isinstance(x, Tensor))
             read, written = read + values, values
@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):
         self._add(name.strip("_"), tensors, read, written, least=steps * _STEP_SECONDS, waves=waves)
 
     def _fused_product(self, name: str, x_TD: Tensor, w_VD: Tensor, traffic: tuple[int, int]) -> None:
-        """A product and, after each tile's sums, the instructions of its epilogue, with no other program beside it."""
+        """Add the launch of a product with an epilogue: after a tile's sums its instructions run, with no overlap."""
         (m, k), n, device = x_TD.shape, w_VD.shape[0], self.plan.device
         full = waves(device, m, n)
         epilogue = -(-full // 1) * TILE_M * TILE_N / _LANES * EPILOGUE_INSTRUCTIONS[name] / _CLOCK
@@ -215,10 +215,10 @@ class Recorder(TorchDispatchMode):
 def planned(
     device: Device, ranks: int, worst_labels: bool = False
 ) -> Iterator[tuple[Recorder, dist.ProcessGroup | None]]:
-    """A recorder, and the group of one rank of `ranks`; tensors made inside are fake and say that they are on CUDA.
+    """Yield a recorder, and the group of one rank of `ranks`; tensors made inside are fake and claim to be on CUDA.
 
-    Labels differ and are spread over the ranks. `worst_labels`: all are this rank's; what depends on them takes both as
-    many bytes as if they differed and as many steps as if all were one.
+    Labels are taken as different and spread over the ranks. `worst_labels`: all are in this rank's shard; passes over
+    labels take as many bytes as for different labels, and as many steps as for a single label.
     """
     recorder = Recorder(Plan(device), ranks, worst_labels)
     with cuda_rank_of(ranks, recorder.kernel) as group:
@@ -226,29 +226,29 @@ def planned(
 
 
 def _total(given: dict[str, Any], names: str) -> int:
-    """Count the bytes of these arguments, each as often as it is named: of a descriptor its tensor's, none of None."""
+    """Return the bytes of the arguments `names`, each as often as it is named; a descriptor counts as its tensor."""
     found = [given[name] for name in names.split()]
     return sum(_bytes(x if isinstance(x, Tensor) else x.base) for x in found if x is not None)
 
 
 def _once(read: str, written: str) -> Callable[[dict[str, Any]], Traffic]:
-    """Make the traffic of a kernel that reads and writes these arguments."""
+    """Return the traffic function of a kernel that reads and writes these arguments once for each mention."""
     return lambda given: (_total(given, read), _total(given, written), 0)
 
 
 def _long_rows(given: dict[str, Any]) -> Traffic:
-    """Logits are read again where exponentials are kept of them, unless relative to a sample, which is taken to do."""
+    """Return the traffic: logits whose exponentials are cached are read twice, or once if these refer to a sample."""
     z_TV, again = given["z_ptr"], 0 if given["SAMPLED"] else given["kept_columns"]
     return _bytes(z_TV) + _bytes(z_TV[:, :again]), _total(given, "exp_ptr stats_ptr"), 0
 
 
 def _owned(given: dict[str, Any], tokens: int) -> int:
-    """Count the tokens that have a label of this rank."""
+    """Return the number of tokens whose label is in this rank's shard."""
     return tokens if given["worst_labels"] else -(-tokens // given["ranks"])
 
 
 def _label_parts(given: dict[str, Any]) -> Traffic:
-    """Labels that differ have no parts. Of one label a program adds a window of tokens."""
+    """Return the traffic: different labels have no partial sums; of one label each program adds a window of tokens."""
     x_TD, parts, window = given["x_ptr"], given["parts_ptr"], given["WINDOW"]
     if not given["worst_labels"]:
         return _bytes(given["sorted_ptr"]), 0, 0
@@ -256,7 +256,8 @@ def _label_parts(given: dict[str, Any]) -> Traffic:
 
 
 def _label_rows(given: dict[str, Any]) -> Traffic:
-    """A row of dW for each label, or every one with label smoothing. Of one label a program adds all windows' sums."""
+    """Return the traffic: a row of dW for each label, or all rows with label smoothing; of a single label one program
+    adds the sums of all windows."""
     out_VD, x_TD = given["out_ptr"], given["x_ptr"]
     tokens = _owned(given, x_TD.shape[0])
     rows = out_VD[:tokens] if given["common_ptr"] is None else out_VD
@@ -265,35 +266,35 @@ def _label_rows(given: dict[str, Any]) -> Traffic:
 
 
 def _fixed_product(given: dict[str, Any]) -> Traffic:
-    """Return the traffic of a product as of an operator: operands are read once."""
+    """Return the traffic of a product, with operands read once, as for an operator."""
     out = _bytes(given["out_ptr"])
     again = out if given["GOES_ON"] or given["ADDS"] else 0
     return _total(given, "a_ptr b_ptr") + again, out, 0
 
 
 def _product_gradient(given: dict[str, Any]) -> Traffic:
-    """Return the traffic; with a sample that of shifts alone: no row is taken to be far from the sample."""
+    """Return the traffic of operands and result, or, with a sample, of the shifts: no row is taken to be far off."""
     if given["sample_ptr"] is not None:
         return 2 * _bytes(given["shift_ptr"]), 0, 0
     return _total(given, "x w"), _total(given, "out"), 0
 
 
 def _finish_dx(given: dict[str, Any]) -> Traffic:
-    """A row of the weight for each token whose label is this rank's."""
+    """Return the traffic: the product, and a row of the weight for each token whose label is in this rank's shard."""
     product_TD, w_VD = given["product_ptr"], given["w_ptr"]
     rows = _owned(given, product_TD.shape[0]) * w_VD.shape[1] * w_VD.element_size()
     return _bytes(product_TD) + rows, _bytes(given["out_ptr"]), 0
 
 
 def _of_tokens(given: dict[str, Any]) -> Traffic:
-    """A few numbers per token: all that it is given is read or written."""
+    """Return the traffic of a kernel with a few numbers per token, which reads or writes all its arguments."""
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     written = sum(_bytes(x) for name, x in tensors.items() if name in ("facts_ptr", "loss_ptr", "out_ptr"))
     return sum(map(_bytes, tensors.values())) - written, written, 0
 
 
 def _exchange_checks(given: dict[str, Any]) -> Traffic:
-    """The first block of each rank's maxima and sums, which differ: no more than 256 tokens."""
+    """Return the traffic: maxima and sums of all ranks for the first 256 tokens, which are taken to differ."""
     stats_RKT = given["stats_ptr"]
     return _bytes(stats_RKT[:, :2, :256]), _bytes(given["fine_ptr"]), 0
 
@@ -325,17 +326,17 @@ KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
     "columns_kernel": _once("ids_ptr", "out_ptr"),
     "ids_checksum_kernel": _once("ids_ptr", "out_ptr"),
     "_token_gradient_kernel": _of_tokens,
-    # Of normally distributed logits: read for the maximum, twice for sums, and for a short list.
+    # Normally distributed logits are read four times: for the maximum, twice for sums, and for a short list.
     "nucleus_kernel": _once("z_ptr z_ptr z_ptr z_ptr", "cut_ptr peak_ptr sum_ptr"),
     "group_maxima_kernel": _once("z_ptr", "out_ptr"),
     "first_columns_kernel": _first_columns,
-    # The candidates alone: no row has equals of its k-th beyond them.
+    # Only the candidates are read: no row is taken to have further logits equal to its k-th.
     "equal_counts_kernel": _once("found_ptr", "count_ptr"),
 }
 
 
 def _bytes(x: Tensor) -> int:
-    """Count the bytes of elements in memory: the elements of an expanded dimension are the same ones."""
+    """Return the bytes of elements in memory; an expanded dimension counts as one element."""
     count = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride or not size else 1

@@ -1,8 +1,7 @@
 """`python -m benchmarks.run cpu --only layers`: a step of a small GPT on one CPU rank, our layers beside Megatron's.
 
-Our layers stand in for Megatron's in a whole process, so each side has one of its own; they take turns. What is
-compared is the time that the CPU works for a step, forward and backward, which other processes disturb less than the
-time that passes.
+Our layers replace Megatron's in a whole process, so each side has its own process; the two take turns. The CPU times of
+a step, forward and backward, are compared, which other processes disturb less than wall-clock times.
 """
 
 import multiprocessing
@@ -25,7 +24,7 @@ BATCHES = {256: 4, 1024: 1}  # by hidden size
 
 
 def _side(ours: bool, width: int, store: str, pipe) -> None:
-    """Builds its model, sends the first step's loss; then runs a step whenever it is told to, and sends its time."""
+    """Build one side's model and send the first step's loss; then run a step at each message, and send its time."""
     from megatron_ext import substitute_tensor_parallel
     from tests.gpt import causal_mask, model_parallel, tiny_batches, tiny_gpt
 
@@ -62,7 +61,7 @@ def measure(seconds: float = 5.0) -> Iterator[Found]:
 
 
 def measure_layers(budget_s: float, width: int) -> Rows:
-    """Rows (impl, metric, unit, values): milliseconds, and the ratio of the two in each round."""
+    """Return rows (impl, metric, unit, values): milliseconds, and the ratio of the two sides in each round."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +70,7 @@ def measure_layers(budget_s: float, width: int) -> Rows:
             store = str(Path(folder) / name.replace(" ", "_"))
             processes.append(context.Process(target=_side, args=(name == OURS, width, store, theirs), daemon=True))
             processes[-1].start()
-            theirs.close()  # else a side that dies would leave its pipe open, and us waiting
+            theirs.close()  # else `recv` would wait forever for a side that has died
         stock_loss, our_loss = (pipes[name].recv() for name in (STOCK, OURS))
         if not abs(our_loss - stock_loss) <= 1e-5 * abs(stock_loss):
             raise ValueError(f"our layers' loss is {our_loss}, Megatron's {stock_loss}: no time of a wrong step counts")

@@ -1,8 +1,8 @@
 """`python -m benchmarks.run cpu --only log-probs`: log-probabilities of labels from vocabulary-parallel logits.
 
-Forward and backward, beside the usual way: fp32 copies in chunks of tokens, three all-reduces a chunk, all of it again
-in backward. Both run in the same processes, by turns; what is compared is the time that each rank's CPU works, which
-other processes disturb less than the time that passes. A way whose values or gradients are wrong gets no time.
+Our functions run beside the usual way, which makes fp32 copies in chunks of tokens and three all-reduces for a chunk,
+and all of it again in backward. Both run in the same processes, by turns, and the CPU times of each rank are compared,
+which other processes disturb less than wall-clock times. A way whose values or gradients are wrong gets no time.
 
 Legend: T tokens, N tokens of a chunk, V columns of this rank's vocabulary shard.
 """
@@ -27,7 +27,7 @@ from megatron_ext.head import sampled_log_probs
 
 USUAL, OURS, SAMPLED = "usual way", "ours", "ours, top-k 50"
 TOP_K = 50
-ERROR_LIMIT = 1.25  # times the error of plain PyTorch in the same dtype
+ERROR_LIMIT = 1.25  # as a multiple of the error of plain PyTorch in the same dtype
 LogProbFunction = Callable[[Tensor, Tensor], Tensor]  # (logits_TV, labels_T) -> log-probabilities [T]
 FORMULAS: dict[str, LogProbFunction] = {
     USUAL: reference.log_probs,
@@ -37,7 +37,7 @@ FORMULAS: dict[str, LogProbFunction] = {
 
 
 class UsualWay(torch.autograd.Function):
-    """The usual way of policy training, in our own words: the order of its casts, passes and collectives."""
+    """The usual way of policy training, written anew with the same order of casts, passes and collectives."""
 
     CHUNK = 256
 
@@ -69,7 +69,7 @@ class UsualWay(torch.autograd.Function):
 
 
 def cases() -> list[Case]:
-    """Their names say what is measured; there are no hidden states, so no width."""
+    """Return the cases; their width is 0, since there are no hidden states."""
     return [
         Case(f"log-probs {name} TP{ranks}", 2048, 0, 32768, ranks, dtype)
         for ranks in (1, 2)
@@ -87,7 +87,7 @@ def ways(case: Case, group: Group) -> dict[str, LogProbFunction]:
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of the whole vocabulary, labels that top-k keeps, and the gradient that comes down; alike on all ranks."""
+    """Return logits of the whole vocabulary, labels that top-k keeps, upstream gradients `[T]`, alike on all ranks."""
     generator = torch.Generator().manual_seed(0)
     logits_TV = torch.randn(case.tokens, case.vocab, generator=generator).mul_(2).to(case.dtype)
     rank_T = torch.randint(TOP_K // 2, (case.tokens, 1), generator=generator)
@@ -96,7 +96,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run_once(way: LogProbFunction, logits_TV: Tensor, labels_T: Tensor, g_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and the gradient of the logits, a new tensor."""
+    """Return the values and the gradient of the logits, a new tensor."""
     logits_TV.grad = None
     values_T = way(logits_TV, labels_T)
     values_T.backward(g_T)
@@ -105,14 +105,14 @@ def run_once(way: LogProbFunction, logits_TV: Tensor, labels_T: Tensor, g_T: Ten
 
 
 def rms_errors(found: tuple[Tensor, Tensor], true: tuple[Tensor, Tensor]) -> tuple[float, ...]:
-    """Root mean square errors of the values and of the gradient."""
+    """Return the root mean square errors of the values and of the gradient."""
     return tuple(float((x.double() - want).square().mean().sqrt()) for x, want in zip(found, true, strict=True))
 
 
 def worst_errors(case: Case, rank: int, known: dict[str, LogProbFunction]) -> dict[str, float]:
-    """Each way's error against `reference.py` in fp64, as a multiple of the same formula's in fp32.
+    """Return each way's error against `reference.py` in fp64, as a multiple of the error of the same formula in fp32.
 
-    Of every 7th token: they do not depend on each other, and the step meets every place in a chunk.
+    Every 7th token is compared: tokens do not depend on each other, and a step of 7 meets every place in a chunk.
     """
     logits_TV, labels_T, g_T = inputs(case)
     own, some = slice(rank * case.columns, (rank + 1) * case.columns), slice(None, None, 7)

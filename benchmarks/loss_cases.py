@@ -1,7 +1,7 @@
-"""The losses that `benchmarks.losses` measures: each as we compute it, as Liger does, and as plain PyTorch does.
+"""The losses that `benchmarks.losses` measures, each computed by us, by Liger, and by plain PyTorch.
 
 Liger's losses run with their own chunks, not compiled, and with the options that make them the same loss. The reference
-model is part of a loss on both sides: Liger computes its log-probabilities inside, ours get them from
+model is part of a loss on both sides: Liger computes its log-probabilities inside, our losses get them from
 `linear_log_probs`.
 
 Legend: B rows, S positions, D hidden size, V vocabulary, P pairs.
@@ -20,12 +20,12 @@ from megatron_ext.losses import DistillationLoss, DPOLoss, GRPOLoss, KTOLoss, OR
 GRPO_BETA = 0.04
 BETA = 0.1
 GAMMA = 0.5
-KL = 0.5  # what KTO subtracts from a row's log-ratio
+KL = 0.5  # KTO's KL term, which is subtracted from a row's log-ratio
 IGNORED = -100
 
 
 class Inputs(NamedTuple):
-    """Leaves, what losses read of each token, and the head of another model: a reference, or a teacher."""
+    """The leaves (hidden states, weight), the inputs of each token, and the other model's hidden states and weight."""
 
     hidden_BSD: Tensor
     weight_VD: Tensor
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
 
     @property
     def targets_BS(self) -> Tensor:
-        """Labels, `IGNORED` where the mask is 0."""
+        """Return the labels, `IGNORED` where the mask is 0."""
         return self.labels_BS.where(self.mask_BS > 0, IGNORED)
 
     @property
@@ -69,7 +69,7 @@ def inputs(sizes: tuple[int, int, int, int]) -> Inputs:
 
 
 def log_probs_alone(given: Inputs) -> Tensor:
-    """Make the least that a loss of log-probabilities needs: these, and a gradient for each."""
+    """Return the masked sum of log-probabilities, the least work of a loss of log-probabilities and its gradient."""
     found = linear_log_probs(given.hidden_BSD, given.weight_VD, given.labels_BS, cache=1)
     assert isinstance(found, Tensor)
     return (found * given.mask_BS).sum()
@@ -79,12 +79,12 @@ class LossCase(NamedTuple):
     """One loss.
 
     Attributes:
-        name: without "loss".
-        true: with the whole logits.
-        ours: takes the loss's options too.
-        options: of ours beside its defaults, by what they are called.
-        liger: of `liger_kernel.chunked_loss`, its ways by what they are called behind the loss's name.
-        base: what the CPU time is divided by; None: it is not.
+        name: the loss's name without "loss".
+        true: the loss computed from whole logits.
+        ours: our loss, which takes options too.
+        options: sets of options beside the defaults, by the name of each set.
+        liger: a function of `liger_kernel.chunked_loss` to Liger's losses, by the ending of their names.
+        base: the function by whose CPU time others are divided; None: no ratio.
     """
 
     name: str
@@ -103,7 +103,7 @@ CHUNKED: dict[str, dict[str, Any]] = {"256 tokens at a time": {"chunk_tokens": 2
 
 
 def _whole(given: Inputs, of_other: bool = False) -> Tensor:
-    """Log-probabilities from whole logits, of the model or the other one; tests hold what losses make of them."""
+    """Return log-probabilities from whole logits, of the model or the other model."""
     return reference.log_probs(reference.logits(*(given[-2:] if of_other else given[:2])), given.targets_BS)
 
 
@@ -124,15 +124,15 @@ def _of_reference_model(given: Inputs) -> Tensor:
     return found
 
 
-# Arguments of a loss beside the head and the labels: those by place, and those by name. They are given the inputs and a
-# function that makes the log-probabilities of the reference model.
+# A function that returns a loss's arguments beside the head and the labels, (by position, by name), from the inputs and
+# a function that computes the log-probabilities of the reference model.
 Arguments = Callable[[Inputs, LossOfInputs], tuple[tuple[Tensor, ...], dict[str, Any]]]
 
 
 def _of_log_probs(
     name: str, kind: Any, liger: Callable[[Any], dict[str, LossOfInputs]], arguments: Arguments, **fixed: Any
 ) -> LossCase:
-    """A case of one of our losses of log-probabilities, which are the fused head's or those of whole logits."""
+    """Return the case of one of our losses of log-probabilities, from the fused head or from whole logits."""
 
     def ours(given: Inputs, **options: Any) -> Tensor:
         placed, named = arguments(given, _of_reference_model)
@@ -145,7 +145,7 @@ def _of_log_probs(
     return LossCase(name, true, ours, CACHES, liger)
 
 
-# Beside their own defaults: a reference model that they leave out by themselves, a likelihood that they add.
+# Options of Liger's losses that differ from their defaults: use the reference model, add no likelihood.
 _LIGER_OPTIONS: dict[str, dict[str, Any]] = {"KTO": {"use_ref_model": True}, "SimPO": {"compute_nll_loss": False}}
 
 

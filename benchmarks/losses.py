@@ -1,10 +1,10 @@
 """Losses from hidden states, beside Liger's fused ones: `python -m benchmarks.run cpu --only losses`.
 
-Each loss runs forward and backward as it is by default, with all that the head can keep, with the least memory, and as
-Liger has it where that is installed, all in one process; losses of log-probabilities beside `linear_log_probs` alone,
-at `cache=1`. For each way its error (loss and both gradients, relative, of norms, against the loss of whole logits in
-fp64), the largest sum of bytes that it holds at a time beside its arguments, and, by turns, the CPU time of a process.
-A way whose loss or gradients are wrong gets neither.
+Each loss runs forward and backward by default, with the largest cache, with the least memory, and by Liger where it is
+installed, all in one process; losses of log-probabilities run beside `linear_log_probs` alone, at `cache=1`. The rows
+of each way are its error (loss and both gradients, relative, by norms, against the loss of whole logits in fp64), its
+peak of bytes beside its arguments, and its CPU time, by turns. A way whose loss or gradients are wrong has the error
+only.
 """
 
 import functools
@@ -21,12 +21,12 @@ from benchmarks.record import Found, Rows
 
 HEAD = "linear_log_probs, cache=1"
 SIZES = (8, 256, 256, 16384)
-TURNS = 5  # at least, and at most those of `interleaved`
+TURNS = 5  # the least number of turns; `interleaved` has the largest
 ERROR_LIMIT = 1e-4
 
 
 def known_ways(case: LossCase) -> dict[str, LossOfInputs | None]:
-    """Ours and Liger's; None where that is not installed."""
+    """Return our and Liger's losses by name; None for Liger's where it is not installed."""
     found: dict[str, LossOfInputs | None] = {f"{case.name} loss": case.ours}
     for called, options in case.options.items():
         found[f"{case.name} loss, {called}"] = functools.partial(case.ours, **options)
@@ -38,7 +38,7 @@ def known_ways(case: LossCase) -> dict[str, LossOfInputs | None]:
 
 
 def run_once(way: LossOfInputs, given: Inputs) -> tuple[Tensor, ...]:
-    """The loss and both gradients."""
+    """Return the loss and both gradients."""
     leaves = given.hidden_BSD, given.weight_VD
     for leaf in leaves:
         leaf.grad = None
@@ -48,7 +48,7 @@ def run_once(way: LossOfInputs, given: Inputs) -> tuple[Tensor, ...]:
 
 
 def worst_error(way: LossOfInputs, given: Inputs, true: tuple[Tensor, ...]) -> float:
-    """Relative, of loss and gradients."""
+    """Return the largest relative error, by norms, of loss and gradients."""
     errors = [(x.double() - want).norm() / want.norm() for x, want in zip(run_once(way, given), true, strict=True)]
     return torch.stack(errors).max().item()  # NaN if any is
 
@@ -65,7 +65,7 @@ def measure_losses(
     sizes: tuple[int, int, int, int] = SIZES,
     known: dict[str, LossOfInputs | None] | None = None,
 ) -> tuple[Rows, list[str]]:
-    """Rows (impl, metric, unit, values), a line for each way that is wrong or missing."""
+    """Return rows (impl, metric, unit, values), and a line for each way that is wrong or missing."""
     torch.set_num_threads(1)  # threads that wait for each other would count as work
     given = inputs(sizes)
     true = true_results(case, given)

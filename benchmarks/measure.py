@@ -1,5 +1,5 @@
-"""Parity, exact costs and times of the heads of one case. All heads run in one process and by turns, so that what
-disturbs the machine disturbs all of them: a ratio holds where a time alone would not.
+"""Parity, exact costs and times of the heads of one case. All heads run in one process and by turns, so that a
+disturbance of the machine affects all of them: ratios of times repeat where times alone do not.
 
 Legend: T tokens, D hidden size, V vocabulary (or, at several ranks, this rank's columns).
 """
@@ -23,14 +23,14 @@ from benchmarks.record import Rows
 from megatron_ext import reference
 from megatron_ext.distributed.groups import Group
 
-TRUTH_CHUNK = 512  # tokens whose fp64 logits are alive at a time
+TRUTH_CHUNK = 512  # tokens whose fp64 logits exist at a time
 Answer = TypeVar("Answer")
-# Errors of loss, dx and dW, by the dtype that the logits' gradient passes through; None: its own.
+# Errors of loss, dx and dW, by the dtype to which the logits' gradient is rounded; None: it is not rounded.
 Baselines = dict[torch.dtype | None, tuple[float, float, float]]
 
 
 class Inputs(NamedTuple):
-    """Leaves that want gradients, of one rank: all hidden states, its shard of the weight, all labels."""
+    """The inputs of one rank: all hidden states, its shard of the weight (both with gradients), all labels."""
 
     x_TD: Tensor
     w_VD: Tensor
@@ -45,7 +45,7 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class Parity:
-    """Errors against fp64, as multiples of plain PyTorch's in the same dtype."""
+    """Errors against fp64, as multiples of plain PyTorch's errors in the same dtype."""
 
     loss: float
     dx: float
@@ -57,9 +57,9 @@ class Parity:
 
 
 def whole_inputs(case: Case) -> Inputs:
-    """Unsharded, the same in every process: hidden states of size 1, logits of about 1.
+    """Return unsharded inputs, the same in every process: hidden states of size 1, logits of about 1.
 
-    Numbers that bf16 holds, so one fp64 truth serves all dtypes.
+    All numbers are exact in bf16, so one result in fp64 serves all dtypes.
     """
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(case.tokens, case.width, generator=generator).bfloat16()
@@ -69,7 +69,7 @@ def whole_inputs(case: Case) -> Inputs:
 
 
 def drawn(case: Case, size: float = 1.0) -> Inputs:
-    """Hidden states of size 1 and logits of about `size`, drawn on the device."""
+    """Return inputs drawn on the device, with hidden states of size 1 and logits of about `size`."""
     generator = torch.Generator(case.device).manual_seed(0)
     there: dict[str, Any] = {"generator": generator, "device": case.device}
     x_TD = torch.randn(case.tokens, case.width, **there).to(case.dtype)
@@ -79,7 +79,7 @@ def drawn(case: Case, size: float = 1.0) -> Inputs:
 
 
 def empty(case: Case) -> Inputs:
-    """Make the inputs of one rank, under a mode of fake tensors."""
+    """Return inputs of one rank's shapes with empty values, for use with fake tensors."""
     x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
     w_VD = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
     return Inputs(x_TD, w_VD, torch.empty(case.tokens, dtype=torch.int64))
@@ -91,7 +91,7 @@ def shard_of(whole: Inputs, case: Case, rank: int) -> Inputs:
 
 
 def truth(whole: Inputs) -> Results:
-    """`reference.py` in fp64: per-token losses, and the gradients of their mean."""
+    """Return the results of `reference.py` in fp64: per-token losses, and the gradients of their mean."""
     w_VD = whole.w_VD.double().requires_grad_()
     losses, dx = [], []
     for x, labels_N in zip(whole.x_TD.split(TRUTH_CHUNK), whole.labels_T.split(TRUTH_CHUNK), strict=True):
@@ -104,9 +104,9 @@ def truth(whole: Inputs) -> Results:
 
 
 def plain(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, shards: int = 1, through: torch.dtype | None = None) -> Tensor:
-    """The baseline: PyTorch unfused, matmuls in the inputs' dtype, the loss in fp32.
+    """Return the baseline's losses: unfused PyTorch, matmuls in the inputs' dtype, the loss in fp32.
 
-    `shards`: dx is the sum of as many parts, each rounded. `through`: the logits' gradient is rounded to that dtype.
+    `shards`: dx is the sum of this many parts, each rounded. `through`: the logits' gradient is rounded to this dtype.
     """
     z_TV = torch.cat([reference.logits(x_TD, w_CD) for w_CD in w_VD.chunk(shards)], 1)
     if through is not None:
@@ -115,7 +115,7 @@ def plain(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, shards: int = 1, through
 
 
 def run_once(head: Head, inputs: Inputs) -> Results:
-    """One forward and backward; the gradients are new tensors."""
+    """Run forward and backward once; the gradients in the results are new tensors."""
     inputs.x_TD.grad = inputs.w_VD.grad = None
     loss = head(*inputs)
     loss.mean().backward()
@@ -123,7 +123,7 @@ def run_once(head: Head, inputs: Inputs) -> Results:
 
 
 def errors(results: Results, true: Results) -> tuple[float, float, float]:
-    """Root mean square errors of loss, dx and dW. A head that gives a mean loss only is held to the mean's error."""
+    """Return the root mean square errors of loss, dx and dW; a mean loss is compared with the true mean."""
     wanted = true.loss if results.loss.dim() else true.loss.mean()
     pairs = ((results.loss, wanted), (results.dx_TD, true.dx_TD), (results.dw_VD, true.dw_VD))
     loss, dx, dw = (float((found.double() - want).square().mean().sqrt()) for found, want in pairs)
@@ -133,7 +133,7 @@ def errors(results: Results, true: Results) -> tuple[float, float, float]:
 def baselines(
     case: Case, true: Results, throughs: Iterable[torch.dtype | None], inputs: Inputs | None = None
 ) -> Baselines:
-    """Plain PyTorch's errors on `inputs` (those of `whole_inputs`), over as many shards as the case has ranks."""
+    """Return plain PyTorch's errors on `inputs` (None: `whole_inputs`), over as many shards as the case has ranks."""
     inputs = inputs or shard_of(whole_inputs(case), case.unsharded, 0)
     return {
         through: errors(run_once(partial(plain, shards=case.ranks, through=through), inputs), true)
@@ -142,7 +142,7 @@ def baselines(
 
 
 def parity(results: Results, true: Results, baseline: tuple[float, float, float]) -> Parity:
-    """Errors as multiples of `baseline`'s. A mean loss may err by the rounding to its dtype, too."""
+    """Return errors as multiples of the baseline's, which for a mean loss is at least the rounding to its dtype."""
     loss, *gradients = baseline
     if not results.loss.dim():
         loss = max(loss, float(true.loss.mean().abs()) * torch.finfo(results.loss.dtype).eps / 2)
@@ -151,7 +151,7 @@ def parity(results: Results, true: Results, baseline: tuple[float, float, float]
 
 
 def refusal(impl: Implementation, found: Parity) -> str | None:
-    """Say why no time of `impl` counts; None where its results are right. NaN is wrong."""
+    """Return why no time of `impl` counts, or None if its results are right; NaN is wrong."""
     if found.worst <= impl.error_limit:
         return None
     return (
@@ -161,16 +161,17 @@ def refusal(impl: Implementation, found: Parity) -> str | None:
 
 
 def measured_once(head: Head, inputs: Inputs) -> tuple[Results, Costs]:
-    """One run under the meter: FLOPs, peak bytes beyond the inputs (both gradients counted), collectives."""
+    """Run once under the meter; return results and costs: FLOPs, peak bytes beyond the inputs (with both gradients),
+    collectives."""
     inputs.x_TD.grad = inputs.w_VD.grad = None
-    # One thread for the backward too: the meter sees the thread it was entered in.
+    # Backward must run in this thread, the only one that the meter sees.
     with torch.autograd.set_multithreading_enabled(False), measure() as costs:
         results = run_once(head, inputs)
     return results, costs
 
 
 def watched(step: Callable[[], Answer]) -> tuple[Answer, int]:
-    """Return what `step` gives, and the peak bytes of PyTorch's CPU allocator: also what operators hold inside."""
+    """Return the result of `step`, and the peak bytes of PyTorch's CPU allocator, also for memory inside operators."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         answer = step()
     events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -186,11 +187,11 @@ def interleaved(
     clock: Callable[[], float] = time.perf_counter,
     least: int = 3,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each round of each step: rounds over all steps until the budget is spent, at least `least`, so
-    that a median rejects one that was disturbed, at most 20.
+    """Return the milliseconds of each step in each round. A round runs all steps; rounds go on until the budget is
+    spent, at least `least`, so that a median rejects a disturbed round, and at most 20.
 
-    `slow` steps run in the first round alone; NaN stands for the rounds they miss. All ranks do the same rounds.
-    `clock`: seconds; `time.process_time` for those that this process's CPU works.
+    `slow` steps run in the first round only, and have NaN for the others. All ranks do the same number of rounds.
+    `clock` returns seconds; `time.process_time` counts this process's CPU time.
     """
     found: dict[str, list[float]] = {name: [] for name in steps}
     began = time.perf_counter()
@@ -210,7 +211,7 @@ def interleaved(
 
 
 def ratios(times: dict[str, list[float]], to: str = MEGATRON) -> dict[str, list[float]]:
-    """Each step's time over that of `to` in the same round; missed rounds are left out."""
+    """Return each step's time divided by that of `to` in the same round, without rounds that the step has missed."""
     return {
         name: [ms / base for ms, base in zip(found, times[to], strict=True) if ms == ms]
         for name, found in times.items()
@@ -218,7 +219,8 @@ def ratios(times: dict[str, list[float]], to: str = MEGATRON) -> dict[str, list[
 
 
 def cpu_times(steps: dict[str, Callable[[], object]], budget_s: float, base: str, called: str, least: int = 3) -> Rows:
-    """CPU time of each step, by turns, and over that of `base`, if that is one of them, as the metric calls it."""
+    """Return rows of the CPU time of each step, by turns, and, if `base` is a step, its ratio to that of `base`, whose
+    name in the metric is `called`."""
     times = interleaved(steps, budget_s, clock=time.process_time, least=least)
     rows = [(name, "CPU time", "ms", found) for name, found in times.items()]
     if base in times:
@@ -227,7 +229,7 @@ def cpu_times(steps: dict[str, Callable[[], object]], budget_s: float, base: str
 
 
 def matmuls(inputs: Inputs) -> Callable[[], object]:
-    """The floor: the three matmuls of an unfused head and nothing else, 6 NVH."""
+    """Return a step of only the three matmuls of an unfused head, 6 NVH, the floor of its time."""
     x_TD, w_VD = inputs.x_TD.detach(), inputs.w_VD.detach()
 
     def step() -> None:
@@ -239,8 +241,8 @@ def matmuls(inputs: Inputs) -> Callable[[], object]:
 
 
 def counts(case: Case, costs: Costs) -> list[tuple[str, str, float]]:
-    """(metric, unit, value) of what is exact."""
-    # Both gradients take 6 NVH: fewer are seen where products are in kernels.
+    """Return (metric, unit, value) for each exact count."""
+    # A step with both gradients takes 6 NVH at least: where fewer are counted, kernels hide products.
     flops = [("FLOPs / NVH", "1", costs.flops / case.nvh)] if costs.flops >= 6 * case.nvh else []
     return [
         ("peak", "MiB", costs.peak_bytes / MIB),
@@ -253,7 +255,7 @@ def counts(case: Case, costs: Costs) -> list[tuple[str, str, float]]:
 def measure_case(
     case: Case, group: Group, impls: list[Implementation], true: Results, known: Baselines, s: float
 ) -> tuple[Rows, list[str]]:
-    """Rows (impl, metric, unit, values) of one case, this rank's, and the refusals. `s`: seconds for the times."""
+    """Return this rank's rows (impl, metric, unit, values) of one case, and the refusals; `s`: seconds for times."""
     rank = 0 if group is None else dist.get_rank(group)
     inputs = shard_of(whole_inputs(case), case, rank)
     own = slice(rank * case.columns, (rank + 1) * case.columns)

@@ -1,6 +1,6 @@
 """Exact costs of a piece of code, without running it at full speed or at all: FLOPs, peak bytes, collectives.
 
-Works on real tensors and, at any size on any machine, on fake ones with the `fake` process group.
+The meter works on real tensors and, at any size on any machine, on fake tensors with the `fake` process group.
 """
 
 from collections import Counter
@@ -26,12 +26,12 @@ def _addmm_flops(total, a, b, *_, **__) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
-# torch knows matmuls by their functional names only, and takes addmm's `out_dtype` for a shape.
+# torch's registry has matmuls by their functional names only, and takes addmm's `out_dtype` for a shape.
 _FORMULAS = flop_registry | {aten.addmm_: shape_wrapper(_addmm_flops), aten.addmm: shape_wrapper(_addmm_flops)}
 
 
 class Costs(ByteCounter):
-    """FLOPs of all products, beside the bytes, and the collectives, which `measure()` counts."""
+    """Counter of bytes and of the FLOPs of all products; `measure()` adds the counts of collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,14 +49,14 @@ class Costs(ByteCounter):
 
 @contextmanager
 def measure() -> Iterator[Costs]:
-    """`with measure() as costs:` fills `costs` once the block is left (the peak grows as it runs)."""
+    """Yield costs that count while the block runs; the collectives are there after the block."""
     with count_collectives() as counts, Costs() as costs:
         yield costs
     costs.collectives = counts.copy()
 
 
 def peak_mib(step: Callable[[], object]) -> float:
-    """Return the most MiB of all tensors that `step` makes, at any moment."""
+    """Return the peak MiB of all tensors that `step` makes."""
     with measure() as costs:
         step()
     return costs.peak_bytes / MIB

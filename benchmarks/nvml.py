@@ -1,4 +1,4 @@
-"""Joules, clocks and what holds them back, from the driver's own library (NVML): no package is wanted for it."""
+"""Joules, clocks and the reasons that hold clocks back, from the driver's own library (NVML), without a package."""
 
 import ctypes
 import itertools
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 _SM_CLOCK = 1
-# Bits of `nvmlDeviceGetCurrentClocksEventReasons`; idle and what an application set are none.
+# Bits of `nvmlDeviceGetCurrentClocksEventReasons`, without those of an idle card and of an application's setting.
 REASONS = {
     0x4: "power limit",
     0x8: "hardware slowdown",
@@ -20,7 +20,7 @@ REASONS = {
 
 
 class Nvml:
-    """The current CUDA device."""
+    """Counters of the current CUDA device."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -45,11 +45,11 @@ class Nvml:
         return self._asked("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong) / 1e3
 
     def megahertz(self) -> float:
-        """Return the clock of the multiprocessors as it is now."""
+        """Return the present clock of the multiprocessors in MHz."""
         return float(self._asked("nvmlDeviceGetClockInfo", ctypes.c_uint, ctypes.c_int(_SM_CLOCK)))
 
     def held_by(self) -> list[str]:
-        """Name the reasons that hold the clock back now."""
+        """Return the names of the reasons that hold the clock back now."""
         bits = self._asked("nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong)
         return [name for bit, name in REASONS.items() if bits & bit]
 

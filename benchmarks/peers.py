@@ -1,7 +1,7 @@
-"""Two published algorithms in our own words, to count what they compute, hold and send.
+"""Two published algorithms, written anew, to count their FLOPs, memory and collectives.
 
-Neither is the original's code: the order of their matmuls, casts and collectives is kept, kernels are plain PyTorch, so
-their times here say what the algorithm costs on this machine, not how good the original's kernels are.
+Neither is the original's code: the order of matmuls, casts and collectives is kept, kernels are plain PyTorch. So their
+times here are the costs of the algorithm on this machine, and say nothing of the original's kernels.
 
 Legend: T tokens, N tokens of a chunk, D hidden size, V columns of this rank's shard, C columns of a block.
 """
@@ -16,23 +16,23 @@ from megatron_ext.distributed.groups import Group
 
 
 def own_target(labels_T: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Each label's column in this shard (0 if another's), and whether it is this shard's."""
+    """Return each label's column in this shard (0 if it is in another), and whether the label is in this shard."""
     own_T = (labels_T >= start) & (labels_T < start + columns)
     return (labels_T - start).where(own_T, 0), own_T
 
 
 def sharded_log_softmax(z_NV: Tensor, group: Group) -> Tensor:
-    """This rank's columns in fp32, by the usual way: two all-reduces, maximum and sum of exponentials."""
+    """Return the log-softmax of this rank's columns in fp32, by two all-reduces: maximum and sum of exponentials."""
     z_NV = z_NV.float()
     z_NV = z_NV - collectives.all_reduce(z_NV.amax(1, keepdim=True), group, op="max")
     return z_NV - collectives.all_reduce(z_NV.exp().sum(1, keepdim=True), group).log()
 
 
 class NemoRL(torch.autograd.Function):
-    """NeMo-RL's fused linear head: token chunks, logits cast to fp32 in each, softmax recomputed in backward.
+    """NeMo-RL's fused linear head: chunks of tokens, logits cast to fp32 in each, softmax recomputed in backward.
 
-    Every chunk sends two all-reduces (maximum, sum of exponentials), forward and again backward; the gradient's matmuls
-    run in fp32, on fp32 copies of the weight and the hidden states.
+    Every chunk makes two all-reduces (maximum, sum of exponentials), in forward and again in backward; the gradient's
+    matmuls run in fp32, on fp32 copies of the weight and the hidden states.
     """
 
     CHUNK = 256
@@ -69,8 +69,8 @@ class NemoRL(torch.autograd.Function):
 class Verl(torch.autograd.Function):
     """verl's fused head: blocks of the vocabulary with running statistics, logits recomputed in backward.
 
-    Forward sends four all-reduces (maximum, sum of exponentials, the label's logit, and the entropy's sum, which it
-    always computes), backward one, of the hidden states' gradient.
+    Forward makes four all-reduces (maximum, sum of exponentials, the label's logit, and the sum for the entropy, which
+    is always computed), backward one, of the hidden states' gradient.
     """
 
     BLOCK, GRADIENT_BLOCK = 1024, 9504

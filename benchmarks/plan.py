@@ -2,7 +2,7 @@
 
 The head's own code runs on fake tensors (`launches.py`), so the rows change when it does. Times are estimates from the
 table in `megatron_ext/head/call/gpu_properties.py`: matrix products by whole waves of tiles, the rest by bytes.
-Beside it is what the same launches take at the limit of the card's power, and what was measured.
+Beside them stand the times of the same launches at the limit of the card's power, and measured times.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.call.gpu_properties import DEVICES, Device
 from megatron_ext.memory.byte_counter import fake_world
 
-# The second is what a GPU has measured of B with `bits="tensor_parallel"`: one rank that sums all eight leaves.
+# The second case was measured on a GPU for B with `bits="tensor_parallel"`: one rank sums all eight leaves.
 A, EIGHT_LEAVES = GPU_CASES
 B = Case("B, one rank of 8", 16384, 8192, 152064, 8, torch.bfloat16)
 CASES = [
@@ -52,8 +52,8 @@ BESIDE, PEAK, LAUNCHES = "beside the products / (T V / R)", "peak / (T V / R)", 
 def plan(
     case: Case, head: Implementation, device: Device = DEVICES["H200"], worst_labels: bool = False
 ) -> tuple[Plan, int]:
-    """Forward and backward of one rank of a head that consists of torch's operations and our kernels, and the peak of
-    bytes beyond the inputs, both gradients in it."""
+    """Plan forward and backward of one rank of a head made of torch's operators and our kernels; return the plan and
+    the peak of bytes beyond the inputs, with both gradients."""
     with (
         fake_world(1) if case.ranks == 1 else nullcontext(),
         planned(device, case.ranks, worst_labels) as (recorder, group),
@@ -70,14 +70,14 @@ def plan(
 
 
 def floor_seconds(case: Case, head: Implementation, device: Device) -> float:
-    """The products alone at the device's rate: 6 to 8 NVH, 6 where the logits are kept."""
+    """Return the seconds of the products alone at the device's rate: 6 NVH if all exponentials are cached, up to 8."""
     products = 8 - 2 * kept_by_default(case) if head.products is None else head.products
     return products * case.nvh / device.flops
 
 
 def folded(launches: Iterable[Launch]) -> Iterator[tuple[Launch, int]]:
-    """Launches that repeat, as in the loop over chunks: each kind, in the order in which the kinds begin, as one launch
-    that has all their bytes and time, and their number."""
+    """Yield each kind of launch, in order of its first launch, as one launch with the bytes and times of all of them,
+    and their number: launches repeat in the loop over chunks."""
     kinds: dict[tuple[str, str, str], list[Launch]] = defaultdict(list)
     for launch in launches:
         kinds[launch.phase, launch.name, launch.shapes].append(launch)
@@ -90,7 +90,7 @@ def folded(launches: Iterable[Launch]) -> Iterator[tuple[Launch, int]]:
 
 
 def rows(case: Case, head: Implementation, device: Device = DEVICES["H200"]) -> record.Rows:
-    """Return the rows that are committed: totals, then a row for each kind of launch, in order."""
+    """Return the rows of a case and head, which are committed: totals, then rows for each kind of launch, in order."""
     found, peak = plan(case, head, device)
     impl, logits = f"{head.name}, {device.name}", case.tokens * case.columns
     floor = floor_seconds(case, head, device)
@@ -113,7 +113,7 @@ def rows(case: Case, head: Implementation, device: Device = DEVICES["H200"]) -> 
 
 
 def _powered(impl: str, found: Plan, measured: Iterable[record.Row]) -> record.Rows:
-    """Return the rows at the limit of an H200's power, and what was measured over that."""
+    """Return the rows at the limit of an H200's power, and the measured times divided by those."""
     if found.device.name != "H200":
         return []
     milliseconds = found.sustained_seconds * 1e3
@@ -138,7 +138,7 @@ def reads(case: Case, device: Device = DEVICES["H200"]) -> dict[str, Plan]:
 
 
 def read_rows(case: Case, device: Device) -> record.Rows:
-    """Totals of the read-outs, whose passes were changed since they were measured."""
+    """Return the total rows of the read-outs, whose passes have changed since they were measured."""
     made: record.Rows = []
     for name, found in reads(case, device).items():
         impl = f"{name}, {device.name}"
@@ -147,7 +147,7 @@ def read_rows(case: Case, device: Device) -> record.Rows:
 
 
 def text(case: Case, head: Implementation, device: Device = DEVICES["H200"]) -> str:
-    """The launches of one case, for reading, and what was measured on that device, if anything was."""
+    """Return the launches of one case as text to read, and the times measured on that device, if there are any."""
     found, peak = plan(case, head, device)
     floor = floor_seconds(case, head, device)
     lines = [
@@ -172,7 +172,7 @@ def text(case: Case, head: Implementation, device: Device = DEVICES["H200"]) -> 
 
 
 def summary(path: Path) -> str:
-    """The totals of the rows in `path` as a table in Markdown: the one in docs/head.md."""
+    """Return the totals of the rows in `path` as a Markdown table, that of docs/head.md."""
     metrics = (MILLISECONDS, EPILOGUES, WORST, FLOOR, ABOVE, BESIDE, PEAK, LAUNCHES)
     heads = "T x D x V|ours by `cache`, or another|ms|of it epilogues|with worst labels|floor|above, %"
     heads += "|bytes a logit beside products|peak bytes a logit|launches"
@@ -190,8 +190,8 @@ def summary(path: Path) -> str:
 
 
 def heads(case: Case) -> list[Implementation]:
-    """Ours at each cache, by default and for a mean where the default is another than 1, and at A and B what stands
-    beside ours."""
+    """Return our head at each cache, also by default and for a mean loss if the default is not 1, and for A and B the
+    peers."""
     if case == EIGHT_LEAVES:
         return [TENSOR_PARALLEL]
     found = [WHOLE, HALF, NONE] if case in (A, B) else [WHOLE]
@@ -201,7 +201,7 @@ def heads(case: Case) -> list[Implementation]:
 
 
 def main(out: Path | None, device: Device) -> None:
-    """Prints the launches of every case, writes their rows (to benchmarks/results/plan.csv for the H200)."""
+    """Print the launches of every case, and write their rows (to benchmarks/results/plan.csv for the H200)."""
     out = out or (record.RESULTS / "plan.csv" if device.name == "H200" else None)
     origin = replace(record.Origin.here("cpu"), device=f"planned for {device.name}", commit="", date="")
     for case in (*CASES, EIGHT_LEAVES):
@@ -214,7 +214,7 @@ def main(out: Path | None, device: Device) -> None:
 
 
 def measured_rows(case: Case, name: str, device: Device) -> list[record.Row]:
-    """Times of that device: its rows are in a file that is named for it. None of one rank's leaf."""
+    """Return the times measured on that device, from files named for it; none for a rank with one of many leaves."""
     if name == TENSOR_PARALLEL.name and case.ranks > 1:
         return []
     sizes = case.tokens, case.width, case.columns

@@ -29,14 +29,14 @@ STYLE = {
     "xtick.color": TEXT,
     "ytick.color": TEXT,
 }
-# The ones a reader knows, by what the pictures call them.
+# Heads that a reader knows: name in the rows to name in the pictures.
 BESIDE = {MEGATRON: "Megatron unfused", "pytorch chunked": "PyTorch chunked"}
 OVERVIEW = BESIDE | {"megatron fused": "Megatron fused", "liger": "Liger", "verl's algorithm": "verl's algorithm"}
 OVERVIEW["cut-cross-entropy"] = "cut-cross-entropy"
 
 
 def cache_figure(rows: list[Row], path: Path = FIGURES / "head_cache.png") -> Path:
-    """One column a case: above the time over Megatron's unfused head, below the peak MiB beyond the inputs."""
+    """Draw a column for each case: above the time over Megatron's unfused head, below the peak MiB beyond inputs."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -86,7 +86,7 @@ def _panel(axes, rows: list[Row], first: bool) -> None:
 
 
 def overview_figure(on_cpu: list[Row], on_gpu: list[Row], path: Path = FIGURES / "head_overview.png") -> Path:
-    """Time to the right and memory upwards, Megatron's unfused head at (1, 1): lower left is better."""
+    """Draw heads by time (to the right) and memory (upwards), Megatron's unfused head at (1, 1)."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -114,12 +114,12 @@ def overview_figure(on_cpu: list[Row], on_gpu: list[Row], path: Path = FIGURES /
     return path
 
 
-# Labels of one place in time are so far apart in memory at least; and what is one place, in the axes' units.
+# The least vertical distance of labels whose points are closer than the second number horizontally, in axes' units.
 _APART, _TOGETHER = 0.075, 0.5
 
 
 def _places(axes, places: dict[str, tuple[float, float]]) -> None:
-    """A point for each head, ours in colour, its label beside it and pushed down where it would lie over another."""
+    """Draw a point for each head, ours in colour, with a label that is pushed down where it would lie over another."""
     seconds, peak = places[MEGATRON]
     labels: list[tuple[float, float]] = []
     for name, (x, y) in sorted(places.items(), key=lambda place: -place[1][1]):

@@ -1,7 +1,7 @@
 """Peak memory of scoring and of a training step, beside full fp32 logits: `benchmarks.run cpu --only policy`.
 
-Counted, not timed: bytes of all tensors that appear beyond what was alive before, on one rank. The other way is what
-policy workers commonly do: the model's logits, made fp32, log-softmax over the vocabulary, and a gather.
+The peak is counted on one rank, as bytes of all tensors beyond those alive before. The other way is that of most policy
+workers: the model's logits, cast to fp32, a log-softmax over the vocabulary, and a gather.
 """
 
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ def measure_policy(rows: int, positions: int, vocab: int) -> Rows:
     found: Rows = []
     for way, acts in ways.items():
         for what, act in acts.items():
-            act()  # what is allocated once is alive before the count
+            act()  # tensors that are made only once exist before the count
             found.append((way, f"peak, {what}", "MiB", [peak_mib(act)]))
     return found
 

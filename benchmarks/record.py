@@ -1,4 +1,4 @@
-"""One row a number, in one CSV for each kind of machine."""
+"""Results as rows, one for each number, in one CSV for each kind of machine."""
 
 import csv
 import hashlib
@@ -19,9 +19,9 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 Rows = list[tuple[str, str, str, list[float]]]  # implementation, metric, unit, values
-Found = tuple[str, Rows, list[str]]  # a case, its rows, what else there is to say
-ONE_HEAD = ("case", "impl")  # the columns that rows of one head have in common
-MEASURED = ("megatron_ext/**/*.py", "benchmarks/*.py")  # the code whose times and errors rows have
+Found = tuple[str, Rows, list[str]]  # a case, its rows, and remarks on it
+ONE_HEAD = ("case", "impl")  # the columns that are equal in all rows of one head
+MEASURED = ("megatron_ext/**/*.py", "benchmarks/*.py")  # the code that is measured
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Origin:
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The 20th, 50th and 80th percentile, interpolated between the values."""
+    """Return the 20th, 50th and 80th percentile, interpolated between the values."""
     if len(values) == 1:
         return (values[0],) * 3
     fifths = statistics.quantiles(values, n=5, method="inclusive")
@@ -82,7 +82,7 @@ def read(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: Iterable[Row], by: Sequence[str] = ("case",)) -> None:
-    """Writes `rows`; others stay, but for those that have the same values in the columns `by` as one of these."""
+    """Write `rows` to `path`, in the place of rows there that have the same values in the columns `by`."""
     rows, key = list(rows), attrgetter(*by)
     measured = {key(row) for row in rows}
     kept = [row for row in read(path) if key(row) not in measured] if path.exists() else []
@@ -90,7 +90,7 @@ def write(path: Path, rows: Iterable[Row], by: Sequence[str] = ("case",)) -> Non
 
 
 def drop(path: Path, unwanted: Callable[[Row], bool]) -> None:
-    """Takes rows out."""
+    """Remove the unwanted rows from `path`."""
     _store(path, [row for row in read(path) if not unwanted(row)])
 
 
@@ -100,7 +100,7 @@ def file_name(device: str) -> str:
 
 
 def _store(path: Path, rows: list[Row]) -> None:
-    """All or nothing: a program that is killed meanwhile leaves the file as it was."""
+    """Write all rows, or none: a program that is killed meanwhile leaves the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".new")
     with beside.open("w", newline="") as file:
@@ -112,7 +112,7 @@ def _store(path: Path, rows: list[Row]) -> None:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The medians, for reading: a block for each case, a line for each implementation, a column for each metric."""
+    """Return the medians as text: a block for each case, a line for each implementation, a column for each metric."""
     blocks: dict[str, dict[str, dict[str, Row]]] = {}
     for row in rows:
         blocks.setdefault(row.case, {}).setdefault(row.impl, {})[row.metric] = row
@@ -136,7 +136,7 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def by_device(rows: Iterable[Row], metric: str) -> str:
-    """The medians of one metric in Markdown: a block for each case, a line for each head, a column for each device."""
+    """Return the medians of one metric in Markdown: a table for each case, a line for each head, a column a device."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
         if row.metric == metric:
@@ -169,10 +169,10 @@ def _device(kind: str) -> str:
 
 
 def code(*patterns: str) -> str:
-    """Identify the code that was run: the last commit that changed files of these patterns, with a + where tracked
-    files differ from that commit.
+    """Return an identifier of the code: the last commit that changed files of these patterns, with a + if tracked files
+    differ from that commit.
 
-    A copy without git has a digest of the files. Results that are committed later change nothing.
+    Without git it is a digest of the files. Results that are committed later do not change the identifier.
     """
     root = Path(__file__).parent.parent
 

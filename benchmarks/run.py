@@ -2,7 +2,7 @@
 
 `gpu` is in gpu.py, `plan` in plan.py; `devices` prints the times of all GPUs side by side. On the CPU, exact counts at
 full size come first, from fake tensors; then the heads, all of one case by turns; then each of the other modules that
-`PARTS` names. Every case's rows are written once it is measured.
+`PARTS` names. The rows of a case are written once it is measured.
 """
 
 import argparse
@@ -42,9 +42,9 @@ from megatron_on_cpu import megatron_on_cpu
 
 
 def count_full_size(case: Case) -> Rows:
-    """FLOPs, bytes and collectives of one rank, exactly, without computing anything."""
+    """Return rows of the exact FLOPs, bytes and collectives of one rank, counted without computing anything."""
     rows: Rows = []
-    for impl in [UNFUSED, FUSED, ours(1), ours(0), ours(None), *MODELS]:  # in between they are linear in `cache`
+    for impl in [UNFUSED, FUSED, ours(1), ours(0), ours(None), *MODELS]:  # costs are linear in `cache`
         with one_rank_of(case.ranks) as group, megatron_on_cpu():
             _, costs = measured_once(impl.build(case, group), empty(case))
         rows += [(impl.name, metric, unit, [value]) for metric, unit, value in counts(case, costs)]
@@ -62,7 +62,7 @@ def measure_world(case: Case, true_path: Path, known: Baselines, budget_s: float
 
 
 def quiet() -> None:
-    """Megatron warns of every optional package that is absent, the profiler of its own doings: not here."""
+    """Silence Megatron's warnings of optional packages that are absent, and the profiler's messages."""
     warnings.simplefilter("ignore")
     os.environ["PYTHONWARNINGS"] = "ignore"  # for the ranks
     os.environ["KINETO_LOG_LEVEL"] = "99"
@@ -84,7 +84,7 @@ def heads(seconds: float = 10.0) -> Iterator[Found]:
             yield case.name, *run_world(case.ranks, measure_world, case, true_path, errors, seconds)
 
 
-# What is measured on a CPU; each takes the seconds for the times of one case, and has its own default.
+# The measurements on a CPU; each takes the seconds for the times of one case, and has its own default.
 PARTS: dict[str, Callable[..., Iterator[Found]]] = {
     "counted": counted,
     "heads": heads,
@@ -121,7 +121,7 @@ def main() -> None:
         parser.error(f"--only {' '.join(sorted(unknown))}: the parts of {options.machine} are {', '.join(known)}")
     if options.machine == "gpu":
         if options.rehearse:
-            if os.environ.get("TRITON_INTERPRET") != "1":  # Triton asks when it is imported
+            if os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it at import
                 environment = {**os.environ, "TRITON_INTERPRET": "1"}
                 again = [sys.executable, "-m", "benchmarks.run", *sys.argv[1:]]
                 sys.exit(subprocess.run(again, env=environment).returncode)
@@ -144,7 +144,7 @@ def measure(parts: list[str], out: Path | None, seconds: float | None) -> None:
     for part in tqdm(parts, "parts", leave=False, dynamic_ncols=True, disable=None):
         for case, found, said in PARTS[part](*() if seconds is None else (seconds,)):
             new = [origin.row(case, *row) for row in found]
-            record.write(path, new)  # at once: what comes after it may fail
+            record.write(path, new)  # at once, since later cases may fail
             rows += new
             remarks += [line if line.startswith(case) else f"{case}: {line}" for line in said]
             tqdm.write(f"{time.perf_counter() - began:4.0f} s  {case}")

@@ -1,4 +1,4 @@
-"""A CPU in the place of a GPU, for rehearsals: everything runs, only clocks and memory counters say nothing.
+"""A CPU in the place of a GPU, for rehearsals: everything runs, but clocks and memory counters are meaningless.
 
 Tensors say that they are on CUDA, matrix products round as cuBLAS does, and Triton's kernels run under its interpreter.
 """
@@ -22,14 +22,14 @@ _mm, _addmm = torch.mm, torch.addmm
 
 @functools.cache
 def _cublas_repeats() -> bool:
-    """Tell whether cuBLAS gives the same bits in each run. Torch asks this once, at the first product of a process."""
+    """Tell whether cuBLAS gives the same bits in each run; torch checks it once, at the first product of a process."""
     return os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")
 
 
 def mm(
     x: torch.Tensor, y: torch.Tensor, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sums in fp32 (fp64 for fp64), one rounding, or none with `out_dtype`."""
+    """Multiply with sums in fp32 (fp64 for fp64) and one rounding to the dtype of `x` or to `out_dtype`."""
     if not _cublas_repeats() and torch.get_deterministic_debug_mode() == 2:
         raise RuntimeError("set CUBLAS_WORKSPACE_CONFIG=:4096:8 before the first product, or use no deterministic mode")
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -38,7 +38,7 @@ def mm(
 
 
 def addmm(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, out_dtype: Any = None, **more: Any) -> torch.Tensor:
-    """`torch.addmm`, which on CPU knows no `out_dtype`."""
+    """Run `torch.addmm` with `out_dtype`, which torch's own does not take on the CPU."""
     if out_dtype is None:
         return _addmm(total, x, y, **more)
     return more["out"].copy_(total + mm(x, y, out_dtype))
@@ -46,20 +46,20 @@ def addmm(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, out_dtype: A
 
 @contextmanager
 def replaced(*rows: tuple[Any, str, Any]) -> Iterator[None]:
-    """(owner, name, what stands there meanwhile), in this order."""
+    """Replace attributes inside the context, given as (owner, name, replacement), in order."""
     with ExitStack() as stack:
         for owner, name, what in rows:
             stack.enter_context(mock.patch.object(owner, name, what))
         yield
 
 
-# Tensors say that they are on a GPU, and products round as there.
+# Tensors say that they are on a GPU, and products round as on a GPU.
 ON_CUDA = ((torch, "mm", mm), (torch, "addmm", addmm), (torch.Tensor, "is_cuda", True))
 
 
 @contextmanager
 def stood_in_for_cuda() -> Iterator[None]:
-    """Have this process take the CUDA path for a while. TRITON_INTERPRET must be 1 since the process began."""
+    """Let this process take the CUDA path inside the context. TRITON_INTERPRET must be 1 since the process began."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("a rehearsal runs Triton's kernels on the CPU: set TRITON_INTERPRET=1 in the environment")
     round_to_bfloat16()

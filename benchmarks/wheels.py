@@ -1,7 +1,7 @@
 """`python -m benchmarks.wheels FOLDER`: wheels of the peers that are measured on a GPU, to be copied there.
 
-They are fetched for Linux, Python 3.12 and CUDA 13, as one archive in two parts of at most 52 MiB: a machine without a
-network may take no more at a time. `gpu_steps --wheels FOLDER` unpacks them there, in FOLDER/site.
+The wheels are fetched for Linux, Python 3.12 and CUDA 13, as one archive in parts of at most 52 MiB, since a machine
+without a network may take no more at a time. `gpu_steps --wheels FOLDER` unpacks them there, in FOLDER/site.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-# Without what comes with torch for CUDA.
+# The peers and their dependencies, without those that come with torch for CUDA.
 PACKAGES = [
     "quack-kernels==0.6.5",
     "liger-kernel==0.8.5",
@@ -29,7 +29,7 @@ PART_BYTES = 52 << 20
 
 
 def fetch(folder: Path) -> list[Path]:
-    """Downloads the wheels into `folder`, and writes the parts beside them."""
+    """Download the wheels into `folder`, write the parts of their archive beside them, and return the parts."""
     wheels = folder / "wheels"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", "3.12", "--dest", str(wheels)]
@@ -40,7 +40,7 @@ def fetch(folder: Path) -> list[Path]:
 
 
 def pack(wheels: list[Path], folder: Path) -> list[Path]:
-    """The parts of an archive of `wheels`, each in a folder of its own: `part-1/archive`, `part-2/archive` and on."""
+    """Write an archive of `wheels` in parts, each in its own folder: `part-1/archive`, `part-2/archive` and so on."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as file:
         for wheel in wheels:
@@ -55,7 +55,7 @@ def pack(wheels: list[Path], folder: Path) -> list[Path]:
 
 
 def unpack(folder: Path, site: Path) -> list[str]:
-    """Puts what the parts hold into `site`, a folder for `site.addsitedir`; the names of the wheels."""
+    """Unpack the parts' wheels into `site`, a folder for `site.addsitedir`; return the names of the wheels."""
     parts = sorted(folder.glob("part-*/archive"), key=lambda part: int(part.parent.name.removeprefix("part-")))
     if not parts:
         raise FileNotFoundError(f"{folder} holds no part-1/archive: `python -m benchmarks.wheels {folder}` writes it")

@@ -1,4 +1,4 @@
-"""Processes for a measurement: gloo worlds that start, do one thing and end."""
+"""Processes for a measurement: gloo worlds that start, run one function and end."""
 
 import os
 import tempfile
@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 
 def start_rank(rank: int, ranks: int, store: str) -> None:
-    """This process as `rank` of a world, with its share of the cores."""
+    """Make this process rank `rank` of a gloo world, with its share of the cores."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
 
@@ -28,7 +28,7 @@ def _entry(rank: int, ranks: int, store: str, answer: str, body: Callable, argum
 
 
 def run_world(ranks: int, body: Callable, *arguments: Any) -> Any:
-    """`body(*arguments)` on every rank of a new world; gives rank 0's answer. A rank that fails ends it."""
+    """Run `body(*arguments)` on every rank of a new world, and return rank 0's result; a rank that fails ends all."""
     with tempfile.TemporaryDirectory() as folder:
         answer = str(Path(folder) / "answer.pt")
         mp.spawn(_entry, (ranks, str(Path(folder) / "store"), answer, body, arguments), nprocs=ranks)

@@ -76,11 +76,11 @@ def parse_arguments(argv: list[str] | None = None) -> Namespace:
 
 
 def check_arguments(args: Namespace, world_size: int) -> None:
-    """Every rank comes to the same verdict by itself, before anything is sent.
+    """Check the arguments on every rank alike, before anything is communicated.
 
     Raises:
-        ValueError: numbers that fit neither each other nor the `world_size`, files that are not there, folders that
-            cannot be written, or a checkpoint that has as many iterations as this run shall have.
+        ValueError: numbers do not fit each other or the `world_size`, files are missing, folders cannot be written, or
+            the checkpoint has at least as many iterations as this run shall have.
     """
     for name in COUNTS:
         if (count := getattr(args, name)) is not None and count < 1:
@@ -121,7 +121,7 @@ def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
         raise ValueError(f"--num-query-groups is {args.num_query_groups}: it needs --group-query-attention beside it")
     if args.ffn_hidden_size is not None:
         _divides("--tensor-model-parallel-size", tp, "--ffn-hidden-size", args.ffn_hidden_size)
-    elif args.swiglu:  # for which Megatron-LM has another default
+    elif args.swiglu:  # Megatron-LM has another default width for gated MLPs
         raise ValueError("--swiglu is given without --ffn-hidden-size: add the width of the gated MLPs")
     _divides("--tensor-model-parallel-size", tp, "--vocab-size", args.vocab_size)
     _divides("--pipeline-model-parallel-size", pp, "--num-layers", args.num_layers)

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 LATEST = "latest_checkpointed_iteration.txt"
 
-# How the distributed optimizer lays out its state: by parameter, which any other sharding can read.
+# The distributed optimizer stores its state by parameter, which a run with any other sharding can read.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
@@ -28,14 +28,14 @@ def model_parallel_sizes() -> tuple[int, int]:
 
 
 def seed_everything(seed: int) -> None:
-    """Megatron's seeds: each pipeline stage its own, and inside tensor-parallel regions each rank its own."""
+    """Seed as Megatron does: each pipeline stage has its own seed, and in tensor-parallel regions each rank."""
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def _random_state() -> ShardedObject:
-    """The state of this rank's random number generators. Data-parallel ranks draw alike, so the first one saves."""
+    """Return the state of this rank's random generators; data-parallel ranks draw alike, so the first one saves."""
     state = {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
@@ -65,9 +65,9 @@ def _sharded_state(model, optimizer, scheduler, *, is_loading: bool, with_random
 
 
 def save(directory: str, iteration: int, consumed_samples: int, model, optimizer, scheduler) -> None:
-    """Write `iteration` under `directory`; all ranks call it. `model` is in Megatron's DDP.
+    """Write a checkpoint of `iteration` under `directory`; all ranks call it. `model` is wrapped by Megatron's DDP.
 
-    The pointer to the newest checkpoint moves when its files are complete.
+    The file that names the newest checkpoint is written when all files of the checkpoint are complete.
     """
     folder = Path(directory) / f"iter_{iteration:07d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def save(directory: str, iteration: int, consumed_samples: int, model, optimizer
 
 
 def find_latest(directory: str) -> Path:
-    """The folder of the newest checkpoint under `directory`.
+    """Return the folder of the newest checkpoint under `directory`.
 
     Raises:
         ValueError: there is none.
@@ -92,19 +92,19 @@ def find_latest(directory: str) -> Path:
 
 
 def iteration_of(folder: Path) -> int:
-    """Return the iterations that the checkpoint has behind it."""
+    """Return the number of iterations before the checkpoint."""
     return int(folder.name.removeprefix("iter_"))
 
 
 def load(directory: str, seed: int, model, optimizer, scheduler) -> tuple[int, int]:
     """Restore what `save` wrote; all ranks call it. Returns the iterations done and the samples consumed.
 
-    Random number generators go on where they stopped if the model-parallel sizes are the same. At other sizes, where
-    dropout is drawn in other shapes, there is nothing to go on with: they start anew, from `seed` and the iteration.
+    Random number generators go on where they stopped if the model-parallel sizes are the same. At other sizes dropout
+    is drawn in other shapes, so the generators are seeded anew, from `seed` and the iteration.
 
     Raises:
-        ValueError: there is no checkpoint, one of another script, or one of another vocabulary, which Megatron would
-            pad or cut.
+        ValueError: there is no checkpoint, another script has written it, or its vocabulary has another size, to which
+            Megatron would pad or cut the weights.
     """
     folder = str(find_latest(directory))
     saved = dist_checkpointing.load_common_state_dict(folder)

@@ -37,7 +37,7 @@ RUNS = {"Megatron-Core": ("stock", "stock"), "megatron_ext": ("fused", "ext")}  
 
 
 def pretrain(ranks: int, arguments: dict) -> None:
-    """Runs pretrain_gpt.py as `torchrun` would; returns when all ranks are done."""
+    """Run pretrain_gpt.py as `torchrun` would; return when all ranks have ended."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -68,7 +68,7 @@ def main() -> None:
     where = f"{ranks} GPU{'s' * (ranks > 1)} (NCCL)" if gpus else f"{ranks} CPU processes (gloo)"
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    logging.disable(logging.WARNING)  # of the launcher; errors and the ranks have their say
+    logging.disable(logging.WARNING)  # of the launcher; its errors and the ranks' output are shown
     try:
         check_writable(out=args.out)
     except ValueError as error:

@@ -20,21 +20,21 @@ B, P, S, V, CHUNK = 16, 4, 32, 4096, 64  # prompts, tokens of each and of an ans
 
 
 def new_model(width: int, layers: int, spread: float) -> LlamaForCausalLM:
-    """A Llama whose weights have the standard deviation `spread`; no token ends its answers."""
+    """Make a Llama whose weights have the standard deviation `spread`; no token ends its answers."""
     sizes = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": layers, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=V, initializer_range=spread, eos_token_id=None, **sizes))
 
 
 def roll_out(student: LlamaForCausalLM, teacher: LlamaForCausalLM, prompts: Tensor) -> list[LmHead | Tensor]:
-    """The student's head and hidden states `[B, S, D]`, and the teacher's, which predict what the student answers."""
-    tokens, batch = student.generate(prompts, do_sample=True, top_k=0, max_new_tokens=S), []  # 0: of all tokens
+    """Let the student answer; return for student and teacher the head and the hidden states `[B, S, D]` of answers."""
+    tokens, batch = student.generate(prompts, do_sample=True, top_k=0, max_new_tokens=S), []  # 0: draw from all tokens
     for model in (student, teacher):
         batch += [LmHead.of(model.lm_head, chunk_tokens=CHUNK), model.model(tokens).last_hidden_state[:, P - 1 : -1]]
     return batch
 
 
 def from_hidden_states(student: LmHead, hidden: Tensor, teacher: LmHead, target: Tensor, top_k: int) -> Tensor:
-    """The mean of KL(student | teacher) over the answers' tokens."""
+    """Return the mean of KL(student | teacher) over the answers' tokens."""
     if top_k:
         loss = TopKDistillationLoss(divergence="reverse", bucket=True)  # the bucket: all other tokens together
         return loss.with_teacher(hidden, student, target, teacher, top_k)[0]
@@ -42,7 +42,7 @@ def from_hidden_states(student: LmHead, hidden: Tensor, teacher: LmHead, target:
 
 
 def from_logits(student: LmHead, hidden: Tensor, teacher: LmHead, target: Tensor, top_k: int) -> Tensor:
-    """The same from whole logits."""
+    """Return the same mean, computed from whole logits."""
     q, p = (hidden @ student.weight.T).log_softmax(-1), (target @ teacher.weight.T).log_softmax(-1)
     if top_k:
         ids = p.topk(top_k).indices
@@ -52,10 +52,10 @@ def from_logits(student: LmHead, hidden: Tensor, teacher: LmHead, target: Tensor
 
 
 def train(steps: int, top_k: int) -> tuple[list[float], list[LmHead | Tensor]]:
-    """The loss of each step, and what the student answers after the last."""
+    """Train the student; return the loss of each step, and `roll_out` after the last."""
     torch.manual_seed(0)
     teacher, student = new_model(64, 2, spread=0.2).requires_grad_(False), new_model(32, 1, spread=0.02)
-    teacher.model.embed_tokens.weight += 1  # it likes some tokens everywhere, which is learned in a few steps
+    teacher.model.embed_tokens.weight += 1  # some tokens become likely everywhere, which is learned in a few steps
     prompts, optimizer = torch.randint(V, (B, P)), torch.optim.Adam(student.parameters(), lr=1e-2)
     losses: list[float] = []
     for _ in range(steps):

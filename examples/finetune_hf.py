@@ -37,7 +37,7 @@ from tqdm import tqdm
 from megatron_ext.dtensor import causal_lm_loss, clip_grad_by_total_norm_, get_grad_norm, parallelize, save_pretrained
 from megatron_ext.policy import checkpoint
 
-HELD_OUT = 0.05  # of the text: its end
+HELD_OUT = 0.05  # the fraction at the end of the text that is not trained on
 EVALUATION_BATCHES = 4
 
 
@@ -69,11 +69,10 @@ def parse_arguments(argv: list[str] | None = None) -> Namespace:
 
 
 def check_arguments(args: Namespace, world_size: int) -> None:
-    """Every rank comes to the same verdict by itself, before anything is sent.
+    """Check the arguments on every rank alike, before anything is communicated.
 
     Raises:
-        ValueError: numbers that fit neither each other nor the `world_size`, files that are not there, or folders that
-            cannot be written.
+        ValueError: numbers do not fit each other or the `world_size`, files are missing, or folders cannot be written.
     """
     for name, value in vars(args).items():
         if type(value) in (int, float) and name != "seed" and value <= 0:
@@ -102,9 +101,9 @@ def check_arguments(args: Namespace, world_size: int) -> None:
 
 
 class Run:
-    """A model made parallel, its optimizer and its text.
+    """A parallelized model, its optimizer and its text.
 
-    `B` are the samples of this rank's data-parallel replica, `S` is `--seq-length`.
+    `B` is the number of samples of this rank's data-parallel replica in a step, `S` is `--seq-length`.
     """
 
     def __init__(self, args: Namespace, device: torch.device):
@@ -128,7 +127,7 @@ class Run:
             sequence_parallel=args.sequence_parallel,
             activation_checkpointing=args.activation_checkpointing,
         )
-        # torch's multi-tensor kernels take no DTensors of different meshes at once.
+        # torch's multi-tensor kernels do not take DTensors of different meshes in one call.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate, foreach=False)
 
     def _split_text(self, texts: list[str]) -> None:
@@ -143,7 +142,7 @@ class Run:
         self.held_out = text.Samples(tokens[-held_out:], self.args.seq_length, self.args.seed)
 
     def _batch(self, samples: text.Samples, number: int) -> tuple[Tensor, Tensor]:
-        """`[B, S]` inputs and labels: this replica's part of global batch `number`."""
+        """Return inputs and labels `[B, S]`, this replica's part of global batch `number`."""
         replicas = self.mesh["dp"].size()
         size, replica = self.args.global_batch_size // replicas, self.mesh["dp"].get_local_rank()
         start = number * self.args.global_batch_size
@@ -152,30 +151,30 @@ class Run:
         return tokens_BS1[:, :-1], tokens_BS1[:, 1:]
 
     def _mean(self, loss_BS: Tensor) -> Tensor:
-        """The global batch's mean, from the losses of this replica's part."""
+        """Return the mean loss of the global batch, by an all-reduce over the replicas."""
         total = loss_BS.detach().sum()
         dist.all_reduce(total, group=self.mesh["dp"].get_group())
         return total / (self.args.global_batch_size * self.args.seq_length)
 
     def _losses(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """`[B, S]`: of each token the loss of predicting the next one."""
+        """Return the losses `[B, S]` of predicting the token after each token."""
         return causal_lm_loss(self.model, tokens_BS, shift_labels=targets_BS)
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss on text that is never trained on."""
+        """Return the mean loss on the text that is never trained on."""
         self.model.eval()
         batches = [self._batch(self.held_out, number) for number in range(EVALUATION_BATCHES)]
         losses = [self._mean(self._losses(*batch)) for batch in batches]
         return torch.stack(losses).mean().item()
 
     def train_step(self) -> float:
-        """One update; returns the mean loss before it."""
+        """Make one update; return the mean loss before it."""
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = self.args.learning_rate * self._schedule()
         loss_BS = self._losses(*self._batch(self.samples, self.step))
-        # FSDP2 averages gradients over replicas, which each have as many tokens.
+        # FSDP2 averages gradients over the replicas, which have equally many tokens.
         loss_BS.mean().backward()
         parameters = list(self.model.parameters())
         norm = get_grad_norm(parameters, self.dp_cp.get_group(), self.mesh["tp"].get_group())
@@ -186,7 +185,7 @@ class Run:
         return self._mean(loss_BS).item()
 
     def _schedule(self) -> float:
-        """Up over a tenth of the steps, then down to a tenth of the learning rate."""
+        """Return the factor of the learning rate: up to 1 over a tenth of the steps, then down towards a tenth."""
         warmup = max(1, self.args.steps // 10)
         return min((self.step + 1) / warmup, 1 - 0.9 * self.step / self.args.steps)
 
@@ -197,11 +196,11 @@ class Run:
         checkpoint.save_together(checkpoint.Part("training", path, self._weights() | tensors, facts))
 
     def load(self) -> None:
-        """Go on where a checkpoint was made, in any layout.
+        """Load the state of a checkpoint that a run of any layout has saved.
 
         Raises:
-            ValueError: there is none, it is incomplete or damaged, or that of another model; or it has as many steps
-                as this run shall have.
+            ValueError: the checkpoint is missing, incomplete, damaged, or of another model, or it has at least as many
+                steps as this run shall have.
         """
         tensors, _ = self._optimizer_state()
         [saved], held = checkpoint.find(training=self.args.load), self._weights() | tensors
@@ -215,14 +214,14 @@ class Run:
             raise ValueError(f"--load has {self.step} steps behind it: --steps is {self.args.steps}, and must be more")
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return weights by transformers' names, tied weights once; they share the model's memory."""
+        """Return the weights by transformers' names, tied weights once; the tensors share the model's memory."""
         state = get_model_state_dict(self.model)
         if self.config.tie_word_embeddings:
             state.pop("lm_head.weight", None)
         return {name: x for name, x in state.items() if isinstance(x, Tensor)}
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the optimizer's tensors and its numbers, by name."""
+        """Return the optimizer's tensors, and its other values, both by name."""
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         state: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer, options=options)
         tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
@@ -235,7 +234,7 @@ class Run:
 
 
 def finetune(args: Namespace, device: torch.device) -> dict[str, Any]:
-    """The run, once `torch.distributed` is initialised. Returns its metrics."""
+    """Train, evaluate and export after `torch.distributed` is initialised; return losses and held-out losses."""
     run = Run(args, device)
     if args.load:
         run.load()
@@ -262,7 +261,7 @@ def finetune(args: Namespace, device: torch.device) -> dict[str, Any]:
 def main() -> None:
     end_on_interrupt()
     args = parse_arguments()
-    # Of gathering weights for the export, parameter by parameter, that it could be faster.
+    # The export gathers weights one parameter at a time, and this logger would say that it could be faster.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:
         check_arguments(args, ranks())

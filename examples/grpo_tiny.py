@@ -3,9 +3,9 @@
     python examples/grpo_tiny.py                        # two policy workers on CPU, about a minute
     python examples/grpo_tiny.py --steps 200 --resume   # goes on from the last checkpoint
 
-Each step the policy samples answers to "2+3=", by transformers' `generate` on its workers; the reward is 1 for the
-right one. A sample's advantage is how much better it did than the others of the same
-prompt. Ends with the rewards of the first and the last tenth, a curve, and a checkpoint.
+In each step the policy samples answers to prompts such as "2+3=", by transformers' `generate` on its workers; the
+reward is 1 for the right answer. A sample's advantage compares its reward with those of the same prompt's samples.
+The program prints the mean rewards of the first and the last tenth, and writes a curve and a checkpoint.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 from megatron_ext.policy import BatchedDataDict, ClippedPGLoss, RayPolicy
 from megatron_ext.policy.ray_policy import local_ray
 
-DIGITS = 5  # 0 to 4: sums have one digit
+DIGITS = 5  # 0 to 4, so that sums have one digit
 PLUS, EQUALS, VOCABULARY = 10, 11, 12
 
 
@@ -38,19 +38,19 @@ def main() -> None:
 
 
 def learn(args: argparse.Namespace) -> list[float]:
-    """The rewards of a whole run, in Ray as it is running."""
+    """Train in the running Ray; return the mean reward of each step."""
     with RayPolicy(policy_config(args), args.workers, **checkpoint(args)) as policy:
         return train(policy, args)
 
 
 def tenths(rewards: list[float]) -> tuple[float, float]:
-    """The mean of the first and of the last tenth."""
+    """Return the means of the first and of the last tenth of the rewards."""
     tenth = max(1, len(rewards) // 10)
     return sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
 
 
 def train(policy: RayPolicy, args: argparse.Namespace) -> list[float]:
-    """The mean reward of every step, those before a resumption too."""
+    """Train up to `args.steps`; return the mean reward of every step, also of those before a resumption."""
     loss = ClippedPGLoss(reference_policy_kl_penalty=args.kl)
     rewards = progress(args.out)["rewards"] if args.resume else []
     bar = tqdm(range(len(rewards), args.steps), initial=len(rewards), total=args.steps, desc="GRPO")
@@ -69,9 +69,9 @@ def train(policy: RayPolicy, args: argparse.Namespace) -> list[float]:
 
 
 def sample(policy: RayPolicy, args: argparse.Namespace, seed: int) -> tuple[BatchedDataDict, Tensor]:
-    """The batch of GRPO of answers that the policy draws to prompts, each several times, and their rewards `[N]`.
+    """Draw `args.samples` answers of one token to each prompt; return GRPO's batch and the rewards `[N]`.
 
-    The advantage of an answer, one token, is in units of the spread of those to its prompt.
+    The advantage of an answer is its reward less the mean of its prompt, divided by the standard deviation there.
     """
     random = torch.Generator().manual_seed(seed)
     terms = torch.randint(DIGITS, (args.prompts, 2), generator=random).repeat_interleave(args.samples, 0)
@@ -96,7 +96,7 @@ def sample(policy: RayPolicy, args: argparse.Namespace, seed: int) -> tuple[Batc
 
 
 def save(rewards: list[float], out: Path, policy: RayPolicy) -> None:
-    """A new checkpoint first, then the file that names it: at any time that one is whole. The one before goes."""
+    """Write a checkpoint, then progress.json, which so names a complete one at any time; remove the one before."""
     folder, named = out / f"step-{len(rewards):05d}", out / "progress.json"
     before = out / progress(out)["folder"] if named.exists() else folder
     policy.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
@@ -108,12 +108,12 @@ def save(rewards: list[float], out: Path, policy: RayPolicy) -> None:
 
 
 def progress(out: Path) -> dict:
-    """Read what a run remembers: the folder of its checkpoint, and the rewards so far, and with them its step."""
+    """Read progress.json: the folder of the last checkpoint, and the rewards so far, whose number is the step."""
     return json.loads((out / "progress.json").read_text())
 
 
 def checkpoint(args: argparse.Namespace) -> dict[str, str]:
-    """Return the checkpoint that the policy begins with: none, or the last one."""
+    """Return the paths of the checkpoint that the policy begins with: none, or the last one with `--resume`."""
     if not args.resume:
         return {}
     folder = args.out / progress(args.out)["folder"]
@@ -144,7 +144,7 @@ def policy_config(args: argparse.Namespace) -> dict:
         "train_micro_batch_size": rows // replicas,
         "max_grad_norm": 1.0,
         "dtensor_cfg": {"tensor_parallel_size": args.tensor_parallel_size},
-        "generation": {"max_new_tokens": 1, "temperature": 1.0},  # top_k, top_p: scored as they are sampled
+        "generation": {"max_new_tokens": 1, "temperature": 1.0},  # top_k, top_p too: scoring uses them
         "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": args.lr, "weight_decay": 0.0}},
     }
 

@@ -1,8 +1,8 @@
 """Costs of one call of the head in a model that is being trained: memory, time and collectives.
 
 The head is everything from the last hidden states to the per-token losses, and back to the gradients of the hidden
-states and the output weight. It is run as the model runs it, at the sizes of the run, with the layers taken out: the
-decoder hands its input through, so that nothing else is allocated or sent.
+states and the output weight. The model runs it at the sizes of the run, with a decoder that returns its input, so that
+nothing else is allocated or communicated.
 """
 
 import time
@@ -20,7 +20,7 @@ REPEATS = 10
 
 
 def head_step(model, tokens_BS: Tensor, labels_BS: Tensor) -> Callable[[], None]:
-    """One forward and backward of `model`'s head, for the last pipeline stage's GPTModel (unwrapped)."""
+    """Return a function that runs forward and backward of the head of `model`, the last stage's unwrapped GPTModel."""
     config = model.config
     seq = tokens_BS.shape[1] // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     hidden_SBH = torch.randn(
@@ -37,7 +37,7 @@ def head_step(model, tokens_BS: Tensor, labels_BS: Tensor) -> Callable[[], None]
 
 
 def peak_mib(step: Callable[[], None], device: torch.device) -> float:
-    """Highest MiB allocated at any moment of `step`, above what was allocated before it."""
+    """Return the peak of memory allocated during `step`, in MiB above the memory allocated before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -50,7 +50,7 @@ def peak_mib(step: Callable[[], None], device: torch.device) -> float:
 
 @contextmanager
 def in_dtype(model, dtype: torch.dtype):
-    """`model` with its weights rounded to `dtype`, to be measured and not to be trained on."""
+    """Round the weights of `model` to `dtype` inside the context, for measurements; drop their gradients."""
     weights, before = {param: param.data for param in model.parameters()}, model.config.params_dtype
     model.config.params_dtype = dtype
     for param in weights:
@@ -64,9 +64,9 @@ def in_dtype(model, dtype: torch.dtype):
 
 
 def measure_head(model, tokens_BS: Tensor, labels_BS: Tensor, dtype: torch.dtype = torch.float32) -> dict[str, float]:
-    """Peak MiB, fastest milliseconds and collectives of a head step on this rank, at the same time on its peers.
+    """Measure a head step on this rank: its peak MiB, milliseconds (of the fastest) and number of collectives.
 
-    `dtype`: of weights, hidden states and their gradients.
+    All tensor-parallel ranks call it at the same time. `dtype` is that of weights, hidden states and their gradients.
     """
     without_layers = mock.patch.object(model.decoder, "forward", lambda hidden_states, **kwargs: hidden_states)
     with without_layers, in_dtype(model, dtype):
@@ -80,7 +80,7 @@ def measure_head(model, tokens_BS: Tensor, labels_BS: Tensor, dtype: torch.dtype
             if tokens_BS.is_cuda:
                 torch.cuda.synchronize()
             times_ms.append((time.perf_counter() - start) * 1e3)
-        # One thread for the backward too: the counter sees the thread it was entered in.
+        # Backward must run in this thread, the only one in which the counter sees collectives.
         with torch.autograd.set_multithreading_enabled(False), count_collectives() as counts:
             step()
     return {"peak_mib": peak, "time_ms": min(times_ms), "collectives": sum(counts.values())}

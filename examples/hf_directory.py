@@ -1,4 +1,4 @@
-"""Hugging Face directories: a causal language model and its tokenizer, new ones or from disk."""
+"""Causal language models of Hugging Face and their tokenizers, new ones or from a directory."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-disable_progress_bar()  # of writing and reading files, which take a moment here
+disable_progress_bar()  # these files are written and read in a moment
 
 
 def new_model(hidden_size: int, layers: int, vocab_size: int, tied: bool, seed: int) -> nn.Module:
-    """A small Llama with heads of 16 channels, two of which share keys; the same one for the same seed."""
+    """Make a small Llama with heads of 16 channels, of which two share keys and values; `seed` gives its weights."""
     config = LlamaConfig(
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
@@ -32,16 +32,16 @@ def new_model(hidden_size: int, layers: int, vocab_size: int, tied: bool, seed: 
 
 
 def new_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE trained on `texts`; its id 0 ends a document."""
+    """Train a byte-level BPE on `texts`; its id 0 ends a document."""
     _, tokenizer = text.tokenize(texts, vocab_size)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=text.END_OF_DOCUMENT)
 
 
 def load(directory: str) -> tuple[nn.Module, Any]:
-    """The model, in fp32, and the tokenizer of a directory that transformers or our `save_pretrained` has written.
+    """Load the model, in fp32, and the tokenizer that transformers or our `save_pretrained` has written.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the directory has no model and tokenizer that can be loaded.
     """
     if not (Path(directory) / "config.json").is_file():
         raise ValueError(f"--model is {directory!r}, which has no config.json; give a Hugging Face model's directory")
@@ -53,7 +53,7 @@ def load(directory: str) -> tuple[nn.Module, Any]:
 
 
 def tokenize(texts: list[str], tokenizer: Any) -> np.ndarray:
-    """int32 [number of tokens], the documents end to end, each with its end token where the tokenizer has one."""
+    """Return the tokens of all documents as one int32 array, each followed by the end token if there is one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return np.concatenate([np.array([*ids, *end], dtype=np.int32) for ids in encoded])

@@ -18,7 +18,7 @@ HEADS = ("patch", "spec", "own")
 
 
 def fuse(config: Any, head: str) -> None:
-    """Give the recipe's model, before it is built, the head of this name."""
+    """Prepare the recipe's model, before it is built, for the head named in `HEADS`."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from megatron_ext.megatron.spec_head import with_fused_head
@@ -39,13 +39,13 @@ def fuse(config: Any, head: str) -> None:
 
 
 def _made(spec: Callable[..., Any], provider: Any, vp_stage: int | None) -> Any:
-    """The layer spec, as Megatron-Bridge's model providers ask for it."""
+    """Make the layer spec from a function, called as Megatron-Bridge's model providers call it."""
     staged = "vp_stage" in inspect.signature(spec).parameters
     return spec(provider, vp_stage=vp_stage) if staged else spec(provider)
 
 
 def name_softcap(models: list[Any]) -> list[Any]:
-    """Say by what Gemma 2's output layer caps its logits, in a forward of its own: the head reads `softcap`."""
+    """Set `softcap` on Gemma 2's output layer, which caps logits in its own forward; the fused head reads it."""
     for part in (part for model in models for part in model.modules()):
         cap = getattr(getattr(part, "config", None), "final_logit_softcapping", None)
         if cap and getattr(part, "output_layer", None) is not None:

@@ -36,7 +36,7 @@ def apply_in_worker() -> None:
 
 
 def with_hook(init: Callable[..., Any]) -> Callable[..., Any]:
-    """`ray.init`, with the hook in the runtime environment that it is given."""
+    """Return `ray.init` that adds the hook to its runtime environment; another hook there raises ValueError."""
 
     @functools.wraps(init)
     def wrapped(*args: Any, runtime_env: dict[str, Any] | None = None, **kwargs: Any) -> Any:

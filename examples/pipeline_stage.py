@@ -26,7 +26,7 @@ LAYERS, S, B, H, V, MICROBATCHES = 4, 16, 3, 32, 101, 4
 
 
 class Stage(nn.Module):
-    """Every stage has layers, the first the embedding, the last the head. Layer i is the same in every division."""
+    """A stage's layers, on the first stage the embedding too, on the last the head; layer i has its own seed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Stage(nn.Module):
         self.received = received[0]
 
     def forward(self, tokens_SB: Tensor, labels_SB: Tensor) -> Tensor:
-        """Per-token losses `[S, B]` on the last stage, hidden states `[S, B, H]` on the others."""
+        """Return per-token losses `[S, B]` on the last stage, hidden states `[S, B, H]` on the others."""
         x_SBH = self.embedding(tokens_SB) if self.first else self.received
         for layer in self.layers.values():
             x_SBH = x_SBH + torch.tanh(layer(x_SBH))
@@ -67,19 +67,19 @@ def seeded(seed: int, kind: type[nn.Module], *args, **kwargs) -> nn.Module:
 
 
 def microbatches() -> list[Tensor]:
-    """Token ids `[S + 1, B]`; each follows from the one before, so there is something to learn."""
+    """Return token ids `[S + 1, B]`; each id follows from the id before, which the model can learn."""
     first = torch.arange(MICROBATCHES * B).view(MICROBATCHES, 1, B)
     return list((7 * first + 3 * torch.arange(S + 1).view(1, -1, 1)) % V)
 
 
 def forward_step(data: Iterator[Tensor], stage: Stage):
-    """Run a micro-batch's forward pass: Megatron's schedule calls this function."""
+    """Run a micro-batch's forward pass, for Megatron's schedule; return its output and loss function."""
     tokens_S1B = next(data).cuda()
     return stage(tokens_S1B[:-1], tokens_S1B[1:]), mean_loss
 
 
 def step(stage: Stage) -> Tensor:
-    """One global batch, forward and backward; the mean loss, on every stage."""
+    """Run forward and backward of a global batch; return the mean loss, on every stage."""
     return run_schedule(stage, forward_step, microbatches(), (S, B))
 
 

@@ -38,7 +38,7 @@ COLOURS = {
     "loss": "#b91c1c",
     "tokens": "#fde68a",
 }
-Span = tuple[str, float, float]  # what, from, to
+Span = tuple[str, float, float]  # kind of pass, start and end in seconds
 
 
 def build() -> DistributedDataParallel:
@@ -82,7 +82,7 @@ def passes_of_stock() -> Iterator[list[Span]]:
 
 
 def train(shared: bool) -> tuple[list[float], list[list[Span]], list[int]]:
-    """The loss of each step; of each stage what it did in the last step, and its number of parameters."""
+    """Train; return the loss of each step, each stage's passes in the last step, and its number of parameters."""
     if shared:
         pipeline_vocabulary.share_vocabulary()
     model = build()
@@ -109,7 +109,7 @@ def train(shared: bool) -> tuple[list[float], list[list[Span]], list[int]]:
 
 
 def draw(runs: dict[str, list[list[Span]]], path: Path) -> None:
-    """One row for each stage of each run, a bar for each pass."""
+    """Draw one row for each stage of each run, with a bar for each pass."""
     import matplotlib
 
     matplotlib.use("Agg")

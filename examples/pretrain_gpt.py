@@ -45,7 +45,7 @@ with warnings.catch_warnings():
 
 
 def build_model(args: Namespace) -> DistributedDataParallel:
-    """This rank's part of the GPT, in Megatron's data parallelism."""
+    """Make this rank's part of the GPT, wrapped by Megatron's DDP."""
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -64,7 +64,7 @@ def build_model(args: Namespace) -> DistributedDataParallel:
         sequence_parallel=args.sequence_parallel,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=args.use_cpu_initialization,
-        # These need Apex or CUDA kernels of Megatron's.
+        # These options need Apex or CUDA kernels of Megatron's.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -73,7 +73,7 @@ def build_model(args: Namespace) -> DistributedDataParallel:
         layers = gpt_block_spec(config)
     else:
         layers = get_gpt_layer_local_spec(normalization=config.normalization)
-        if config.sequence_parallel:  # which Megatron's norms refuse unless there is Apex
+        if config.sequence_parallel:  # Megatron's norms refuse it unless there is Apex
             layers = with_our_norms(layers)
     tied = not args.untie_embeddings_and_output_weights
     embeddings = {"share_embeddings_and_output_weights": tied, "rotary_base": args.rotary_base}
@@ -84,7 +84,7 @@ def build_model(args: Namespace) -> DistributedDataParallel:
 
 
 def build_optimizer(args: Namespace, model: DistributedDataParallel):
-    """Megatron's distributed Adam and its schedule, which counts samples."""
+    """Make Megatron's distributed Adam and its learning rate schedule, which counts samples."""
     config = OptimizerConfig(
         lr=args.lr,
         min_lr=args.min_lr,
@@ -114,7 +114,7 @@ def build_optimizer(args: Namespace, model: DistributedDataParallel):
 
 
 def split(tokens_BS1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs, labels (the inputs one further on) and positions, each `[B, S]`, of samples `[B, S + 1]`."""
+    """Split samples `[B, S + 1]` into inputs, labels (the next tokens) and positions, each `[B, S]`."""
     tokens_BS1 = tokens_BS1.to(torch.cuda.current_device())
     tokens_BS, labels_BS = tokens_BS1[:, :-1].contiguous(), tokens_BS1[:, 1:].contiguous()
     return tokens_BS, labels_BS, torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
@@ -127,7 +127,7 @@ def forward_step(microbatches: Iterator[Tensor], model: torch.nn.Module):
 
 
 def say_what_came_out(args: Namespace, metrics: dict) -> None:
-    """The losses, where the checkpoint is, and what was fused: printed by the first rank, asked of the last stage."""
+    """Print losses, the checkpoint's folder and the last rank's fusion report, on the first rank."""
     report = fusion_report()  # of the launcher's patch too
     fused = [str(report) if report.models else "head: Megatron-Core's own, through logits"]
     dist.broadcast_object_list(fused, src=dist.get_world_size() - 1)
@@ -142,7 +142,7 @@ def say_what_came_out(args: Namespace, metrics: dict) -> None:
 
 
 def train(args: Namespace) -> dict:
-    """The run, once `parallel_state` is initialised. Returns its metrics."""
+    """Train after `parallel_state` is initialised; return losses, speed and, on the last stage, the head's costs."""
     checkpoint.seed_everything(args.seed)
     tokens = text.mock_tokens(args.vocab_size) if args.mock_data else text.load_tokens(args.data, args.vocab_size)
     samples = text.Samples(tokens, args.seq_length, args.seed)
@@ -182,7 +182,7 @@ def train(args: Namespace) -> dict:
         tokens_BS, labels_BS, _ = split(next(samples.microbatches(0, 1, args.micro_batch_size, 0, 1)))
         metrics["head"] = head_meter.measure_head(model.module, tokens_BS, labels_BS)
         metrics["head_bf16"] = head_meter.measure_head(model.module, tokens_BS, labels_BS, torch.bfloat16)
-        if args.head == "fused":  # once more, with little memory: nothing is kept for backward, and chunks are small
+        if args.head == "fused":  # again with little memory: no logits saved for backward, small chunks
             patch_gpt_model_forward_for_linear_ce_fusion(
                 model=model.module, cache=0, chunk_tokens=32 * args.micro_batch_size
             )
@@ -210,7 +210,7 @@ def main() -> None:
             metrics = train(args)
         except ValueError as error:
             sys.exit(f"pretrain_gpt.py: {error}")
-        if args.metrics and dist.get_rank() == dist.get_world_size() - 1:  # which is on the last pipeline stage
+        if args.metrics and dist.get_rank() == dist.get_world_size() - 1:  # the last rank is on the last pipeline stage
             Path(args.metrics).write_text(json.dumps(metrics))
 
 

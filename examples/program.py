@@ -1,5 +1,5 @@
-"""Start of an example: its arguments and folders, looked at first (at a run's end it would be too late), its ranks, and
-Ctrl-C that works at once, whatever the process is waiting for."""
+"""The start of an example: checks of its arguments and folders before the run, its ranks, and a Ctrl-C that works at
+once, whatever the process is waiting for."""
 
 import errno
 import multiprocessing
@@ -16,27 +16,27 @@ _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "loc
 
 
 def take_no_arguments(documentation: str | None) -> None:
-    """Print the example's documentation where `--help` asks for it, and refuse other arguments."""
+    """Print the example's documentation for `--help`, and refuse other arguments."""
     ArgumentParser(description=documentation, formatter_class=RawDescriptionHelpFormatter).parse_args()
 
 
 def flag(name: str) -> str:
-    """Return the flag of the command line for a value of this name."""
+    """Return the command line's flag for the argument `name`."""
     return "--" + name.replace("_", "-")
 
 
 def check_files(data: list[str] | None) -> None:
-    """Raises ValueError: `--data` names what is no file."""
+    """Raise ValueError if `--data` names something that is not a file."""
     for file in data or []:
         if not Path(file).is_file():
             raise ValueError(f"--data names {file!r}, which is not a file")
 
 
 def check_writable(**paths: str | os.PathLike | None) -> None:
-    """Each path, named by its flag, is a folder that can be written, or is made one. None: nothing will be written.
+    """Make each path a folder if it is none, and check that it can be written; None: nothing will be written.
 
     Raises:
-        ValueError: the path is something else, or this process may not write there.
+        ValueError: the path is no folder, or this process may not write there; the keyword names the flag.
     """
     for name, path in paths.items():
         if path is None:
@@ -51,7 +51,7 @@ def check_writable(**paths: str | os.PathLike | None) -> None:
 
 
 def ranks(*allowed: int) -> int:
-    """Count the ranks that torchrun started; 1 without torchrun. Ends the program where `allowed` lacks that number."""
+    """Return the number of ranks that torchrun started, or 1; end the program if `allowed` is given and lacks it."""
     os.environ.update(_ALONE | os.environ)
     started = int(os.environ["WORLD_SIZE"])
     if allowed and started not in allowed:
@@ -68,10 +68,10 @@ def has_gpus() -> bool:
 
 
 def end_on_interrupt() -> None:
-    """Have SIGINT end this process and those that it started through `multiprocessing`, at once and silently.
+    """Let SIGINT end this process and its children of `multiprocessing`, at once and silently.
 
     Python's own handler waits for the main thread, which may be waiting in a collective for a rank that is gone. Here a
-    thread waits for the signal. To be called before any other thread starts, which then inherits the blocked signal.
+    thread waits for the signal. Call it before any other thread starts, so that all threads inherit the blocked signal.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     threading.Thread(target=_wait_for_interrupt, daemon=True).start()
@@ -79,6 +79,6 @@ def end_on_interrupt() -> None:
 
 def _wait_for_interrupt() -> None:
     signal.sigwait([signal.SIGINT])
-    for child in multiprocessing.active_children():  # Megatron's checkpoint writers, which ignore the signal
+    for child in multiprocessing.active_children():  # Megatron's checkpoint writers ignore the signal
         child.kill()
     os._exit(128 + signal.SIGINT)

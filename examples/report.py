@@ -7,18 +7,18 @@ from matplotlib.figure import Figure
 
 from megatron_ext.verify.side_by_side import relative_difference
 
-matplotlib.use("Agg")  # writes files, needs no screen
+matplotlib.use("Agg")  # this backend writes files and needs no screen
 
 STOCK, OURS, GRID = "#9aa5b1", "#0b6e4f", "#e6e8eb"
 
 
 def largest_difference(stock: dict, ours: dict) -> float:
-    """The largest relative difference between the two runs' losses of one step."""
+    """Return the largest relative difference of a step's loss between the two runs."""
     return max(map(relative_difference, stock["losses"], ours["losses"]))
 
 
 def table(stock: dict, ours: dict) -> str:
-    """The runs' metrics, as `pretrain_gpt.py --metrics` wrote them, in aligned columns."""
+    """Return a table of the runs' metrics, which `pretrain_gpt.py --metrics` has written, in aligned columns."""
     fp32 = stock["head"], ours["head"], ours["head_least_memory"]
     bf16 = stock["head_bf16"], ours["head_bf16"], ours["head_bf16_least_memory"]
     rows = [
@@ -38,7 +38,7 @@ def table(stock: dict, ours: dict) -> str:
 
 
 def gained(stock: dict, ours: dict) -> str:
-    """Say in one sentence what our head gained over Megatron-Core's."""
+    """Return a sentence on time, memory and collectives of our head compared with Megatron-Core's."""
     theirs, quick, lean = stock["head_bf16"], ours["head_bf16"], ours["head_bf16_least_memory"]
 
     def of(cost: dict, metric: str) -> str:
@@ -52,7 +52,7 @@ def gained(stock: dict, ours: dict) -> str:
 
 
 def figure(stock: dict, ours: dict, subtitle: str, path: Path) -> None:
-    """Loss curves on top of each other, how far apart they are, and the head's memory, as a PNG at `path`."""
+    """Draw both loss curves, their relative difference, and the head's memory, as a PNG at `path`."""
     style = {
         "font.family": "DejaVu Sans",
         "font.size": 10,

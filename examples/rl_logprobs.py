@@ -37,15 +37,15 @@ LAYOUTS = {"one process": (1, 1), "TP 2": (2, 1), "CP 2": (1, 2), "TP 2 x CP 2":
 
 @dataclass(frozen=True)
 class Rollout:
-    """Answers of the policy: B samples of S tokens, GROUP for each prompt."""
+    """Prompts with answers of the policy: B samples of S tokens, GROUP for each prompt."""
 
     tokens_BS: Tensor  # int64
-    answered_BS: Tensor  # [B, S - 1], 1.0 where the next token is the answer's and not the prompt's
-    advantage_B: Tensor  # the reward, compared with that of the other answers to the same prompt
+    answered_BS: Tensor  # [B, S - 1], 1.0 where the next token is of the answer, 0.0 in the prompt
+    advantage_B: Tensor  # the reward less its mean over the prompt's answers, in standard deviations
 
 
 def roll_out(prompts: int, seed: int, device: torch.device) -> Rollout:
-    """Random answers, rewarded for even token ids: a stand-in for an inference engine and a reward model."""
+    """Draw random answers, rewarded for even token ids, in the place of an inference engine and a reward model."""
     g = torch.Generator().manual_seed(seed)
     prompts_BS = torch.randint(VOCAB, (prompts, PROMPT), generator=g).repeat_interleave(GROUP, 0)
     answers_BS = torch.randint(VOCAB, (prompts * GROUP, SEQUENCE - PROMPT), generator=g)
@@ -57,7 +57,7 @@ def roll_out(prompts: int, seed: int, device: torch.device) -> Rollout:
 
 
 def build_model(seed: int) -> GPTModel:
-    """This rank's part of the GPT; its weights depend on the seed alone, however they are sharded."""
+    """Make this rank's part of the GPT; the whole weights depend on the seed alone, not on the sharding."""
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     config = small_config(
@@ -70,7 +70,7 @@ def build_model(seed: int) -> GPTModel:
 
 
 def my_part(tokens_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens padded so that the context-parallel ranks can share them; this rank's part, and its positions."""
+    """Return the tokens padded to a multiple of twice the context-parallel size, this rank's part and its positions."""
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     padded_BS = F.pad(tokens_BS, (0, -tokens_BS.shape[1] % (2 * size)))
     positions_BS = torch.arange(padded_BS.shape[1], device=tokens_BS.device).expand_as(padded_BS)
@@ -78,14 +78,14 @@ def my_part(tokens_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def policy_log_probs(model: GPTModel, tokens_BS: Tensor) -> Tensor:
-    """`[B, S - 1]`, differentiable, without logits."""
+    """Return log-probabilities `[B, S - 1]` of the next tokens, differentiable, computed without logits."""
     padded_BS, mine, positions = my_part(tokens_BS)
     found = model(mine, positions, None, labels=padded_BS, return_logprobs_for_linear_ce_fusion=True)
     return found[:, : tokens_BS.shape[1] - 1]
 
 
 def reference_log_probs(model: GPTModel, tokens_BS: Tensor) -> Tensor:
-    """`[B, S - 1]`, from logits that are sharded over the vocabulary and the sequence."""
+    """Return log-probabilities `[B, S - 1]`, computed from logits sharded over vocabulary and sequence."""
     _, mine, positions = my_part(tokens_BS)
     with torch.no_grad():
         logits_BSV = model(mine, positions, None)
@@ -102,13 +102,13 @@ def reference_log_probs(model: GPTModel, tokens_BS: Tensor) -> Tensor:
 
 
 def one_process_log_probs(model: GPTModel, tokens_BS: Tensor) -> Tensor:
-    """`[B, S - 1]`, the usual way: all logits, log_softmax, gather."""
+    """Return log-probabilities `[B, S - 1]`, computed the usual way: all logits, log_softmax, gather."""
     _, mine, positions = my_part(tokens_BS)
     return reference.log_probs(model(mine, positions, None)[:, :-1], tokens_BS[:, 1:])
 
 
 def grpo(policy_BS: Tensor, old_BS: Tensor, ref_BS: Tensor, rollout: Rollout) -> tuple[Tensor, dict[str, float]]:
-    """The loss, and its terms: means over the answers' tokens."""
+    """Return GRPO's loss, and its terms by name; all are means over the answers' tokens."""
 
     def mean(x_BS: Tensor) -> Tensor:
         return (x_BS * rollout.answered_BS).sum() / rollout.answered_BS.sum()
@@ -124,15 +124,15 @@ def grpo(policy_BS: Tensor, old_BS: Tensor, ref_BS: Tensor, rollout: Rollout) ->
 
 
 def update(model: GPTModel) -> float:
-    """One step of gradient descent; returns the norm of the gradient.
+    """Make one step of gradient descent; return the norm of the gradient.
 
-    Every context-parallel rank took the loss of the whole sequence, so their gradients, which add up over its parts,
-    count the loss that many times: the mean over the ranks is the gradient, as Megatron's data parallelism has it.
+    Every context-parallel rank differentiates the loss of the whole sequence, so the sum of the ranks' gradients counts
+    the loss once for each rank. The gradient is therefore the mean over the ranks, as in Megatron's data parallelism.
     """
     squares = torch.zeros((), device=torch.cuda.current_device())
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=parallel_state.get_context_parallel_group())
-        if getattr(parameter, "sequence_parallel", False):  # of each tensor-parallel rank's own tokens
+        if getattr(parameter, "sequence_parallel", False):  # of this tensor-parallel rank's tokens only
             dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
         parameter.grad /= parallel_state.get_context_parallel_world_size()
         if param_is_not_tensor_parallel_duplicate(parameter):
@@ -144,7 +144,7 @@ def update(model: GPTModel) -> float:
 
 
 def train(steps: int, prompts: int, seed: int) -> list[dict[str, float]]:
-    """The terms of each step, with the groups that are set up."""
+    """Train with the process groups of the present layout; return the terms and the gradient norm of each step."""
     alone = parallel_state.get_tensor_and_context_parallel_world_size() == 1
     of_policy = one_process_log_probs if alone else policy_log_probs
     of_reference = torch.no_grad()(one_process_log_probs) if alone else reference_log_probs
@@ -160,7 +160,7 @@ def train(steps: int, prompts: int, seed: int) -> list[dict[str, float]]:
 
 
 def table(runs: dict[str, list[dict[str, float]]]) -> str:
-    """A row for each term of each step, a column for each layout; and how far they are from one process."""
+    """Return a table: a row for each term of each step, a column for each layout, and differences from one process."""
     first = runs["one process"]
     rows = [["", *runs]]
     for step, terms in enumerate(first):

@@ -24,7 +24,7 @@ NOT_PROSE = {"__pycache__", "encodings", "idlelib", "lib2to3", "pydoc_data", "si
 
 
 def documents(files: list[str] | None = None) -> list[str]:
-    """The text, a string per document: `files`, or where there are none Python's documentation and sources."""
+    """Return the text of each document: of `files`, or if there are none of Python's documentation and sources."""
     if files:
         paths = [Path(file) for file in files]
     else:
@@ -35,7 +35,7 @@ def documents(files: list[str] | None = None) -> list[str]:
 
 
 def tokenize(texts: list[str], vocab_size: int) -> tuple[np.ndarray, Tokenizer]:
-    """Trains a byte-level BPE on `texts`. int32 [number of tokens], the documents end to end, and the tokenizer."""
+    """Train a byte-level BPE on `texts`; return all documents' tokens, one int32 array, and the tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -52,9 +52,9 @@ def tokenize(texts: list[str], vocab_size: int) -> tuple[np.ndarray, Tokenizer]:
 
 
 def load_tokens(files: list[str] | None, vocab_size: int) -> np.ndarray:
-    """The text as token ids below `vocab_size`, int32 [number of tokens], from the cache or freshly made.
+    """Return the text as token ids below `vocab_size`, int32 [number of tokens], from the cache or newly made.
 
-    Ranks may call it at the same time: one makes the tokens, the others wait for its lock.
+    Ranks may call this function at the same time: one makes the tokens, the others wait for its lock.
     """
     texts = documents(files)
     digest = hashlib.sha256(f"{vocab_size}\0".encode() + "\0".join(texts).encode(errors="replace")).hexdigest()[:16]
@@ -65,20 +65,20 @@ def load_tokens(files: list[str] | None, vocab_size: int) -> np.ndarray:
             tokens, tokenizer = tokenize(texts, vocab_size)
             tokenizer.save(str(folder / "tokenizer.json"))
             np.save(folder / "unfinished.npy", tokens)
-            os.replace(folder / "unfinished.npy", folder / "tokens.npy")  # there in full, or not at all
+            os.replace(folder / "unfinished.npy", folder / "tokens.npy")  # so the file is complete whenever it exists
     return np.load(folder / "tokens.npy", mmap_mode="r")
 
 
 def mock_tokens(vocab_size: int) -> np.ndarray:
-    """Ids that count upwards, again and again, in the place of a text: int32 [number of tokens]."""
+    """Return ids that count upwards, again and again, in the place of a text: int32 [2^18]."""
     return np.arange(2**18, dtype=np.int32) % vocab_size
 
 
 class Samples:
-    """Sample i is `seq_length + 1` consecutive tokens; each pass over the text has an order of its own.
+    """Samples of `seq_length + 1` consecutive tokens; each pass over the text has its own random order.
 
-    What sample i is depends on the text, the length and the seed alone: a run that knows how many samples it has
-    consumed goes on with the next one, however it is split over ranks.
+    Sample i depends on the text, the length and the seed alone: a run that knows how many samples it has consumed goes
+    on with the next one, on any number of ranks.
     """
 
     def __init__(self, tokens: np.ndarray, seq_length: int, seed: int):
@@ -100,7 +100,7 @@ class Samples:
         return torch.from_numpy(self.tokens[start : start + self.seq_length + 1].astype(np.int64))
 
     def microbatches(self, start: int, count: int, size: int, replica: int, replicas: int) -> Iterator[Tensor]:
-        """int64 [size, seq_length + 1], `count` times: replica `replica`'s part of the samples from `start` on."""
+        """Yield `count` micro-batches, int64 [size, seq_length + 1]: the replica's part of the samples from `start`."""
         for microbatch in range(count):
             first = start + (microbatch * replicas + replica) * size
             yield torch.stack([self[first + i] for i in range(size)])

@@ -21,11 +21,11 @@ from program import take_no_arguments
 from megatron_ext.integrations import trl
 
 STEPS, BATCH, VOCAB = 8, 4, 512
-LETTERS = 400  # of a row
+LETTERS = 400  # letters of a row of the data set
 
 
 def train() -> list[float]:
-    """The loss of each step, by code that knows TRL alone."""
+    """Fine-tune by TRL, without a call of ours; return the loss of each step."""
     from datasets import Dataset, disable_progress_bars
     from transformers import PrinterCallback
     from trl import SFTConfig, SFTTrainer
@@ -52,7 +52,7 @@ def train() -> list[float]:
             processing_class=hf_directory.new_tokenizer(sources, VOCAB),
             train_dataset=Dataset.from_dict({"text": rows[: STEPS * BATCH]}),
         )
-        trainer.remove_callback(PrinterCallback)  # main() prints the losses, more digits of them
+        trainer.remove_callback(PrinterCallback)  # main() prints the losses with more digits
         trainer.train()
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 

@@ -1,4 +1,4 @@
-"""Megatron-Core on CPU and gloo: laptops, CI, and this project's own tests."""
+"""Run Megatron-Core on the CPU and over gloo: on laptops, in CI, and in this project's own tests."""
 
 from megatron_on_cpu.context import megatron_on_cpu
 

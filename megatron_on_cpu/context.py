@@ -20,42 +20,42 @@ from megatron_on_cpu.redirections import redirections
 _lock = threading.Lock()
 _entered = 0  # how many `with megatron_on_cpu()` are open in this process
 _undo = ExitStack()
-_with_engine = False  # whether the outermost one emulates Transformer Engine
-_rules: NcclRules | None = None  # the outermost one's
+_with_engine = False  # whether the outermost context emulates Transformer Engine
+_rules: NcclRules | None = None  # of the outermost context
 
 
 @contextmanager
 def megatron_on_cpu(transformer_engine: bool = False, nccl_rules: NcclRules | None = None) -> Iterator[None]:
-    """Megatron-Core runs on the CPU and over gloo inside this context: models, data parallelism, optimizers, schedules.
+    """Run Megatron-Core on the CPU and over gloo inside this context: models, data parallelism, optimizers, schedules.
 
-    For laptops, CI and debuggers: what Megatron would do on CUDA device 0 it does on the CPU, unmodified. It may be
-    entered before or after `megatron.core` is imported, by several threads, and again inside itself (the outermost one
-    counts); it holds for all threads of the process. On leaving, also by an exception, every attribute that was
-    replaced is the original object again. Models and optimizers built inside belong inside.
+    For laptops, CI and debuggers: unmodified Megatron computes on the CPU where it would use CUDA device 0. The context
+    may be entered before or after `megatron.core` is imported, by several threads, and inside itself, where the
+    outermost context counts; it holds for all threads of the process. On leaving, also by an exception, every attribute
+    that was replaced is the original object again. Use models and optimizers only inside if they were built inside.
 
     Without `transformer_engine` Megatron needs its local layers (no Apex, no Transformer Engine):
     `transformer_impl="local"`, no gradient accumulation fusion, no persistent layer norm, no masked softmax fusion.
-    Compiled functions run as plain Python inside; what `torch.compile` decorates there compiles as soon as it is
-    called outside. Mamba layers train in plain PyTorch where `mamba_ssm` is not installed (Megatron asks for `einops`),
-    without packed sequences.
+    Compiled functions run as plain Python inside; a function that `torch.compile` decorates inside is compiled at its
+    first call outside. Mamba layers train in plain PyTorch where `mamba_ssm` is not installed (Megatron asks for
+    `einops`), without packed sequences.
 
-    Products of 16-bit matrices are made in fp32 and rounded once where the processor has none: torch's own would take
-    10 to 60 times as long (`megatron_on_cpu.products`).
+    16-bit matrices are multiplied in fp32 and the result is rounded once where the processor has no 16-bit products:
+    torch's own kernels would take 10 to 60 times as long (`megatron_on_cpu.products`).
 
-    The device draws random numbers from a generator of its own, as a GPU does; what draws from the host's, such as a
-    data loader, leaves it alone. On leaving, the host's goes on where it stands.
+    The emulated device draws random numbers from a generator of its own, as a GPU does; a data loader, for example,
+    draws from the host's generator and leaves the device's unchanged. After leaving, the host's state continues.
 
     Args:
-        transformer_engine: Transformer Engine's own Python code runs too, over plain PyTorch in the place of its
+        transformer_engine: run Transformer Engine's own Python code too, over plain PyTorch in the place of its
             compiled module: `transformer_impl="transformer_engine"`, and gradient accumulation fusion. Its Python
-            package has to be installed. Once imported, it stays as it is for the process, and so does Megatron.
-        nccl_rules: what Megatron does over NCCL is done over a backend that hangs and refuses where NCCL does, and says
-            why; without, over gloo, which forgives. `docs/nccl_rules.md` has the rules.
+            package has to be installed. Once imported, it and Megatron keep their state until the process ends.
+        nccl_rules: replace NCCL by a backend that hangs and refuses where NCCL does, and says why. None: gloo, which
+            accepts programs that NCCL does not. `docs/nccl_rules.md` has the rules.
 
     Raises:
         RuntimeError: CUDA is initialised in this process; two devices cannot both be "cuda". With `transformer_engine`:
-            Megatron was imported before without it, its compiled module is loaded, or an emulation without it is open.
-            With `nccl_rules`: an emulation without them, or with others, is open.
+            Megatron was imported before and found no Transformer Engine, the compiled module is loaded, the version is
+            not supported, or an open emulation lacks it. With `nccl_rules`: an open emulation has none or others.
         ModuleNotFoundError: `transformer_engine` is asked for, and its Python package is not installed.
     """
     global _entered, _undo, _with_engine, _rules
@@ -83,7 +83,7 @@ def megatron_on_cpu(transformer_engine: bool = False, nccl_rules: NcclRules | No
 
 
 def _enter(transformer_engine: bool, nccl_rules: NcclRules | None) -> ExitStack:
-    """Make all replacements; closing the stack takes them back, the last one first."""
+    """Make all replacements; closing the returned stack undoes them, the last one first."""
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "megatron_on_cpu() was entered after CUDA was initialised in this process: its tensors and random state "
@@ -91,13 +91,13 @@ def _enter(transformer_engine: bool, nccl_rules: NcclRules | None) -> ExitStack:
         )
     if transformer_engine:
         engine.check()
-    # torch and its compiler list torch's functions at first use. Listed inside, they would be our replacements for good
-    # (and the compiler stumbles over two of them being one).
+    # torch and its compiler list torch's functions at first use. A list made inside would hold our replacements until
+    # the process ends (and the compiler fails where one replacement stands for two functions).
     with torch.device("cpu"):
         torch.empty(0)
     torch.compile(lambda: None, backend="eager")
     undo, replaced = ExitStack(), Replaced()
-    undo.callback(_replace_copies, replaced)  # the last thing on leaving
+    undo.callback(_replace_copies, replaced)  # runs last on leaving
     try:
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         replace_products(undo)
@@ -113,12 +113,12 @@ def _enter(transformer_engine: bool, nccl_rules: NcclRules | None) -> ExitStack:
     return undo
 
 
-Replaced = dict[int, list[tuple[Any, str, Any]]]  # by id of the replacement: it, the name, the original
+Replaced = dict[int, list[tuple[Any, str, Any]]]  # by the replacement's id: (replacement, attribute name, original)
 
 
 def _replace_copies(replaced: Replaced) -> None:
-    """Put originals in the place of copies: modules of Megatron that were imported inside hold replacements under other
-    names. Where one replacement stands for several originals, the original of the same name is put there."""
+    """Put originals back into modules of Megatron that were imported inside and hold copies of replacements. Where one
+    replacement stands for several originals, a copy gets the original of its own name."""
     for module in [module for name, module in sys.modules.items() if name.startswith("megatron.")]:
         for name, value in list(vars(module).items()):
             found = replaced.get(id(value), [])
@@ -136,7 +136,7 @@ def _replace(rows: Iterable[tuple[Any, dict[str, Any]]], undo: ExitStack, replac
 
 
 def _replace_in(modules: Modules, undo: ExitStack, replaced: Replaced) -> None:
-    """Replace in the modules that are imported, and in each of the others as soon as it is imported."""
+    """Replace attributes of the modules that are imported, and of each other module as soon as it is imported."""
 
     def replace(module: ModuleType) -> None:
         _replace(modules[module.__name__](module), undo, replaced)

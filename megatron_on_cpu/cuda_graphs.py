@@ -1,9 +1,10 @@
-"""CUDA graphs of the emulated device: what ran while one was captured runs again, on the same memory.
+"""CUDA graphs of the emulated device: a replay runs the captured operators again, on the same memory.
 
-While a graph is captured its program runs, and every operator of torch, collectives among them, is kept with the
-tensors that it took and gave. Then what it has written is put back, as capturing computes nothing on a GPU. A replay
-calls one operator after the other again, and puts what they give where it was. What Python does besides is not
-repeated, there as here. Where a GPU would refuse to hand a value to the host, the host gets the one that is there.
+While a graph is captured its program runs, and every torch operator, collectives among them, is recorded with its
+input and output tensors. After the capture the tensors that were written to get their former values back, since
+capturing computes nothing on a GPU. A replay calls the operators in order and copies their results into the recorded
+outputs. Other Python code is not repeated, as on a GPU. Where a GPU would refuse to hand a value to the host, the host
+gets the present value.
 """
 
 import threading
@@ -21,7 +22,7 @@ _here = threading.local()
 
 
 class CUDAGraph:
-    """Stands in for `torch.cuda.CUDAGraph`."""
+    """Stand-in for `torch.cuda.CUDAGraph`."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.again: list[Callable[[], None]] = []
@@ -39,7 +40,7 @@ class CUDAGraph:
         return graph_pool_handle()
 
     def register_generator_state(self, state: torch.Generator) -> None:
-        """Put the generator back after the capture; replays draw from it and advance it."""
+        """Restore the generator's state after the capture; replays draw from the generator and advance it."""
         self.generators.append(state)
 
 
@@ -47,7 +48,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, graph: CUDAGraph) -> None:
         super().__init__()
         self._again = graph.again
-        self._before: dict[Any, tuple[Tensor, Tensor]] = {}  # what was written to, and what it held
+        self._before: dict[Any, tuple[Tensor, Tensor]] = {}  # written tensors with their former values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,7 +58,7 @@ class _Recorder(TorchDispatchMode):
                 self._before[place] = written.detach(), written.detach().clone()
         call = _as_it_draws_now(func)
         out = _finished(call(*args, **kwargs))
-        # Tensors of their own: a program frees memory by giving those it has captured another one.
+        # Record detached tensors: a program frees memory by giving the tensors it has captured another storage.
         kept, taken, named = tree_map_only(Tensor, Tensor.detach, (out, args, kwargs))
 
         def again() -> None:
@@ -95,7 +96,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def _as_it_draws_now(func: Any) -> Callable[..., Any]:
-    """`func`, which draws from the state that the device's generator refers to now, whichever that is later."""
+    """Return `func`, drawing at each call from the state to which the device's generator refers now."""
     generators = torch.cuda.default_generators
     if torch.Tag.nondeterministic_seeded not in func.tags or not generators:
         return func
@@ -113,7 +114,7 @@ def _as_it_draws_now(func: Any) -> Callable[..., Any]:
 
 
 def _finished(out: Any) -> Any:
-    """Returns what an operator gave; a collective has ended, as gloo makes some tensors only when it is waited for."""
+    """Wait for an operator's collective and return its results: gloo makes some tensors only when it is waited for."""
 
     def finish(work: torch.ScriptObject) -> Any:
         if not hasattr(work, "wait"):
@@ -128,7 +129,7 @@ def _finished(out: Any) -> Any:
 def graph(
     cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
 ) -> Iterator[None]:
-    """Stands in for `torch.cuda.graph`, the context in which a graph is captured."""
+    """Stand-in for `torch.cuda.graph`, the context in which a graph is captured."""
     before, _here.capturing, _here.graph = is_current_stream_capturing(), True, cuda_graph
     generators = [*torch.cuda.default_generators, *cuda_graph.generators]
     states = [generator.get_state() for generator in generators]
@@ -144,12 +145,12 @@ def graph(
 
 
 def is_current_stream_capturing() -> bool:
-    """Tells whether this thread captures a graph."""
+    """Tell whether this thread captures a graph."""
     return getattr(_here, "capturing", False)
 
 
 def read_by_the_host(values: Tensor, name: str) -> list[int]:
-    """`values`, for a stand-in of a kernel that reads them on the device: replays refuse others than were captured."""
+    """Return `values` as a list, where a GPU kernel would read them on the device; replays with other values raise."""
     captured = values.tolist()
 
     def check() -> None:
@@ -166,7 +167,7 @@ def read_by_the_host(values: Tensor, name: str) -> list[int]:
 
 
 def graph_pool_handle() -> tuple[int, int]:
-    """The emulated device has one pool of memory, the host's."""
+    """Return the one memory pool of the emulated device, which is the host's memory."""
     return 0, 0
 
 
@@ -176,7 +177,7 @@ FUNCTIONS = {
     "is_current_stream_capturing": is_current_stream_capturing,
     "graph_pool_handle": graph_pool_handle,
 }
-# Of torch's own bindings: what puts a tensor into the memory of a graph.
+# torch's bindings that put a tensor into the memory pool of a graph.
 BINDINGS = {
     "_graph_pool_handle": graph_pool_handle,
     **dict.fromkeys(("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool"), lambda *args: None),

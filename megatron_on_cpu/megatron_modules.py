@@ -1,6 +1,6 @@
-"""Replacements in Megatron's own modules, once they are imported: the little that cannot be answered from torch.
+"""Replacements in Megatron's own modules, made after their import, where replacing functions of torch is not enough.
 
-Here runs what Megatron falls back to without Transformer Engine and Apex, on paths that nobody takes on GPUs.
+Most of them mend Megatron's fallbacks for missing Transformer Engine and Apex, which nobody runs on GPUs.
 """
 
 import functools
@@ -17,12 +17,12 @@ Replacements = Iterable[tuple[Any, dict[str, Any]]]
 
 
 def always(**replacements: Any) -> Callable[[ModuleType], Replacements]:
-    """Replaces these names, whatever is in the module."""
+    """Return a function that replaces these names in any module."""
     return lambda module: [(module, replacements)]
 
 
 def _inference_layers(module: ModuleType) -> Replacements:
-    """Replace mocks of inference layers, made if Transformer Engine is missing, by types for isinstance."""
+    """Replace mocks of inference layers, made if Transformer Engine is missing, by types, as isinstance needs."""
     mocks = [name for name, value in vars(module).items() if isinstance(value, NonCallableMock)]
     yield module, {name: type(name, (), {}) for name in mocks if name.startswith("Inference")}
 
@@ -37,26 +37,26 @@ class TorchNorm:
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
         norm = (torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm)(hidden_size, eps=eps)
-        for parameter in norm.parameters():  # Megatron sums the gradients of what sees only a part of the tokens
+        for parameter in norm.parameters():  # Megatron sums their gradients over ranks, which have parts of the tokens
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
 
 
 def _hybrid_stack(module: ModuleType) -> Replacements:
-    """Hybrid models end in Transformer Engine's norm, whatever their layer spec says."""
+    """Replace the final norm of hybrid models, which is Transformer Engine's whatever their layer spec says."""
     if importlib.util.find_spec("transformer_engine") is None:
         yield module, {"TENorm": TorchNorm}
 
 
 def _mamba_mixer(module: ModuleType) -> Replacements:
-    """Give Megatron's Mamba mixer classes and functions where mamba_ssm, whose kernels need a GPU, is not installed."""
+    """Give Megatron's Mamba mixer the classes and functions of mamba_ssm, which needs a GPU, if it is not installed."""
     if module.HAVE_MAMBA_SSM:
         return
     from megatron_on_cpu import state_space
 
     class Norm(state_space.GatedRMSNorm):
         def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-            """Cut over the tensor-parallel ranks, as the heads are."""
+            """Describe the weight as sharded over the tensor-parallel ranks, as the heads are."""
             state = self.state_dict(prefix="", keep_vars=True)
             return module.make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
@@ -67,15 +67,15 @@ def _mamba_mixer(module: ModuleType) -> Replacements:
 
 
 def _mixture_of_experts(module: ModuleType) -> Replacements:
-    """Define the function that the module compares with None, but has only if Transformer Engine is installed."""
+    """Define `te_general_gemm`, which the module compares with None but has only if Transformer Engine is installed."""
     yield module, {"te_general_gemm": getattr(module, "te_general_gemm", None)}
 
 
 def _distributed_optimizer(module: ModuleType) -> Replacements:
-    """Save and load the state of torch's Adam, which takes the place of the fused ones.
+    """Save and load the state of torch's Adam, which takes the place of the fused optimizers.
 
-    Megatron reads the state before the first step has made it, misses its step count when it fills in what was loaded,
-    and gives all parameters one tensor to count in, which then counts every step once for each of them.
+    Megatron reads the state before the first step has made it, lacks the step count when it fills in a loaded state,
+    and shares one step tensor among all parameters, so that each step is counted once for each parameter.
     """
     optimizer = module.DistributedOptimizer
     describe, fill_in = optimizer.state_dict, optimizer._set_main_param_and_optimizer_states
@@ -104,7 +104,7 @@ def _distributed_optimizer(module: ModuleType) -> Replacements:
 
 
 def _fsdp_buffers(module: ModuleType) -> Replacements:
-    """Set the stream that a buffer was made on, which Megatron sets only for tensors on CUDA, and compares later."""
+    """Set each buffer's `allocation_stream`, which Megatron sets only for tensors on CUDA, and compares later."""
     make = module.DBuffer.__init__
 
     @functools.wraps(make)
@@ -119,10 +119,10 @@ Modules = dict[str, Callable[[ModuleType], Replacements]]
 MODULES: Modules = {
     # Megatron-LM's initialisation compiles CUDA kernels that nothing uses any more.
     "megatron.legacy.fused_kernels": always(load=lambda *args, **kwargs: None),
-    # Before this generation its arguments demand CUDA_DEVICE_MAX_CONNECTIONS=1, or, for FSDP, any other. The variable
-    # orders kernels on GPUs; here it is the user's alone.
+    # For older architectures Megatron demands CUDA_DEVICE_MAX_CONNECTIONS=1, or, with FSDP, any other value. The
+    # variable orders kernels on GPUs, and has no meaning here.
     "megatron.training.arguments": always(get_device_arch_version=lambda: 10),
-    # It initialises CUDA before it refers to a generator's state.
+    # The module initialises CUDA before it refers to a generator's state.
     "megatron.core.tensor_parallel.random": always(_lazy_init=lambda: None),
     "megatron.core.tensor_parallel.layers": _layers,
     "megatron.core.tensor_parallel.inference_layers": _inference_layers,
@@ -130,7 +130,8 @@ MODULES: Modules = {
     "megatron.core.ssm.mamba_block": _hybrid_stack,
     "megatron.core.ssm.mamba_mixer": _mamba_mixer,
     "megatron.core.transformer.moe.moe_utils": _mixture_of_experts,
-    # It logs the memory of its processes and, where psutil is missing, waits forever for one that died of that.
+    # The module logs the memory of its processes. Where psutil is missing, a process dies of that, and the module
+    # waits for it forever.
     "megatron.core.dist_checkpointing.strategies.filesystem_async": always(_process_memory=lambda: 0),
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,
     "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer": _fsdp_buffers,  # on main
@@ -155,7 +156,7 @@ class AfterImport:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # back to that of its class
+            del loader.exec_module  # the class's method shows again
             execute(module)
             self._then(module)
 

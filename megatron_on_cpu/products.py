@@ -1,14 +1,14 @@
-"""16-bit products of all that runs in the emulation, on a processor that has none.
+"""16-bit matrix products inside the emulation, on processors without 16-bit instructions.
 
 oneDNN multiplies 16-bit matrices quickly where the processor has instructions for it (AVX-512, AMX, Arm's bf16); on
 others PyTorch's own loops take 10 to 60 times as long as an fp32 product. Megatron's own layers, Transformer Engine's
 Python code and models' attention call torch's products in many spellings, and autograd calls them again backward. All
-come down to a few operators, whose CPU kernels are replaced while the emulation is entered: operands are widened to
-fp32, in which products of two 16-bit numbers are exact, and results are rounded once. On other processors nothing is
-replaced.
+these calls reach a few operators, whose CPU kernels are replaced inside the emulation: operands are widened to fp32, in
+which products of two 16-bit numbers are exact, and results are rounded once. On processors that have the instructions
+nothing is replaced.
 
-oneDNN is asked once per dtype and process; `sixteen_bit_products` sets the answer, for tests; oneDNN itself can be told
-to do without, by ONEDNN_MAX_CPU_ISA=AVX2 in the environment.
+oneDNN is asked once per dtype and process. Tests set the answer by `sixteen_bit_products`; the environment variable
+ONEDNN_MAX_CPU_ISA=AVX2 keeps oneDNN itself from using the instructions.
 """
 
 import functools
@@ -28,16 +28,16 @@ _chosen: bool | None = None
 
 
 def sixteen_bit_products(native: bool) -> AbstractContextManager[Any]:
-    """Take PyTorch's products (`native`) or those in fp32 inside the context, whatever the processor has."""
+    """Take PyTorch's products (`native`) or products in fp32 inside the context, whatever the processor has."""
     return mock.patch(f"{__name__}._chosen", native)
 
 
 def replace_products(undo: ExitStack) -> None:
-    """Closing `undo` puts torch's kernels back."""
+    """Replace torch's kernels of products where the processor needs it; closing `undo` puts them back."""
     if all(_has_products(dtype) for dtype in _QUESTIONS):
         return
     library = undo.enter_context(torch.library._scoped_library("aten", "IMPL"))
-    with warnings.catch_warnings():  # torch says that a kernel is replaced
+    with warnings.catch_warnings():  # torch warns that a kernel is replaced
         warnings.simplefilter("ignore")
         for name in _OPERATORS:
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
@@ -72,7 +72,7 @@ def _in_fp32(kernel: Any) -> Callable[..., Any]:
 
 
 def _dtype_to_widen(*operands: Tensor) -> torch.dtype | None:
-    """The 16-bit dtype of them all, of which the processor has no products; None: the call is torch's."""
+    """Return the operands' common 16-bit dtype if the processor has no products of it, or None: torch's kernel runs."""
     (dtype, *others) = {x.dtype for x in operands}
     if others or dtype not in _QUESTIONS or _has_products(dtype):
         return None

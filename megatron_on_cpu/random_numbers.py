@@ -1,10 +1,10 @@
 """The random numbers of the emulated device, and those of the host: two generators, as beside a GPU.
 
-torch's operators on CPU tensors, dropout among them, all draw from `torch.default_generator`. Inside the emulation that
-one is the device's, and the host has another, which goes on where the default one stood: `torch.manual_seed` seeds
-both, `torch.get_rng_state` is the host's. From the host's draw factories that do not name the device (`torch.rand(2)`),
-and `Tensor.random_`, with which data loaders and samplers make their seeds. So a run that resumes from a checkpoint,
-and makes its data loaders after it, goes on as it was.
+torch's operators on CPU tensors, dropout among them, all draw from `torch.default_generator`. Inside the emulation this
+generator is the device's, and the host has another one, which starts with the default generator's state.
+`torch.manual_seed` seeds both; `torch.get_rng_state` returns the host's state. Factories that do not name the device
+(`torch.rand(2)`) and `Tensor.random_`, with which data loaders and samplers make their seeds, draw from the host's.
+So a run that resumes from a checkpoint and then makes its data loaders draws the device's numbers as before.
 """
 
 import functools
@@ -20,9 +20,9 @@ _HOST_FACTORIES = "rand randn randint randperm"
 
 
 class _State(torch.Generator):
-    """The state of the device's generator at some time, or the one that it has now: a reference, not a copy.
+    """A state of the device's generator, held by reference: the present state or one that is not in use.
 
-    What Megatron and Transformer Engine keep of a generator where they record CUDA graphs.
+    Megatron and Transformer Engine keep such states where they record CUDA graphs.
     """
 
     _device: "DeviceGenerator"
@@ -49,11 +49,11 @@ class _State(torch.Generator):
         return self if state is self else super().graphsafe_set_state(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy the state as one of the device's generator too."""
+        """Pickle and copy the state as a state of the device's generator."""
         return _state_with, (self.get_state(),)
 
     def park(self, state: Tensor) -> None:
-        """Keep `state` until this one is the device's again."""
+        """Keep `state` until this object is the device's present state again."""
         super().set_state(state)
 
     @property
@@ -67,14 +67,14 @@ def _state_with(state: Tensor) -> torch.Generator:
 
 
 class DeviceGenerator(torch.Generator):
-    """`torch.cuda.default_generators[0]`: torch's default generator, with states that can be referred to."""
+    """`torch.cuda.default_generators[0]`: torch's default generator, with states that can be held by reference."""
 
     def __init__(self) -> None:
         self._torchs = torch.default_generator
         self._current = self.state_with(self._torchs.get_state())
 
     def state_with(self, state: Tensor) -> _State:
-        """One that is not in use yet."""
+        """Return a new state with the values of `state`, not in use yet."""
         made = _State()
         made._device = self
         made.park(state)
@@ -112,7 +112,7 @@ class DeviceGenerator(torch.Generator):
 
 @contextmanager
 def two_generators() -> Iterator[tuple[DeviceGenerator, torch.Generator]]:
-    """(the device's, the host's); in the end torch's default generator stands where the host's does."""
+    """Yield (the device's generator, the host's); at the end torch's default generator takes over the host's state."""
     default = torch.default_generator
     host = torch.Generator()
     host.set_state(default.get_state())
@@ -123,7 +123,7 @@ def two_generators() -> Iterator[tuple[DeviceGenerator, torch.Generator]]:
 
 
 def on_host(host: torch.Generator) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Rows of replacements: (owner, {name: replacement})."""
+    """Yield the replacements of functions that draw from the host's generator, as (owner, {name: replacement})."""
     yield torch.random, {"default_generator": host}
     factories = {name: _drawing_from(getattr(torch, name), host) for name in _HOST_FACTORIES.split()}
     yield torch, factories

@@ -2,11 +2,11 @@
 
 Megatron-Core takes a CUDA device for granted. Here the CPU is that device: it has number 0, its memory is the host's,
 its random numbers come from a generator of its own (`random_numbers.py`), its one stream is the program itself, and
-ranks talk over gloo, or over a backend that has NCCL's rules.
+ranks communicate over gloo, or over a backend that has NCCL's rules.
 
 Functions are replaced, rather than intercepted by a `TorchFunctionMode`. A mode costs every torch call and every
 `tensor.shape` about a microsecond (a training step of a small GPT took 13 to 26 % longer under one) and holds for one
-thread only; these hold for all threads and cost only those who call them.
+thread only. Replacements hold for all threads and cost time only where they are called.
 """
 
 import functools
@@ -36,7 +36,7 @@ from megatron_on_cpu.random_numbers import DeviceGenerator, on_host
 
 _CPU = torch.device("cpu")
 _Group = dist.ProcessGroup
-_DEVICE = torch.device  # its own, which answers isinstance sooner than what stands in its place
+_DEVICE = torch.device  # torch's own class, for which isinstance is faster than for its replacement
 
 # Everything that takes `device=` and makes a tensor.
 _FACTORIES = (
@@ -48,7 +48,7 @@ _TENSOR_FACTORIES = "new_empty new_empty_strided new_full new_ones new_tensor ne
 
 
 def _answer(value: Any) -> Callable[..., Any]:
-    """A function that gives `value` whatever it is asked."""
+    """Return a function that returns `value` for any arguments."""
     return lambda *args, **kwargs: value
 
 
@@ -56,7 +56,7 @@ _nothing = _answer(None)
 
 
 class Event:
-    """Stands in for `torch.cuda.Event`: on a device that never lags behind, an event is a moment."""
+    """Stand-in for `torch.cuda.Event`: on a device that never lags behind, an event is a moment."""
 
     wait = synchronize = _nothing
     query = _answer(True)
@@ -68,12 +68,12 @@ class Event:
         self._recorded_s = time.perf_counter()
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds from this event to `end`."""
+        """Return the milliseconds from this event to `end`."""
         return (end._recorded_s - self._recorded_s) * 1e3
 
 
 class Stream:
-    """Stands in for `torch.cuda.Stream`: work is done when the call returns, so there is nothing to wait for."""
+    """Stand-in for `torch.cuda.Stream`: work is done when the call returns, so there is nothing to wait for."""
 
     wait_stream = wait_event = synchronize = _nothing
     query = _answer(True)
@@ -88,7 +88,7 @@ class Stream:
 
 
 def cpu_for(device: Any) -> Any:
-    """The CPU where `device` names a CUDA device (as text, number or torch.device), else `device` as it is."""
+    """Return the CPU if `device` names a CUDA device (as text, number or torch.device), else `device`."""
     if isinstance(device, _DEVICE):
         return _CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -97,7 +97,7 @@ def cpu_for(device: Any) -> Any:
 
 
 def on_cpu(function: Callable[..., Any], position: int | None = None, keyword: str = "device") -> Callable[..., Any]:
-    """`function`, asked for the CPU where it is asked for CUDA: by `keyword`, or in its argument at `position`."""
+    """Return `function` with CUDA devices replaced by the CPU in the argument `keyword` or at `position`."""
 
     @functools.wraps(function)
     def redirected(*args: Any, **kwargs: Any) -> Any:
@@ -115,9 +115,9 @@ def on_cpu(function: Callable[..., Any], position: int | None = None, keyword: s
 
 
 def _making(torchs: type, make: Callable[..., Any]) -> type:
-    """A class in the place of one of torch's: its instances are torch's, and it makes them by `make`.
+    """Return a class that replaces torch's class `torchs`: its instances are torch's, and `make` makes them.
 
-    It equals torch's, so that tables by type, as torch has for the annotations of operators, find it.
+    The class equals `torchs`, so that dicts keyed by type, as torch has for the annotations of operators, find it.
     """
 
     class Stand(type):
@@ -134,13 +134,13 @@ def _making(torchs: type, make: Callable[..., Any]) -> type:
             return isinstance(instance, torchs)
 
         def __getattr__(cls, name: str) -> Any:
-            return getattr(torchs, name)  # which callers ask for what this torch's generators can
+            return getattr(torchs, name)  # callers ask the class for features of torch's generators
 
     return Stand(torchs.__name__, (), {"__module__": "torch", "__doc__": torchs.__doc__})
 
 
 def _numbered(device: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.device`, for which a number alone is that of a CUDA device; torch's own asks for the accelerator then."""
+    """Return `torch.device` with a number alone as a CUDA device's; torch's own then looks for an accelerator."""
 
     @functools.wraps(device)
     def redirected(*args: Any, **kwargs: Any) -> Any:
@@ -151,8 +151,8 @@ def _numbered(device: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _over_cpu(create_group: Callable[..., Any], default: str | None, rules: NcclRules | None) -> Callable[..., Any]:
-    """`create_group` with gloo in the place of NCCL, or with the backend that has NCCL's `rules`, and without what only
-    NCCL understands. With rules a `device_id` means what it means there: eager initialisation."""
+    """Return `create_group` with gloo, or the backend of NCCL's `rules`, in the place of NCCL, and without options that
+    only NCCL understands. With rules a `device_id` means eager initialisation, as with NCCL."""
     signature = inspect.signature(create_group)
 
     @functools.wraps(create_group)
@@ -171,7 +171,7 @@ def _over_cpu(create_group: Callable[..., Any], default: str | None, rules: Nccl
 
 
 def _with_split_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
-    """NCCL's binding takes split sizes as tensors, gloo's wants lists."""
+    """Turn split sizes into lists: NCCL's binding takes tensors too, gloo's does not."""
 
     @functools.wraps(all_to_all_single)
     def redirected(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ def _with_split_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., An
 
 
 class _Message:
-    """A message under way. Gloo hangs where one is waited for twice, which on NCCL is nothing; here too."""
+    """A message under way that may be waited for twice, as with NCCL; gloo hangs at the second wait."""
 
     def __init__(self, work: Any) -> None:
         self._work, self._done = work, False
@@ -211,7 +211,7 @@ def _waiting_once(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Gathers:
-    """All-gathers under way, waited for together."""
+    """Work of several all-gathers under way, waited for together."""
 
     def __init__(self, works: list[dist.Work]) -> None:
         self._works = works
@@ -226,12 +226,12 @@ class _Gathers:
 
 
 def _gather_one_by_one(group: Any, outputs: list[Tensor], inputs: list[Tensor], *options: Any) -> _Gathers:
-    """Start an all-gather for each tensor: gloo's coalesced one, with another of its kind under way, ruins the heap."""
+    """Start an all-gather for each tensor: two coalesced ones of gloo that are under way at once corrupt the heap."""
     return _Gathers([group._allgather_base(out, x, *options) for out, x in zip(outputs, inputs, strict=True)])
 
 
 class _NcclGroup:
-    """Stands in for `ProcessGroupNCCL`, which torch for CPUs lacks: no group is one, and its options go unread."""
+    """Stand-in for `ProcessGroupNCCL`, which torch for CPUs lacks: no group is an instance, its options are ignored."""
 
     class Options(SimpleNamespace):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -239,14 +239,14 @@ class _NcclGroup:
 
 
 class _ScaledSum:
-    """Stands in for NCCL's PREMUL_SUM, which gloo lacks: what a rank sends is multiplied by `factor`, then summed."""
+    """Stand-in for NCCL's PREMUL_SUM, which gloo lacks: each rank's input is multiplied by `factor`, then summed."""
 
     def __init__(self, factor: float | Tensor) -> None:
         self.factor = factor
 
 
 def _scaling_first(reduce: Callable[..., Any], sent: str) -> Callable[..., Any]:
-    """`reduce`, which takes a `_ScaledSum` as its `op`: it multiplies its argument `sent`, and sums."""
+    """Return `reduce` for which `op` may be a `_ScaledSum`: the argument `sent` is multiplied by its factor first."""
     signature = inspect.signature(reduce)
 
     @functools.wraps(reduce)
@@ -255,7 +255,7 @@ def _scaling_first(reduce: Callable[..., Any], sent: str) -> Callable[..., Any]:
         if not isinstance(given.get("op"), _ScaledSum):
             return reduce(*args, **kwargs)
         factor, given["op"] = given["op"].factor, dist.ReduceOp.SUM
-        # An all-reduce works in place; what a reduce-scatter sends stays its caller's.
+        # An all-reduce works in place; the input of a reduce-scatter must keep its values.
         given[sent] = given[sent].mul_(factor) if sent == "tensor" else given[sent] * factor
         return reduce(**given)
 
@@ -271,11 +271,11 @@ def _loading_to_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_on_cuda(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's optimizers tell dtypes apart by names such as 'torch.cuda.FloatTensor'."""
+    """Return names such as 'torch.cuda.FloatTensor', by which Megatron's optimizers tell dtypes apart."""
 
     @functools.wraps(tensor_type)
     def redirected(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:  # under a TorchFunctionMode this function runs twice, once around itself
+        if dtype is None:  # under a TorchFunctionMode this function calls itself once
             return "torch.cuda." + tensor_type(self).removeprefix("torch.").removeprefix("cuda.")
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
@@ -285,7 +285,7 @@ def _type_on_cuda(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_device_type(autocast: Callable[[str], Any]) -> Callable[..., Any]:
-    """A setting of autocast, which is CUDA's where no device is named, and here the CPU's."""
+    """Return a getter of autocast that answers for the CPU where CUDA, its default, is meant."""
     return lambda device_type="cuda": autocast(cpu_for(device_type))
 
 
@@ -297,13 +297,13 @@ def _refuse_cuda() -> None:
 
 
 def _device_count() -> int:
-    """One "device" for each rank of this machine: scripts check their local rank against it."""
+    """Return one "device" for each rank of this machine: scripts check that their local rank is below this number."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # set by torchrun
 
 
 def _host_memory() -> tuple[int, int]:
-    """Free and total bytes of the host."""
+    """Return the free and the total memory of the host in bytes."""
     page = os.sysconf("SC_PAGE_SIZE")
     return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
 
@@ -315,7 +315,7 @@ def _device_properties(device: Any = None) -> SimpleNamespace:
 
 
 class _ForEveryDevice(tuple):
-    """One generator, whatever the number of the device: each rank has one device, number 0, beside the other ranks'."""
+    """A tuple of one generator, returned for any index: each rank is a process with one device, number 0."""
 
     def __getitem__(self, device: Any) -> Any:
         return super().__getitem__(0)
@@ -331,7 +331,7 @@ def _cuda(generator: DeviceGenerator) -> dict[str, Any]:
         "_initialized": True,  # so that torch.utils.checkpoint saves the device's random numbers
         "_lazy_init": _refuse_cuda,
         "init": _nothing,
-        "_is_in_bad_fork": _answer(False),  # forked by a process that looked for GPUs: torch would not seed the device
+        "_is_in_bad_fork": _answer(False),  # in a fork of a process that looked for GPUs torch seeds no device
         "device_count": _device_count,
         "current_device": _answer(0),
         "set_device": _nothing,
@@ -412,12 +412,12 @@ def _distributed(rules: NcclRules | None) -> dict[str, Any]:
 def redirections(
     device: DeviceGenerator, host: torch.Generator, rules: NcclRules | None = None
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yields (owner, {name: replacement}); the owner is a module or a class.
+    """Yield (owner, {name: replacement}); the owner is a module or a class.
 
-    `device` and `host` are the generators of the emulated device and of the program beside it. With `rules` ranks talk
-    over the backend that has NCCL's rules instead of gloo.
+    `device` and `host` are the generators of the emulated device and of the host. With `rules` ranks communicate over
+    the backend that has NCCL's rules instead of gloo.
 
-    Nothing here knows Megatron: it may not be imported yet. `megatron_modules.py` has what must be replaced there.
+    Only torch is replaced here, since Megatron may not be imported yet; `megatron_modules.py` replaces in Megatron.
     """
     cuda = _cuda(device)
     if rules is not None:
@@ -431,13 +431,13 @@ def redirections(
     yield torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing, "mark": _nothing, "range": nullcontext}
     yield torch.accelerator, {"is_available": _answer(False)}  # asked before memory is pinned
     yield torch, _torch()
-    yield torch._dynamo.trace_rules, {"clear_lru_cache": _nothing}  # the compiler keeps what it knows of torch
-    yield torch.jit, {"script": lambda function, *args, **kwargs: function}  # it cannot see through these replacements
+    yield torch._dynamo.trace_rules, {"clear_lru_cache": _nothing}  # the compiler keeps its list of torch's functions
+    yield torch.jit, {"script": lambda function, *args, **kwargs: function}  # scripting cannot read these replacements
     yield torch.autocast, {"__init__": on_cpu(torch.autocast.__init__, position=1, keyword="device_type")}
     yield (
         checkpoint,
         {
-            "_infer_device_type": _answer("cuda"),  # no argument says so
+            "_infer_device_type": _answer("cuda"),  # the arguments are CPU tensors
             "get_device_states": lambda *args: ([0], [device.get_state()]),
         },
     )
@@ -451,6 +451,6 @@ def redirections(
     yield _Group, dict.fromkeys(gathers, _gather_one_by_one)  # a group with NCCL's rules has its own
     yield symmetric_memory, {"set_backend": _nothing}  # asked for before it is known whether any will be allocated
     messages = {name: _waiting_once(getattr(dist, name)) for name in ("isend", "irecv")}
-    for module in (dist, dist.distributed_c10d):  # which compares what it is given with its own
+    for module in (dist, dist.distributed_c10d):  # P2POp compares its function with that of distributed_c10d
         yield module, messages
     yield from on_host(host)

@@ -1,7 +1,7 @@
 """Flags without which an unmodified Megatron script asks for kernels that a CPU does not have.
 
-They stand before the script's own arguments where its parser reads them, so that a contrary one of the user's holds.
-`sys.argv` stays as it is.
+The script's parser reads these flags before the user's arguments, so that a contrary flag of the user takes precedence.
+`sys.argv` is not changed.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 from unittest import mock
 
-# Flag: its value, and whose kernel runs without it.
+# Flag: (its value, the kernel that runs without the flag).
 _FLAGS = {
     "--transformer-impl": ("local", "Transformer Engine's layers"),
     "--no-persist-layer-norm": ("", "Apex's layer norm"),
@@ -25,7 +25,8 @@ _FLAGS = {
 
 @contextmanager
 def flags_for_cpu(tell: Callable[[str], None]) -> Iterator[None]:
-    """Add these flags to Megatron's own parser inside the context; `tell` gets the added and the overruled flags."""
+    """Add these flags to Megatron's own parser inside the context; `tell` receives a sentence on the added flags, and
+    one for each that the user's arguments overrule."""
     parse, tell = argparse.ArgumentParser.parse_known_args, functools.cache(tell)  # Megatron parses several times
 
     def parse_known_args(
@@ -42,7 +43,7 @@ def flags_for_cpu(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def _added(given: list[str], tell: Callable[[str], None]) -> list[str]:
-    """The flags that the user has not given, in one way or the other."""
+    """Return the flags, with values, for which the user has given neither the flag nor its contrary."""
     words = [part for word in given for part in word.split("=", 1)]
     following = dict(pairwise([*words, ""]))
     added: list[str] = []

@@ -1,14 +1,14 @@
 """Mamba-2 in plain PyTorch, for MambaMixer without `mamba_ssm` and `causal_conv1d`.
 
-By the formulas of "Transformers are SSMs" (Dao and Gu, arXiv 2405.21060, section 6): per head a state `[P, N]` with
+The formulas are from "Transformers are SSMs" (Dao and Gu, arXiv 2405.21060, section 6). A head has a state `[P, N]`:
 
     h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T        y_t = h_t C_t + D x_t
 
-Within a chunk of positions y is a masked product of matrices, `(C B^T * decay) x`; from chunk to chunk goes the state.
+Within a chunk of positions y is a masked product of matrices, `(C B^T * decay) x`; the state passes between chunks.
 
-The arguments are those of the functions that Megatron's mixer calls. Shapes: B batch, S positions, H heads, P numbers
-per head, G groups of heads that share `B` and `C`, N numbers of state. Sums are in fp32 at least, results in the dtype
-of the input. Autograd differentiates all of it. Nothing communicates.
+The arguments are those of the functions that Megatron's mixer calls. Shapes: B batch, S positions, H heads, P head
+dimension, G groups of heads that share `B` and `C`, N state dimension. Sums are in fp32 (fp64 for fp64 inputs), results
+in the dtype of the input. Autograd differentiates all functions. Nothing communicates.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ from torch import Tensor
 
 
 class GatedRMSNorm(torch.nn.Module):
-    """RMSNorm over groups of the last dim, gated by `silu(z)` before it or after it.
+    """RMSNorm over groups of the last dim, with the gate `silu(z)` applied after the norm or before it.
 
     Args:
-        group_size: numbers that are normed together; None: all of them.
-        norm_before_gate: whether the gate is multiplied to what was normed, or is normed with the rest.
+        group_size: numbers that are normalised together; None: all of the last dim.
+        norm_before_gate: True: `norm(x) * silu(z)`; False: `norm(x * silu(z))`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class GatedRMSNorm(torch.nn.Module):
         self.eps, self.group_size, self.norm_before_gate = eps, group_size or hidden_size, norm_before_gate
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalises `[..., hidden]`, with the gate `z` of the same shape or None."""
+        """Normalise `x` `[..., hidden]`; `z` has the same shape, or is None: no gate."""
         wide = _wide(x)
         if z is not None and not self.norm_before_gate:
             wide = wide * F.silu(z.to(wide.dtype))
@@ -68,18 +68,18 @@ def mamba_chunk_scan_combined(
     return_final_states: bool = False,
     return_varlen_states: bool = False,
 ) -> Any:
-    """The scan `[B, S, H, P]` of x, and with `return_final_states` the last state `[B, H, P, N]` in fp32 at least.
+    """Return the scan `[B, S, H, P]` of `x`, and with `return_final_states` the last state `[B, H, P, N]`.
 
     Args:
         x: `[B, S, H, P]`.
-        dt: `[B, S, H]`, the size of steps; `softplus(dt + dt_bias)` with `dt_softplus`.
+        dt: `[B, S, H]`, the step sizes, to which `dt_bias` `[H]` is added; with `dt_softplus` the softplus of the sum.
         A: `[H]`, negative.
         B, C: `[B, S, G, N]`.
         D: `[H]` or `[H, P]`.
         z: `[B, S, H, P]`, a gate: the result is multiplied by `silu(z)`.
 
     Raises:
-        ValueError: sequences are packed, which this does not know.
+        ValueError: sequences are packed, which is not supported.
     """
     if seq_idx is not None or cu_seqlens is not None or return_varlen_states:
         raise ValueError(
@@ -117,8 +117,8 @@ def mamba_split_conv1d_scan_combined(
     Args:
         zxbcdt: `[B, S, 2 H P + 2 G N + H]`: gate, x, B, C and step sizes.
         conv1d_weight, conv1d_bias: `[H P + 2 G N, W]` and `[H P + 2 G N]`, of the convolution of x, B and C.
-        headdim: P; None: `D` is `[H, P]`.
-        norm_before_gate: not used, there is no norm in it.
+        headdim: P; None: P is the last dim of `D`, which is then `[H, P]`.
+        norm_before_gate: not used, since no norm is applied.
 
     Raises:
         ValueError: sequences are packed; `activation` is not SiLU.
@@ -160,7 +160,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """y `[B, S, H, P]` without `D x`, and the last state `[B, H, P, N]`."""
+    """Return y `[B, S, H, P]` without `D x`, and the last state `[B, H, P, N]`."""
     heads = x.shape[2]
     B, C = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (B, C))
     if state is None:
@@ -170,7 +170,7 @@ def _scan(
     for inputs, log_decay, to_state, from_state in zip(
         *(t.split(chunk_size, dim=1) for t in (x * dt[..., None], dt * A, B, C)), strict=True
     ):
-        log = log_decay.cumsum(1)  # [B, L, H], of the decay from before the chunk to each of its positions
+        log = log_decay.cumsum(1)  # [B, L, H], log of the decay from before the chunk to each position in it
         length = log.shape[1]
         later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)[None, :, :, None]
         decay = (log[:, :, None] - log[:, None]).masked_fill(later, float("-inf")).exp()  # [B, to, from, H]

@@ -1,4 +1,4 @@
-"""Megatron's global switch of batch-invariant kernels, and the calls of the head that has fixed bits."""
+"""Megatron's global switch of batch-invariant kernels, and a counter of the head's forwards with fixed bits."""
 
 import types
 import warnings
@@ -12,7 +12,7 @@ from tests.stub_modules import stub_modules
 
 @contextmanager
 def fixed_calls():
-    """A list that grows with each forward of the head with fixed bits; nothing has been said yet."""
+    """Yield a list that grows with each forward of the head with fixed bits; warnings of the mode begin anew."""
     calls, forward = [], LinearHead.forward
 
     def counted(ctx, plan, *arguments):
@@ -25,14 +25,14 @@ def fixed_calls():
 
 
 def switch(on):
-    """Megatron's module of kernels with its switch on or off, and without its kernels, while this lasts."""
+    """Replace Megatron's module of kernels, inside the context, by one with the switch and no kernels."""
     kernels = types.SimpleNamespace(is_batch_invariant_mode_enabled=lambda: on)
     return stub_modules({batch_invariance.KERNELS: kernels})
 
 
 @contextmanager
 def switched_on():
-    """The same, on, and nothing is said of it."""
+    """Turn the switch on inside the context, without the warning that it is on."""
     with switch(True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "batch_invariant_mode is on")
         yield

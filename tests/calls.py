@@ -1,4 +1,4 @@
-"""The lines of the package that each test runs, written down by a run with `RECORD` in its environment."""
+"""A record of the lines of the package that each test runs, made by a run with `RECORD` in its environment."""
 
 import contextlib
 import json
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RECORD = "MEGATRON_EXT_CALLS"  # the environment variable that names the folder to write to
-OF_TEST = "MEGATRON_EXT_CALLS_OF"  # the same, of the test that started a process
+OF_TEST = "MEGATRON_EXT_CALLS_OF"  # the environment variable that names the test that started a process
 PACKAGE = str(Path(__file__).parents[1] / "megatron_ext") + os.sep
 
 
 @contextlib.contextmanager
 def recorded(test: str = "") -> Iterator[None]:
-    """Note what is run meanwhile, in this process, as run by `test`, or by the test that started the process."""
+    """Record the lines that this process runs inside the context, for `test` or the test that started the process."""
     test = test or os.environ.get(OF_TEST, "")
     if RECORD not in os.environ or not test:
         yield
@@ -45,7 +45,7 @@ def recorded(test: str = "") -> Iterator[None]:
 
 
 class Durations:
-    """A pytest plugin that notes how long each test that passed took."""
+    """A pytest plugin that records the seconds of each test that passes."""
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" and report.passed:

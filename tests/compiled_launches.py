@@ -1,7 +1,7 @@
-"""Launches of a rehearsal, compiled for Hopper: Triton's interpreter also runs what its compiler refuses.
+"""Launches of a rehearsal, compiled for Hopper, since Triton's interpreter also runs kernels that its compiler refuses.
 
 `pytest -m gpu --rehearse --launches=FILE` writes one line for each kind of launch of the package's kernels, and
-`python -m tests.compiled_launches FILE`, in a process without the interpreter, compiles them for such arguments.
+`python -m tests.compiled_launches FILE`, in a process without the interpreter, compiles the kernels for these kinds.
 """
 
 import importlib
@@ -15,7 +15,7 @@ import triton.language as tl
 
 
 def write_to(path: Path) -> None:
-    """Add a line to `path` for each new kind of launch that this process makes from now on."""
+    """Let this process add a line to `path` for each new kind of launch from now on."""
     from triton.runtime.interpreter import InterpretedFunction
 
     run, seen = InterpretedFunction.run, set()
@@ -34,7 +34,7 @@ def write_to(path: Path) -> None:
 
 
 def _told(x: Any, constant: bool = False) -> Any:
-    """Describe an argument in JSON by what Triton may refuse: a tensor's dtype, that a number is one, a `constant`."""
+    """Describe an argument in JSON by what Triton may refuse: a tensor by its dtype, a constant by its value."""
     if isinstance(x, torch.Tensor):
         return {"dtype": str(x.dtype).removeprefix("torch.")}
     if isinstance(x, tl.dtype):

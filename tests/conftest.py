@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 if "--rehearse" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported
-# cuBLAS needs it in torch's deterministic mode, which looks once, at the first product of a process.
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at import
+# cuBLAS needs this in torch's deterministic mode, which reads it once, at the first product of a process.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
@@ -51,7 +51,7 @@ def pytest_configure(config):
         from tests import compiled_launches
 
         compiled_launches.write_to(Path(config.getoption("launches")))
-    # Ray starts its actors with niceness 15: beside the other tests they would hardly get a turn.
+    # Ray starts its actors with niceness 15, at which they would hardly run beside the other tests.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_worker_register_timeout_seconds", str(TIMEOUT_S))
     begin_run()
@@ -60,9 +60,9 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Transformer Engine's tests are for an environment that has it.
+    """Leave out Transformer Engine's tests where it is not installed, and with `-m gpu` all files without such tests.
 
-    `-m gpu` imports no file without such tests: a machine with a GPU may have nothing but torch and pytest.
+    A machine with a GPU may have nothing but torch and pytest, so other files may fail at import.
     """
     if collection_path.name == "on_transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         return True
@@ -73,9 +73,9 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)  # before marks are chosen
 def pytest_collection_modifyitems(config, items):
-    """Tests marked `gpu` run wherever there is a CUDA device; elsewhere they are left out of the run, not skipped, but
-    for those that can be rehearsed, where that is asked for. Those `ASIDE` are marked so, but for essential ones."""
-    items.sort(key=lambda item: item.name != LONGEST)  # which would run alone for minutes if it came last
+    """Deselect tests marked `gpu` where there is no CUDA device, but keep those marked `rehearsed` with `--rehearse`.
+    Mark tests in the folders `ASIDE` as aside, except essential ones."""
+    items.sort(key=lambda item: item.name != LONGEST)  # the longest test would run alone for minutes if it came last
     for item in items:
         if item.path.relative_to(FOLDER).parts[0] in ASIDE and item.get_closest_marker("essential") is None:
             item.add_marker("aside")
@@ -91,11 +91,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    gc.freeze()  # the tests and what they import stay: the garbage collector need not look at them again and again
+    gc.freeze()  # tests and their imports stay, so that the garbage collector need not scan them
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Failed tests can be repeated in their order."""
+    """Print the seed of the order after failures, so that the order can be repeated."""
     if terminalreporter.stats.keys() & {"failed", "error"} and config.pluginmanager.hasplugin("randomly"):
         terminalreporter.write_line(
             f"the tests ran in the order of --randomly-seed={config.getoption('randomly_seed')}"
@@ -124,7 +124,7 @@ def _file_leaves_nothing_behind():
 
 @pytest.fixture(autouse=True)
 def _as_users_run(request):
-    """The tests' own deterministic mode makes CUDA operators sort, and wait for the host."""
+    """Turn off the tests' deterministic mode for `gpu` tests: it makes CUDA operators sort, and wait for the host."""
     if request.node.get_closest_marker("gpu") is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Device of the tensors of a test marked `gpu`: a GPU, or with `--rehearse` the CPU."""
+"""The device of tensors in tests marked `gpu`: a GPU, or with `--rehearse` the CPU."""
 
 import torch
 

@@ -1,11 +1,11 @@
-"""Tiny GPT models on real Megatron-Core, on CPU: what the tests of several rooms compare with each other.
+"""Tiny GPT models on real Megatron-Core, on the CPU, for tests of several folders.
 
     @grouped(2)
     def test_something():
         losses = train_steps(tiny_gpt(), tiny_batches(steps=30))
 
-By default weights depend on parameter names alone, never on how the model is sharded: the same overrides give the same
-model at every size of tensor, pipeline and expert parallelism, and for every spec that names its parameters alike.
+By default weights depend on parameter names alone, not on the sharding: the same overrides give the same model at every
+size of tensor, pipeline and expert parallelism, and for every spec with the same parameter names.
 """
 
 import functools
@@ -30,7 +30,7 @@ from tests.ranks import ranks
 
 VOCAB = 64
 SEQUENCE = 16
-# What makes a tiny model one of experts.
+# Options of a mixture of experts.
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -44,10 +44,10 @@ _wrapped: weakref.WeakSet = weakref.WeakSet()  # the DistributedDataParallel of 
 def model_parallel(
     tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, ep: int = 1, seed: int = 123, **sizes
 ) -> Iterator[None]:
-    """Emulation and Megatron's groups over the ranks of this world; the rest of the ranks are data parallel.
+    """Enter the emulation and make Megatron's groups over the ranks of this world; remaining ranks are data parallel.
 
-    `sizes` go to `initialize_model_parallel`. The fusion report begins anew. Nothing is left for the next test: groups
-    are destroyed, scales are 1.
+    `sizes` go to `initialize_model_parallel`. The fusion report begins anew. At the end groups are destroyed and loss
+    scales are reset to 1 for the next test.
     """
     with megatron_on_cpu():
         from megatron.core import num_microbatches_calculator, parallel_state
@@ -68,7 +68,7 @@ def model_parallel(
                 **sizes,
             )
             seed_ranks(seed)
-            dist.barrier()  # all are connected: none finds a group ended by a rank that is quicker
+            dist.barrier()  # all ranks are connected before a quicker one may end a group
             yield
         finally:
             parallel_state.destroy_model_parallel()
@@ -76,17 +76,17 @@ def model_parallel(
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             MTPLossLoggingHelper.tracker.clear()
             moe_utils.get_moe_layer_wise_logging_tracker().clear()
-            for scaler in MTPLossAutoScaler, moe_utils.MoEAuxLossAutoScaler:  # a schedule's, 1 / micro-batches
+            for scaler in MTPLossAutoScaler, moe_utils.MoEAuxLossAutoScaler:  # schedules set 1 / micro-batches
                 scaler.set_loss_scale(torch.ones(1))
             # Autograd keeps a hook of DDP alive for good, and with it model and groups, each with threads that wake
-            # 100 times a second: the hook is left with nothing.
+            # 100 times a second. So DDP's attributes are cleared.
             while _wrapped:
                 vars(_wrapped.pop()).clear()
             left_behind.end_groups(but=groups)  # Megatron only forgets its groups
 
 
 def grouped(*world_sizes: int, over: str = "tp", **sizes):
-    """`@ranks(*world_sizes)` of a body that runs in `model_parallel(**sizes)`, without sizes: `over` all ranks."""
+    """Decorate a body by `@ranks(*world_sizes)`, run in `model_parallel(**sizes)` or without sizes `over` all ranks."""
 
     def decorate(body):
         @functools.wraps(body)
@@ -100,10 +100,10 @@ def grouped(*world_sizes: int, over: str = "tp", **sizes):
 
 
 def forget_megatron() -> None:
-    """Reset what Megatron's models and seeds set and Megatron's own functions do not reset."""
+    """Reset the state that Megatron's models and seeds set and no function of Megatron resets."""
     if embeddings := sys.modules.get("megatron.core.models.common.embeddings"):
         for kind in embeddings.RotaryEmbedding, embeddings.YarnRotaryEmbedding:
-            getattr(kind.forward, "cache_clear", int)()  # it keeps models alive
+            getattr(kind.forward, "cache_clear", int)()  # the cache keeps models alive
     for name in "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN":
         os.environ.pop(name, None)
     random = sys.modules.get("megatron.core.tensor_parallel.random")
@@ -113,7 +113,7 @@ def forget_megatron() -> None:
 
 
 def seed_ranks(seed: int = 123) -> None:
-    """Restart all random numbers: those shared by the tensor-parallel ranks, and each rank's own (dropout's)."""
+    """Seed all generators: those that tensor-parallel ranks share, and each rank's own (for dropout)."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     torch.manual_seed(seed)
@@ -121,7 +121,7 @@ def seed_ranks(seed: int = 123) -> None:
 
 
 def tiny_config(**overrides):
-    """A `TransformerConfig` that runs on CPU, with the parallel sizes of the surrounding `model_parallel`."""
+    """Return a `TransformerConfig` that runs on the CPU, with the parallel sizes of the present `model_parallel`."""
     from megatron.core import parallel_state
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
@@ -137,7 +137,7 @@ def tiny_config(**overrides):
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": virtual_stages,
-        # As Megatron-LM demands for interleaving: batched, two messages between one pair of stages could change places.
+        # As Megatron-LM demands for interleaving: batched messages between one pair of stages could change places.
         "overlap_p2p_comm": virtual_stages is not None,
         "batch_p2p_comm": virtual_stages is None,
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
@@ -153,7 +153,7 @@ def tiny_config(**overrides):
 
 
 def stock_spec(config, vp_stage: int | None = None):
-    """Megatron's local layers. Under sequence parallelism, which its torch norms refuse, with norms that bear it."""
+    """Return Megatron's local layers; with other norms under sequence parallelism, which Megatron's refuse."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
@@ -172,7 +172,7 @@ def stock_spec(config, vp_stage: int | None = None):
 
 @contextmanager
 def ours_everywhere() -> Iterator[None]:
-    """Our tensor-parallel package where Megatron's stood."""
+    """Substitute our tensor-parallel package for Megatron's inside the context."""
     from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
 
     substitute_tensor_parallel()
@@ -183,7 +183,7 @@ def ours_everywhere() -> Iterator[None]:
 
 
 class LoRALinear(torch.nn.Module):
-    """A layer of Megatron's with an adapter beside it, as Megatron-Bridge wraps it: it answers in the layer's name."""
+    """A layer of Megatron's with a LoRA adapter, which has the layer's attributes, as in Megatron-Bridge."""
 
     def __init__(self, to_wrap):
         super().__init__()
@@ -210,11 +210,11 @@ def tiny_gpt(
     engine: bool = False,
     **overrides,
 ):
-    """This rank's GPTModel, as a list of its chunks: one, or as many as there are virtual pipeline stages.
+    """Return this rank's GPTModel, as a list of its chunks: one, or one for each virtual pipeline stage.
 
-    `spec`: anything that GPTModel takes as its layer spec, or a function from (config, vp_stage) to it; None:
+    `spec`: anything that GPTModel takes as its layer spec, or a function of (config, vp_stage) that returns it; None:
     Megatron's local layers. `weights`: drawn for each parameter name (see the top), or as the model initialises itself.
-    `model`: further arguments of GPTModel. `engine`: what multi-token prediction adds to the layers is Transformer
+    `model`: further arguments of GPTModel. `engine`: the additional modules of multi-token prediction are Transformer
     Engine's. `overrides` go to `tiny_config`.
     """
     from megatron.core import parallel_state
@@ -260,7 +260,7 @@ def sharded_state(model) -> dict:
     copies = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     last_of_many = getattr(model, "post_process", False) and not model.pre_process
     if last_of_many and getattr(model, "mtp_process", False) and model.share_embeddings_and_output_weights:
-        # The output layer has a weight that nobody uses, and Megatron's sharded_state_dict insists that it has none.
+        # The output layer has an unused weight, and Megatron's sharded_state_dict demands that it has none.
         unused, model.output_layer.weight = model.output_layer.weight, None
         state = model.sharded_state_dict(metadata=copies)
         model.output_layer.weight = unused
@@ -280,9 +280,9 @@ def stored_tensors(model) -> list:
 
 @torch.no_grad()
 def set_weights(model) -> None:
-    """Fill the parameters with numbers drawn for each global parameter name, and sharded as the checkpoint would be."""
+    """Fill the parameters with numbers drawn for each global parameter name, sharded as in a checkpoint."""
     for shard in stored_tensors(model):
-        # Before experts Transformer Engine's norm has its own name, Megatron's local one that of a dense layer's.
+        # Before experts Transformer Engine's norm has its own name, Megatron's local norm the name in a dense layer.
         name = shard.key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         whole = 0.05 * torch.randn(shard.global_shape, generator=generator)
@@ -294,23 +294,23 @@ def set_weights(model) -> None:
 
 
 def tiny_batches(steps: int = 1, batch: int = 4, seq: int = SEQUENCE, vocab_size: int = VOCAB, seed: int = 0) -> Tensor:
-    """int64 [steps, batch, seq + 1]: random token ids, the same on all ranks; labels are the inputs one further on."""
+    """Return random token ids, int64 [steps, batch, seq + 1], the same on all ranks; labels are the next tokens."""
     return torch.randint(vocab_size, (steps, batch, seq + 1), generator=torch.Generator().manual_seed(seed))
 
 
 def causal_mask(seq: int) -> Tensor:
-    """bool [1, 1, seq, seq], True where Megatron's local attention must not look."""
+    """Return a bool mask [1, 1, seq, seq], True where Megatron's local attention must not look."""
     return torch.ones(seq, seq, dtype=torch.bool).triu(1)[None, None]
 
 
 def own_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This context-parallel rank's part of [B, S, ...] tensors, cut by Megatron itself."""
+    """Return this context-parallel rank's part of [B, S, ...] tensors, cut by Megatron itself."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     if "is_hybrid_cp" not in inspect.signature(get_batch_on_this_cp_rank).parameters:  # before 0.18
         return get_batch_on_this_cp_rank(batch)
-    group = parallel_state.get_context_parallel_group()  # without it newer ones cut for all ranks of the world
+    group = parallel_state.get_context_parallel_group()  # without it newer versions cut for all ranks of the world
     part = get_batch_on_this_cp_rank(batch | {"cu_seqlens": None}, is_hybrid_cp=False, cp_group=group)
     return {name: part[name] for name in batch}
 
@@ -334,7 +334,7 @@ def forward_step(microbatches: Iterator[Tensor], model):
     output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
 
     def loss(per_token_BS: Tensor):
-        mean = per_token_BS.sum() / (size * seq)  # under context parallelism this rank's part of it
+        mean = per_token_BS.sum() / (size * seq)  # under context parallelism this rank's part of the mean
         return mean, mean.detach().clone()
 
     return output, loss
@@ -343,7 +343,7 @@ def forward_step(microbatches: Iterator[Tensor], model):
 def run_schedule(
     chunks: list, tokens_BS: Tensor, *, micro_batch: int = 2, step=forward_step, forward_only=False
 ) -> float:
-    """Megatron's schedule for the current sizes over one global batch; gives its mean loss, on every rank."""
+    """Run Megatron's schedule for the current sizes over one global batch; return the mean loss on every rank."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -359,7 +359,7 @@ def run_schedule(
         micro_batch_size=micro_batch,
         forward_only=forward_only,
     )
-    loss = torch.stack(losses).mean() if losses else torch.zeros(())  # only the last stage has them
+    loss = torch.stack(losses).mean() if losses else torch.zeros(())  # only the last stage has losses
     for group in (
         parallel_state.get_pipeline_model_parallel_group(),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -369,7 +369,7 @@ def run_schedule(
 
 
 def data_parallel(chunks: list, *, distributed_optimizer: bool = True) -> list:
-    """`chunks` in Megatron's DistributedDataParallel, their config set up for its schedules."""
+    """Wrap `chunks` in Megatron's DistributedDataParallel, and set up their config for its schedules."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -387,9 +387,9 @@ def data_parallel(chunks: list, *, distributed_optimizer: bool = True) -> list:
 
 
 def fully_sharded(chunks: list, how: Literal["torch", "megatron"], *, reshard_after_forward: bool = True) -> list:
-    """`chunks` in torch's FSDP2 as Megatron wraps it, or in Megatron-FSDP, their config set up for its schedules.
+    """Wrap `chunks` in Megatron's wrapper of torch's FSDP2 or in Megatron-FSDP, and set up their config for schedules.
 
-    torch's needs `transformer_impl="local"` in the config, Megatron-FSDP needs einops.
+    torch's FSDP2 needs `transformer_impl="local"` in the config, Megatron-FSDP needs einops.
     """
     from megatron.core.distributed import (
         DistributedDataParallelConfig,
@@ -401,7 +401,7 @@ def fully_sharded(chunks: list, how: Literal["torch", "megatron"], *, reshard_af
     config = chunks[0].config
     if how == "torch":
         settings = DistributedDataParallelConfig()
-        settings.reshard_after_forward = reshard_after_forward  # Megatron's training sets it so, it is no field
+        settings.reshard_after_forward = reshard_after_forward  # not a field: Megatron's training sets it so
         return [TorchFullyShardedDataParallel(config, settings, chunk) for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads  # before 0.19 it fails on torch's FSDP2
     settings = DistributedDataParallelConfig(
@@ -413,7 +413,7 @@ def fully_sharded(chunks: list, how: Literal["torch", "megatron"], *, reshard_af
 
 
 def make_optimizer(chunks: list, *, lr: float = 3e-4, use_distributed_optimizer: bool = True, **settings):
-    """Megatron's Adam for chunks in `data_parallel` or `fully_sharded`; torch's FSDP2 takes no distributed one."""
+    """Make Megatron's Adam for chunks from `data_parallel` or `fully_sharded`; for torch's FSDP2 not distributed."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(optimizer="adam", lr=lr, use_distributed_optimizer=use_distributed_optimizer, **settings)
@@ -423,7 +423,7 @@ def make_optimizer(chunks: list, *, lr: float = 3e-4, use_distributed_optimizer:
 
 
 def train_step(chunks: list, optimizer, tokens_BS: Tensor, **schedule) -> tuple[float, float]:
-    """One step of `chunks` in `data_parallel`: the loss, and the norm of all gradients before they were clipped."""
+    """Make one step of `chunks` from `data_parallel`; return the loss, and the gradients' norm before clipping."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -434,11 +434,11 @@ def train_step(chunks: list, optimizer, tokens_BS: Tensor, **schedule) -> tuple[
 
 
 def train_steps(chunks: list, batches: Tensor, *, lr: float = 3e-4) -> list[float]:
-    """Train on `batches` [steps, batch, seq + 1] with Megatron's own means; gives the loss of each step on every rank.
+    """Train on `batches` [steps, batch, seq + 1] by Megatron's own functions; return each step's loss on every rank.
 
-    Data parallelism with the distributed optimizer (Adam, clipped gradients), the schedule for the current pipeline
-    sizes, and `finalize_model_grads`. Random numbers restart with the first step, so that two models draw the same
-    dropout.
+    These are data parallelism with the distributed optimizer (Adam, clipped gradients), the schedule for the current
+    pipeline sizes, and `finalize_model_grads`. Generators are seeded before the first step, so that two models draw the
+    same dropout.
     """
     seed_ranks()
     chunks = data_parallel(chunks)
@@ -448,9 +448,9 @@ def train_steps(chunks: list, batches: Tensor, *, lr: float = 3e-4) -> list[floa
 
 @contextmanager
 def child_processes() -> Iterator[None]:
-    """Let `dist_checkpointing.save` start processes: the pool's workers are daemons, which may not have any.
+    """Let `dist_checkpointing.save` start processes, which the pool's workers may not do, since they are daemons.
 
-    One of the processes holds a queue for the others. Megatron would spawn it, to import torch anew; here it is forked.
+    One of the processes holds a queue for the others. Megatron would spawn it, importing torch anew; here it is forked.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -461,7 +461,7 @@ def child_processes() -> Iterator[None]:
         yield
     finally:
         config["daemon"] = daemon
-        filesystem_async._results_queue = None  # else kept for the next save, in a process that waits for it
+        filesystem_async._results_queue = None  # else the next save would use the queue of an ended process
         for child in multiprocessing.active_children():
             child.terminate()
             child.join()
@@ -470,7 +470,7 @@ def child_processes() -> Iterator[None]:
 def loss_and_grads(
     chunks: list, tokens_BS: Tensor, *, micro_batch: int = 2, step=forward_step
 ) -> tuple[float, dict[str, Tensor]]:
-    """One forward and backward: the loss, and each local parameter's final gradient by name ("chunk.name")."""
+    """Run one forward and backward; return the loss, and each local parameter's final gradient by "chunk.name"."""
     seed_ranks()
     wrapped = data_parallel(chunks, distributed_optimizer=False)
     for chunk in wrapped:

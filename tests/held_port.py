@@ -1,4 +1,4 @@
-"""A port for ranks to meet at, which no other program is given before they have met."""
+"""A port at which ranks meet, which the system gives to no other program before."""
 
 import socket
 import sys
@@ -7,10 +7,11 @@ import torch.distributed as dist
 
 
 def hold_port() -> tuple[int, socket.socket]:
-    """A free port of this host, and what holds it: close that once somebody listens there.
+    """Return a free port of this host, and a socket that holds it; close the socket once a program listens there.
 
-    On Linux one may listen where a socket is bound that allows it and does not listen itself, and who asks for any free
-    port gets another one. Other systems do not let two sockets share an address: there nothing holds the port.
+    On Linux a program may listen at a port where a socket is bound that allows it and does not listen itself, and a
+    program that asks for any free port gets another one. Other systems do not let two sockets share an address, so the
+    socket is closed there.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -22,7 +23,7 @@ def hold_port() -> tuple[int, socket.socket]:
 
 
 def shared_port() -> int:
-    """A free port that all ranks know, which nothing holds: for one that these ranks' rank 0 listens at."""
+    """Return a free port, the same on all ranks, at which rank 0 may listen; nothing holds the port."""
     port, held = hold_port()
     held.close()
     found = [port]

@@ -1,7 +1,7 @@
 """Run by `make dist` with the python of an environment that has the wheel and torch, and nothing of this tree.
 
-Every file is in the wheel, what needs torch alone can be imported, what needs more says so, and a loss with its
-gradients is PyTorch's.
+The program checks that every file is in the wheel, that modules which need only torch can be imported, that others name
+the missing package, and that a loss with its gradients equals PyTorch's.
 """
 
 import importlib

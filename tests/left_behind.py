@@ -1,7 +1,7 @@
 """The state of a process that a test must leave as it found it, compared before and after.
 
 `of_test()` is cheap and is compared around each test, `of_file()` costs a tenth of a second and is compared around each
-test file; in the processes of ranks too. Both are dictionaries from what a message names to a value.
+test file; both also in the processes of ranks. They return dictionaries from names, for messages, to values.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as torch_optimizer
 
 TRACKER = "megatron_ext.tensor_parallel._random.process_tracker"
-# Globals of these modules hold what Megatron-Core, its schedules and its training loop share.
+# Globals of these modules hold the state that Megatron-Core, its schedules and its training loop share.
 STATE = [
     TRACKER,
     "megatron.core.num_microbatches_calculator",
@@ -33,12 +33,12 @@ STATE = [
     "megatron.core.transformer.moe.moe_utils",
     "megatron.training.global_vars",
 ]
-# The packages with what tests replace.
+# The packages whose functions and classes tests replace.
 REPLACEABLE = ("megatron.", "torch.distributed", "torch.nn", "torch.optim", "torch.utils.checkpoint", "torch._tensor")
 KINDS = {type, types.FunctionType, staticmethod, classmethod, property, functools.partial}
-# The packages whose functions may stand in the place of others' as long as a test runs.
+# The packages whose functions may replace others only while a test runs.
 OURS = ("megatron_ext", "megatron_on_cpu", "tests", "benchmarks", "examples")
-# The packages in which no function of the tests may stay; ours may be in transformers' tables for good.
+# The packages in which no function of the tests may stay; functions of ours may stay in transformers' tables.
 REPLACED_BY_TESTS = ("megatron_ext.", "megatron_on_cpu.", "transformers.")
 
 
@@ -52,13 +52,13 @@ CLEARS = [  # one function from torch 2.11 on, before it two
 ]
 
 
-_lasting: set = set()  # the groups that stay for the tests to come
+_lasting: set = set()  # the groups that stay for later tests
 
 
 def cached_with_groups(make: Callable) -> Callable:
-    """Decorate a function that makes process groups: each is made once in a process, and stays.
+    """Decorate a function that makes process groups, so that each is made once in a process, and stays.
 
-    With them stay DTensor's shardings, which take a fifth of the time of tests that find them anew.
+    DTensor's cached shardings stay with them; to compute them anew takes a fifth of the time of tests.
     """
 
     @functools.cache
@@ -72,7 +72,7 @@ def cached_with_groups(make: Callable) -> Callable:
 
 
 def of_test() -> dict[str, object]:
-    """The environment, torch's flags, hooks and handlers, and Megatron's globals."""
+    """Return the environment, torch's flags, hooks and handlers, and Megatron's globals."""
     libraries_own = ("PYTEST", "RAY_", "_TORCHINDUCTOR_")
     state: dict[str, object] = {
         f"os.environ[{name!r}]": value for name, value in os.environ.items() if not name.startswith(libraries_own)
@@ -126,13 +126,13 @@ def _of_pytest(handler: logging.Handler) -> bool:
 
 
 def _reset(variables: dict[str, object]) -> Iterable[str]:
-    """The module's variables that hold a state, and can be reset: Megatron's function for that leaves some."""
+    """Return the names of a module's state, without those that Megatron's own reset function leaves as they are."""
     destroy = getattr(variables.get("destroy_model_parallel"), "__code__", None)
     return (name for name in variables if name.isupper() and (destroy is None or name in destroy.co_names))
 
 
 def _value(value: object) -> object:
-    """A value that is equal as long as `value` has not changed: plain ones are themselves."""
+    """Return a value that stays equal as long as `value` does not change; plain values are returned as they are."""
     if isinstance(value, (type(None), bool, int, float, str)):
         return value
     if isinstance(value, (Mapping, list, set)):
@@ -141,15 +141,15 @@ def _value(value: object) -> object:
 
 
 def of_file() -> dict[str, object]:
-    """Open files, threads, loggers' handlers, and functions of ours in others' modules."""
+    """Return the open files, threads, handlers of loggers, and functions of ours in other packages' modules."""
     state: dict[str, object] = {}
     descriptors = Counter(map(_target, os.listdir("/proc/self/fd"))) if os.path.isdir("/proc/self/fd") else Counter()
-    for name in list(descriptors):  # of ranks, gloo and stores, what lists them, and fonts that matplotlib keeps open
+    for name in list(descriptors):  # ranks, gloo and stores have some, and matplotlib keeps fonts open
         if name in ("socket", "pipe", "anon_inode", "gone") or name.endswith(".ttf"):
             del descriptors[name]
     state |= {f"open files {target}": count for target, count in descriptors.items()}
     threads = Counter(type(thread).__qualname__ for thread in threading.enumerate())
-    for passing in ("TMonitor", "_DummyThread"):  # tqdm's, and those that Python has not started
+    for passing in ("TMonitor", "_DummyThread"):  # of tqdm, and threads that Python has not started
         del threads[passing]
     state |= {f"threads of the class {name}": count for name, count in threads.items()}
     for name, logger in logging.root.manager.loggerDict.items():
@@ -169,10 +169,10 @@ def of_file() -> dict[str, object]:
 
 
 def new_models() -> dict[str, object]:
-    """The torch modules that are alive, but for those of an earlier call."""
+    """Return the number of live torch modules by class, without those that an earlier call has counted."""
     gc.collect()
     kinds = Counter(map(type, gc.get_objects()))
-    gc.freeze()  # what stays need not be looked at again and again
+    gc.freeze()  # later calls skip these objects
     return {f"models alive of {kind}": n for kind, n in kinds.items() if _is_model(kind)}
 
 
@@ -181,7 +181,7 @@ def _is_model(kind: type) -> bool:
 
 
 def _of(packages: tuple[str, ...], value: object) -> bool:
-    """Return whether `packages` define the function or class, whatever its `__module__` says."""
+    """Tell whether `packages` define the function or class; a function's `__module__` is not trusted."""
     kind = type(value)
     if kind is types.FunctionType:
         return str(value.__globals__.get("__name__")).startswith(packages)
@@ -208,25 +208,25 @@ def _target(descriptor: str) -> str:
 
 
 def groups() -> set:
-    """The process groups that there are."""
+    """Return the process groups that exist."""
     return set(torch.distributed.distributed_c10d._world.pg_map)
 
 
 def end_groups(but: set) -> None:
-    """End all process groups `but` these and those that stay: a group has open files, and threads that wake 100 times a
-    second.
+    """End all process groups but those in `but` and those that stay: a group has open files, and threads that wake 100
+    times a second.
 
-    No rank may use them any more, nor be about to connect: a group that has ended elsewhere closes the connection.
+    No rank may use the ended groups any more, or still connect: a group that another rank has ended closes connections.
     """
     made = list(groups() - but - _lasting)
     if not made:
         return
-    # DTensor's shardings name groups, and the next test's have the same names.
+    # DTensor's cached shardings name groups, and the next test's groups have the same names.
     for clear in CLEARS:
         clear()
     for group in made:
         torch.distributed.destroy_process_group(group)
-    # gloo ends a group with the last reference to it, and waits for its threads: all at once.
+    # gloo ends a group with the last reference to it, and waits for its threads, so all groups end at once.
     group = None
     with ThreadPoolExecutor(len(made)) as pool:
         for _ in range(len(made)):
@@ -234,11 +234,11 @@ def end_groups(but: set) -> None:
 
 
 class LeftBehind(Exception):
-    """A message that names what has changed."""
+    """An error whose message names the state that has changed."""
 
 
-# Leftovers of which others may be the cause: a library's cache or its import, a thread that is about to end, the
-# garbage collector; and a replacement by `megatron_on_cpu`, in which Transformer Engine's tests run from their start.
+# Leftovers that a test may not have caused: of a library's cache or import, a thread that is about to end, the garbage
+# collector, and `megatron_on_cpu`, in which Transformer Engine's tests run from their start.
 PASSING = (
     *("open files", "threads of", "models alive", "sys.meta_path", "sys.path", "handlers of the root logger"),
     "megatron.core.dist_checkpointing.strategies.filesystem_async._process_memory",
@@ -247,7 +247,7 @@ PASSING = (
 
 @contextlib.contextmanager
 def told() -> Iterator[None]:
-    """Print `PASSING` leftovers on stderr, and raise all others; LEFT_BEHIND=error raises these too."""
+    """Print leftovers that begin as in `PASSING` on stderr, and raise all others; LEFT_BEHIND=error raises both."""
     try:
         yield
     except LeftBehind as left:
@@ -259,10 +259,10 @@ def told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_left_by_test() -> Iterator[None]:
-    """Fail where what runs meanwhile leaves something behind, unless it fails by itself."""
+    """Raise `LeftBehind` if the test inside the context leaves something behind, unless the test itself fails."""
     before, had_tracker = of_test(), _tracker() is not None
     yield
-    if not had_tracker and _tracker() is not None:  # layers make one where there is none
+    if not had_tracker and _tracker() is not None:  # layers make a tracker if there is none
         process = sys.modules[TRACKER].Process
         process.tracker, process.kind = None, type(process.kind)()
     _compare(before, of_test(), "this test")
@@ -272,20 +272,20 @@ def _tracker() -> object:
     return sys.modules[TRACKER].Process.tracker if TRACKER in sys.modules else None
 
 
-_last: dict[str, object] = {}  # after the last file
+_last: dict[str, object] = {}  # the state after the last file
 
 
 def begin_file() -> None:
-    """Look at the state before the first file; that before another one is known from the last."""
+    """Record the state before the first file; before another file it is the state after the last one."""
     if not _last:
         new_models()
         _last.update(of_file())
 
 
 def end_file(on_rank: bool = False) -> None:
-    """Fail where the file that ends has left something behind.
+    """Raise `LeftBehind` if the file that ends has left something behind.
 
-    Ranks may keep models: autograd holds the hooks of DistributedDataParallel and FSDP2 for good, and with them models.
+    Ranks may keep models, since autograd holds the hooks of DistributedDataParallel and FSDP2 for good.
     """
     models = {} if on_rank else new_models()
     before, after = dict(_last), of_file()

@@ -1,15 +1,15 @@
-"""Marks that many tests give."""
+"""Marks for parameters of tests."""
 
 import pytest
 
 
 def slow(*values):
-    """Parameters for `make test-all` alone, to be unpacked among those of `make test`; tuples are of several names."""
+    """Return parameters that only `make test-all` runs; a tuple has the values of several names."""
     return [
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values
     ]
 
 
 def quick_if(chosen, values):
-    """All `values` of one name as parameters; those that are not `chosen(value)` are for `make test-all` alone."""
+    """Return all `values` of one name as parameters; only `make test-all` runs those that are not `chosen(value)`."""
     return [pytest.param(value, marks=() if chosen(value) else pytest.mark.slow) for value in values]

@@ -27,23 +27,23 @@ from tests.calls import RECORD
 from tests.mutations import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[1]
-LEFT = Path(__file__).parent / "mutants_left.txt"  # lines whose changes nothing has to notice: FILE | LINE | REASON
+LEFT = Path(__file__).parent / "mutants_left.txt"  # lines whose changes no test has to notice: FILE | LINE | REASON
 FOLDER = ROOT / "runs" / "mutants"
 TREE, CALLS = FOLDER / "tree", FOLDER / "calls"
-SECONDS = 25  # of tests for each change, as they were when they were recorded
-EACH = 0.05  # of these beside each test
-LIMIT_S = 240  # a change after which tests take longer is noticed: they hang
+SECONDS = 25  # seconds of tests for each change, by the recorded times
+EACH = 0.05  # seconds that are added for each test
+LIMIT_S = 240  # a change after which tests take longer counts as noticed: they hang
 _clock = [time.time()]
-OF_DEFAULTS = "tests/test_public_defaults.py::test_defaults_of_public_arguments_stay"  # they are made at the import
+OF_DEFAULTS = "tests/test_public_defaults.py::test_defaults_of_public_arguments_stay"  # defaults are made at import
 QUICK = "not slow and not gpu"
-BESIDE = [  # quick tests that run nothing of the package
+BESIDE = [  # options that leave out quick tests which run nothing of the package
     *("--ignore=tests/megatron_on_cpu", "--ignore=tests/test_layout.py"),
     *("--ignore=tests/test_iteration_order.py", "--ignore=tests/test_ratchets.py"),
 ]
 
 
 def drawn(seed: int, count: int, only: list[str]) -> list[Mutant]:
-    """`count` lines at random, and of each one change; `only`: of these folders, files and lines (FILE:LINE)."""
+    """Draw `count` lines, and a change of each; `only`: from these folders, files and lines (FILE:LINE)."""
     package, lines = ROOT / "megatron_ext", defaultdict(list)
     for path in sorted(package.rglob("*.py")):
         for mutant in mutants_of(path, package):
@@ -63,7 +63,7 @@ def copy_tree() -> None:
 
 
 def record(arguments: list[str], files: list[str]) -> None:
-    """Record which tests run what, and how long they take, beside the sources: all quick tests, or `files`."""
+    """Run all quick tests, or `files`; record the lines and the seconds of each, beside a copy of the sources."""
     folder = CALLS / str(len(list(CALLS.glob("*")))) if files else CALLS / "0"
     if not files:
         shutil.rmtree(CALLS, ignore_errors=True)
@@ -75,14 +75,14 @@ def record(arguments: list[str], files: list[str]) -> None:
 
 
 def changed_tests() -> list[str]:
-    """The files of tests that were written since the last record."""
+    """Return the test files that have changed since the last record."""
     last = max(path.stat().st_mtime for path in CALLS.glob("*/began"))
     found = [path for path in sorted(TREE.glob("tests/**/test_*.py")) if path.stat().st_mtime > last]
     return [str(path.relative_to(TREE)) for path in found]
 
 
 def _moved(before: Path, after: Path) -> dict[int, int]:
-    """Map the number of each line of a file that is still there to its number now."""
+    """Map the number of each line of `before` that is also in `after` to its number there."""
     old, new = (path.read_text().splitlines() if path.exists() else [] for path in (before, after))
     blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
     return {a + n + 1: b + n + 1 for a, b, length in blocks for n in range(length)}
@@ -114,16 +114,16 @@ def _lines_of_functions(path: str) -> set[int]:
 
 
 def tests_for(mutant: Mutant, callers, seconds) -> list[str]:
-    """The quickest tests that run the changed line, or call its function, as many as the time allows.
+    """Return the quickest tests that run the changed line, or call its function, as many as `SECONDS` allow.
 
-    A line outside of functions is run by the import, in whichever test that is: tests of the functions are taken.
+    A line outside of functions runs at import, in any test, so tests of the file's functions are taken.
     """
     folder = f"tests/{mutant.path.split('/')[0].removesuffix('.py')}"
     (first, last), inside = mutant.function, _lines_of_functions(mutant.path)
     of_file = {line: of for line, of in callers.get(mutant.path, {}).items() if line in inside}
     run = {test for line in range(mutant.start[0], mutant.end[0] + 1) for test in of_file.get(line, ())}
     asked = run | {test for line, of in of_file.items() if first < line <= last for test in of}
-    if not asked:  # what a program runs, or nobody
+    if not asked:  # only a program runs the line, or nothing
         near = sorted((Path(mutant.path).stem not in id, id) for id in seconds if id.startswith(folder))
         asked = {id for _, id in near[:60]}
     rounds, chosen, left = Counter(), [] if run else [OF_DEFAULTS], SECONDS
@@ -139,7 +139,7 @@ def tests_for(mutant: Mutant, callers, seconds) -> list[str]:
 
 
 def notices(mutant: Mutant, ids: list[str]) -> str:
-    """Return what notices the changed copy, a test that fails or a run without an end; empty: nothing does."""
+    """Return what notices the changed copy, a failing test or a run without end; "" if nothing does."""
     path = TREE / "megatron_ext" / mutant.path
     source, log = path.read_text(), FOLDER / "log"
     write(path, mutant.apply(source))
@@ -166,7 +166,7 @@ def notices(mutant: Mutant, ids: list[str]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """A file with a time of its own: Python's caches of compiled files compare seconds and sizes alone."""
+    """Write a file with a new time, since Python's caches of compiled files compare only seconds and sizes."""
     path.write_text(text)
     _clock[0] += 2
     os.utime(path, (_clock[0], _clock[0]))
@@ -192,7 +192,7 @@ def main() -> None:
     sys.path[:] = [str(TREE), *(path for path in sys.path if path and Path(path) != ROOT)]
     os.environ["PYTHONPATH"] = str(TREE)
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
-        del sys.modules[name]  # from here on the copy's
+        del sys.modules[name]  # imports from here on take the copy
     from tests.rank_servers import PRELOAD, begin_run, end_run
 
     for name in [*PRELOAD, "hypothesis", "triton"]:

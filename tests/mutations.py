@@ -24,7 +24,7 @@ for one, sign, other, opposite in _SWAPPED:
 @dataclass(frozen=True)
 class Mutant:
     path: str  # below megatron_ext
-    function: tuple[int, int]  # the first and last line of the function that holds the change; of a module's own: all
+    function: tuple[int, int]  # the first and last line of the function with the change, or of the module
     start: tuple[int, int]  # line from 1, byte
     end: tuple[int, int]
     text: str
@@ -42,20 +42,19 @@ class Mutant:
         return f"megatron_ext/{self.path}:{self.start[0]}\n    - {old}\n    + {new}"
 
 
-# Arguments that change no number and no error of a right call: promises, how a result is waited for, how a kernel is
-# launched.
+# Arguments that change no result and no error of a right call: promises, options of waiting, options of launches.
 SAYS_ONLY = {"strict", "frozen", "async_op", "num_warps", "num_stages", "maxnreg"}
 
 
 def _says_only(node: ast.AST) -> bool:
-    """An argument without effect on results, or a pause of a loop that looks again and again."""
+    """Tell whether a node is an argument without effect on results, or the sleep of a polling loop."""
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Attribute) and node.func.attr == "sleep"
     return isinstance(node, ast.keyword) and node.arg in SAYS_ONLY
 
 
 def mutants_of(path: Path, package: Path) -> list[Mutant]:
-    """Every change of one place of a file; none of messages, types, docstrings and imports."""
+    """Return every change of one place of a file, but none in messages, types, docstrings and imports."""
     source, found = path.read_text(), []
     lines = [line.encode() for line in source.splitlines()]
 
@@ -66,7 +65,7 @@ def mutants_of(path: Path, package: Path) -> list[Mutant]:
         )
 
     def between(function, left, right, old, new):
-        """The operator between two nodes, where both stand on one line."""
+        """Add a change of the operator between two nodes that stand on one line."""
         if left.end_lineno == right.lineno:
             at = lines[right.lineno - 1].find(old.encode(), left.end_col_offset, right.col_offset)
             if at >= 0:

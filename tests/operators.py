@@ -1,4 +1,4 @@
-"""Arguments and results of torch's operators, seen as they are dispatched."""
+"""Dispatch modes that record torch's operators and the sizes of their results."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Operators(TorchDispatchMode):
-    """`seen` has the operators in the order of the calls."""
+    """A dispatch mode whose `seen` has the operators in the order of the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Operators(TorchDispatchMode):
 
 
 class Largest(TorchDispatchMode):
-    """`size` has the most that `measure` says of a tensor that an operator gives."""
+    """A dispatch mode whose `size` is the largest `measure` of a tensor that an operator returns."""
 
     def __init__(self, measure: Callable[[torch.Tensor], int]):
         super().__init__()

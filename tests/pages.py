@@ -1,4 +1,4 @@
-"""The documentation's pages as tests read them: their sections, and the blocks of code in them."""
+"""Sections and code blocks of the documentation's pages."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ def section(page: Path, heading: str) -> str:
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
-    """Language ("" where none is named) and text of each fenced block, in order."""
+    """Return (language, text) of each fenced block, in order; the language is "" where none is named."""
     return re.findall(r"^```(\w*)\n(.*?)^```", text, re.S | re.M)
 
 

@@ -8,7 +8,7 @@ from benchmarks.record import MEASURED, code
 
 
 class Passed:
-    """A plugin: leaves out the tests that the file names, and adds to it each one that passes."""
+    """A pytest plugin that deselects the tests which the file names, and adds each test that passes to the file."""
 
     def __init__(self, path: str):
         self.path, self.commit = Path(path), code(*MEASURED, "tests/**/*.py")
@@ -31,4 +31,4 @@ class Passed:
 
     def pytest_sessionfinish(self, session, exitstatus):
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.before:
-            session.exitstatus = pytest.ExitCode.OK  # all have passed
+            session.exitstatus = pytest.ExitCode.OK  # all tests have passed before

@@ -1,6 +1,6 @@
 """Programs as `python` and `torchrun` start them, forked from processes that have torch and Megatron imported.
 
-Those imports take longer than what the programs do. What imports itself matters to is started by `alone`.
+The imports take longer than the programs themselves. `alone` starts programs that must import by themselves.
 """
 
 import atexit
@@ -30,7 +30,7 @@ def python(
 ) -> CompletedProcess:
     """Run `python WORDS`: a script or `-m MODULE` with its arguments, or `-c CODE`.
 
-    With `ranks` as many processes, with the environment that torchrun gives them; once one fails the others are ended.
+    With `ranks` that many processes run, with the environment of torchrun; once one fails the others are ended.
     `interpreted`: CPU tensors take Triton's kernels.
     """
     port, held = hold_port()
@@ -56,7 +56,7 @@ def python(
 
 
 def alone(*words: str, **options: Any) -> CompletedProcess:
-    """Run `python WORDS` in a process that imports all by itself, and check that it ends well."""
+    """Run `python WORDS` in a new interpreter, and check that its exit status is 0."""
     common: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": TIMEOUT_S}
     done = subprocess.run([sys.executable, *words], **common | options)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -64,7 +64,7 @@ def alone(*words: str, **options: Any) -> CompletedProcess:
 
 
 def _exit_code(connection: Any) -> int:
-    """Return the exit code that a process has sent at its end; 255 where it was ended."""
+    """Return the exit code that a process has sent at its end, or 255 if it was killed."""
     try:
         return connection.recv()
     except EOFError:
@@ -85,7 +85,7 @@ def _become(
     for number, path in enumerate(files, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
-    atexit._clear()  # of what the process before had there
+    atexit._clear()  # drop functions that were registered before the fork
     os.chdir(cwd)
     os.environ.update(environment)
     if "WORLD_SIZE" in environment:
@@ -102,7 +102,7 @@ def _become(
         if code is not None and not isinstance(code, int):
             print(code, file=sys.stderr)
             code = 1
-    except BaseException:  # as the interpreter itself
+    except BaseException:  # print the traceback as the interpreter does
         traceback.print_exc()
         code = 1
     atexit._run_exitfuncs()

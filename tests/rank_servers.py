@@ -1,9 +1,9 @@
-"""Processes for test ranks, forked in milliseconds and yet as torchrun starts them: from an interpreter of their own.
+"""Processes for test ranks, forked in milliseconds, each from its own interpreter as under torchrun.
 
-A rank's number has a server: a process with a hash seed of its own (orders of sets differ between ranks, as they do for
-users) and with imports of its own, which take seconds and are made once for a run. Processes that run Triton's kernels
-on the CPU have one too: the interpreter is chosen when Triton is imported. Servers are started when they are first
-needed, serve all processes of a run (pytest-xdist's workers too), and end with the run.
+Each rank number has a server: a process with its own hash seed (orders of sets differ between ranks, as they do for
+users) and its own imports, which take seconds and are made once for a run. Ranks that run Triton's kernels on the CPU
+have other servers, since Triton chooses its interpreter at import. Servers are started when they are first needed,
+serve all processes of a run (pytest-xdist's workers too), and end with the run.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _RUN = "MEGATRON_EXT_TEST_RUN"  # the environment variable that names the run's folder
-FOLDER = "MEGATRON_EXT_RANKS_FOLDER"  # the same, in the environment of the ranks
+FOLDER = "MEGATRON_EXT_RANKS_FOLDER"  # the variable that names the run's folder in the environment of the ranks
 PRELOAD = [
-    # Where Transformer Engine's Python part is installed, all ranks emulate the rest of it.
+    # Where Transformer Engine's Python package is installed, all ranks emulate its compiled module.
     *(["tests.on_transformer_engine.preload"] if importlib.util.find_spec("transformer_engine") else []),
     "torch.distributed.tensor",
     "megatron.core.models.gpt",
@@ -44,23 +44,23 @@ _began: list[int] = []  # the process that began the run
 
 
 class Child:
-    """A process that a server has forked, and `connection` to it."""
+    """A process that a server has forked, and a `connection` to it."""
 
     def __init__(self, connection: Connection):
         self.connection = connection
         self.pid: int = connection.recv()
 
     def kill(self) -> None:
-        """End the process at once, if it has not ended, and close `connection`."""
+        """Kill the process, if it has not ended, and close `connection`."""
         self.connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
 
 def fork(count: int, function: Callable[..., object], *arguments: Any, interpreted: bool = False) -> list[Child]:
-    """Processes that call `function(connection, rank, *arguments)`, `rank` from 0 to `count` - 1, and end.
+    """Start processes that call `function(connection, rank, *arguments)`, `rank` from 0 to `count` - 1, and end.
 
-    `interpreted`: CPU tensors take Triton's kernels there.
+    `interpreted`: CPU tensors take Triton's kernels in them.
     """
     connections = []
     for rank in range(count):
@@ -72,9 +72,9 @@ def fork(count: int, function: Callable[..., object], *arguments: Any, interpret
 
 
 def begin_run() -> None:
-    """Begin a run, or take part in that of the process that has started this one.
+    """Begin a run, or take part in the run of the process that has started this one.
 
-    Servers get the environment as it is now, and end when the run's first process does.
+    Servers get the present environment, and end when the run's first process ends.
     """
     _environment.update(os.environ)
     if _RUN not in os.environ:
@@ -91,10 +91,10 @@ def end_run() -> None:
 
 
 def _server(rank: int, interpreted: bool) -> Path:
-    """The socket of the server of `rank`, which is started if it was not."""
+    """Return the socket's path of the server of `rank`, which is started if it does not run."""
     if _RUN not in os.environ:
         begin_run()
-    # A process that interprets kernels takes part in the run of one that does not: its ranks are not that one's.
+    # A process that interprets kernels may take part in the run of a process that does not, and needs other servers.
     interpreted |= _environment.get("TRITON_INTERPRET") == "1"
     folder = Path(os.environ[_RUN])
     path = folder / f"{'interpreted_' * interpreted}rank{rank}"
@@ -120,9 +120,9 @@ def _server(rank: int, interpreted: bool) -> Path:
 
 
 def serve(listener_fd: int, alive: int) -> None:
-    """Fork a child for each connection, as long as somebody holds the other end of `alive`."""
+    """Fork a child for each connection, as long as a process holds the other end of `alive`."""
     for name in INTERPRETING if os.environ.get("TRITON_INTERPRET") == "1" else PRELOAD:
-        # A machine may lack some: what needs them will say so.
+        # A machine may lack some modules; the tests that need them will say so.
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module(name)
@@ -136,7 +136,7 @@ def serve(listener_fd: int, alive: int) -> None:
                 os.close(alive)
                 _become_child(Connection(connection.detach()))
             connection.close()
-    os.killpg(0, signal.SIGKILL)  # this process and what it has forked: a run that was killed leaves ranks that wait
+    os.killpg(0, signal.SIGKILL)  # this process and its children: a run that was killed leaves ranks that wait
 
 
 def _become_child(connection: Connection) -> NoReturn:

@@ -1,11 +1,11 @@
 """Run a test body on every rank of a gloo world: one pool of worker processes per world size, kept for the whole run.
 
-Ranks are what users have: each has an interpreter, a hash seed and imports of its own (`tests/rank_servers.py`).
+As with users, each rank has its own interpreter, hash seed and imports (`tests/rank_servers.py`).
 
 `@ranks(1, 2, 4)` above a module-level test function runs its body on all ranks, once per world size. A rank that fails
-fails the test with its traceback. A pool in which a rank failed or fell silent is killed and replaced, so that neither
-a hang nor a crash outlives its test. So is one whose ranks have gathered threads: every gloo group has some, which wake
-100 times a second, and torch's caches of shardings keep groups for good. A new pool is forked in a fifth of a second.
+fails the test with its traceback. A pool in which a rank failed or did not answer is killed and replaced, so that
+neither a hang nor a crash outlives its test. A pool whose ranks have many threads is replaced too: every gloo group has
+threads that wake 100 times a second, and torch's caches of shardings keep groups. To fork a new pool takes 0.2 s.
 """
 
 import contextlib
@@ -30,21 +30,21 @@ import pytest
 from tests.calls import OF_TEST, recorded
 from tests.rank_servers import FOLDER, fork
 
-TIMEOUT_S = 900  # of ranks and programs, only to end what hangs: no machine is so slow that a test takes that long
+TIMEOUT_S = 900  # the time after which ranks and programs are taken to hang: no test takes that long on any machine
 CROWD = 64  # threads of one rank at which its pool is replaced
-STRAGGLERS_S = 3  # how long the other ranks may go on once one has failed
+STRAGGLERS_S = 3  # the time for which the other ranks may go on once one has failed
 
-END_OF_FILE = ("", "end of file")  # a job of the ranks, in the place of a test's module and name
+END_OF_FILE = ("", "end of file")  # the ranks' job at the end of a file, in the place of a test's module and name
 
 _pools: dict[int, "_Pool"] = {}
 
 
-_NCCL_RULES = {"lazy": {}, "eager": {"eager": True}}  # what pytest's option --nccl-rules may be
+_NCCL_RULES = {"lazy": {}, "eager": {"eager": True}}  # the values of pytest's option --nccl-rules
 _chosen: list[str] = []
 
 
 def choose_backend(option) -> None:
-    """Choose the backend of ranks whose test chooses none: gloo (None), or one that hangs and refuses as NCCL does."""
+    """Choose the backend of tests that choose none: gloo (None), or the backend that hangs and refuses as NCCL does."""
     _chosen[:] = [option] if option else []
 
 
@@ -66,14 +66,14 @@ def _backend(rules) -> str:
 
 
 def prepare_process() -> None:
-    """Prepare a process that runs test bodies: one thread, and uninitialised memory that shows (NaN)."""
+    """Prepare a process that runs test bodies: one thread, and uninitialised memory filled with NaN."""
     import torch
 
     from benchmarks.interpreter import round_to_bfloat16
 
     round_to_bfloat16()
-    torch.set_num_threads(1)  # the ranks share a few cores; more threads only get in each other's way
-    torch.set_deterministic_debug_mode("warn")  # fills torch.empty with NaN, too; imports less than its namesake
+    torch.set_num_threads(1)  # the ranks share a few cores, where more threads would be slower
+    torch.set_deterministic_debug_mode("warn")  # fills with NaN; imports less than use_deterministic_algorithms
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
@@ -82,9 +82,9 @@ def _work(jobs, rank, world_size, store, rules):
     import torch.distributed as dist
 
     prepare_process()
-    faulthandler.enable()  # a crash says where
-    logging.basicConfig()  # a library's first warning would
-    gc.freeze()  # the garbage collector need not look at what was preloaded: half of the time of many tests went there
+    faulthandler.enable()  # a crash prints its traceback
+    logging.basicConfig()  # else a library's first warning would call it
+    gc.freeze()  # the garbage collector need not scan preloaded modules, which took half of the time of many tests
     dist.init_process_group(
         _backend(rules),
         init_method=f"file://{store}",
@@ -97,22 +97,22 @@ def _work(jobs, rank, world_size, store, rules):
     left_behind.begin_file()
     world = left_behind.groups()
     while (job := pickle.loads(jobs.recv_bytes())) is not None:
-        left_behind.end_groups(but=world)  # of the test before: now no rank uses them any more
+        left_behind.end_groups(but=world)  # groups of the test before, which no rank uses any more
         torch.manual_seed(0)
         jobs.send((_error_of(*job), _threads()))
     dist.destroy_process_group()
 
 
 def _threads():
-    """The threads of this process, 0 where that is not known."""
+    """Return the number of threads of this process, or 0 where it is not known."""
     tasks = "/proc/self/task"
     return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
 
 
 def _error_of(module, name, kwargs, test, alone=False):
-    """Return what is wrong on this rank after a test's body, or in what the tests of a file have left.
+    """Run a test's body, or the check at the end of a file, on this rank; return the error, or None.
 
-    `alone`: the rank ends with this test.
+    `alone`: the rank ends with this test, and may leave anything behind.
     """
     from tests import left_behind
 
@@ -136,7 +136,7 @@ def _error_of(module, name, kwargs, test, alone=False):
 
 @contextlib.contextmanager
 def _undone(fixtures):
-    """Undo at the end what the body replaces with `monkeypatch`: each rank has a copy, which pytest does not know."""
+    """Undo at the end what the body has replaced by `monkeypatch`, of which each rank has a copy unknown to pytest."""
     try:
         yield
     finally:
@@ -146,7 +146,7 @@ def _undone(fixtures):
 
 
 class Skipped(NamedTuple):
-    """Answer of a rank whose body called `pytest.skip`: all ranks do, or the test fails."""
+    """Answer of a rank whose body called `pytest.skip`; the test fails unless all ranks give it."""
 
     reason: str
 
@@ -188,7 +188,7 @@ class _Pool:
 
     def _tell(self, job):
         for worker in self.workers:
-            with contextlib.suppress(OSError):  # of one that has ended `run` will hear
+            with contextlib.suppress(OSError):  # `run` will notice that the rank has ended
                 worker.connection.send_bytes(pickle.dumps(job))
 
     def kill(self):
@@ -199,7 +199,7 @@ class _Pool:
     def close(self):
         self._tell(None)
         for worker in self.workers:
-            if not wait([worker.connection], 5):  # for its end
+            if not wait([worker.connection], 5):  # 5 s for its end
                 worker.kill()
         self.remove_store()
 
@@ -209,10 +209,10 @@ class _Pool:
 
 
 def ranks(*world_sizes, rules=None):
-    """Run the decorated body on every rank, once for each of `world_sizes`. Its parameters may be parametrized.
+    """Run the decorated body on every rank, once for each of `world_sizes`; its parameters may be parametrized.
 
-    More than two ranks are for the slow tests, unless the test gives `NcclRules` of its own. A test that needs gloo
-    says `rules="gloo"`. With rules its ranks are its own, and it may leave them unusable.
+    More than two ranks are marked slow, unless the test gives its own `NcclRules`. `rules="gloo"` is for tests that
+    need gloo. With `rules` the test has its own ranks, and may leave them unusable.
     """
     of_its_own = rules not in (None, "gloo")
     sizes = [pytest.param(n, marks=pytest.mark.slow if n > 2 and not of_its_own else ()) for n in world_sizes]
@@ -242,7 +242,7 @@ def ranks(*world_sizes, rules=None):
 
 
 def shared_folder():
-    """A new folder, the same on all ranks, which is gone at the end of the run."""
+    """Return a new folder, the same on all ranks, which is removed at the end of the run."""
     import torch.distributed as dist
 
     name = [tempfile.mkdtemp(dir=os.environ[FOLDER]) if dist.get_rank() == 0 else None]
@@ -251,7 +251,7 @@ def shared_folder():
 
 
 def end_file_on_ranks():
-    """Fail where a file's tests have left something behind in the processes of their ranks."""
+    """Fail if a file's tests have left something behind in the processes of their ranks."""
     for size in [size for size, pool in _pools.items() if pool.used]:
         pool = _pools.pop(size)
         pool.run(*END_OF_FILE, {})  # on failure the pool stays out of _pools

@@ -1,4 +1,4 @@
-"""Modules put into `sys.modules` for a time; what is imported meanwhile stays (`mock.patch.dict` would forget it)."""
+"""Stubs in `sys.modules` for a time; other modules imported meanwhile stay (`mock.patch.dict` would remove them)."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def stub_modules(stubs: Mapping[str, Any]) -> Iterator[None]:
-    """`stubs` by name in `sys.modules`; afterwards what was there before under these names."""
+    """Put `stubs`, by name, into `sys.modules` inside the context; restore the modules of these names afterwards."""
     before = {name: sys.modules[name] for name in stubs if name in sys.modules}
     sys.modules.update(stubs)
     try:

@@ -1,10 +1,10 @@
-"""`Transparent`: a decorator as those of wrapt, which answers in the name of what it wraps whatever it is asked."""
+"""`Transparent`: a decorator like wrapt's, which has all attributes of the object that it wraps."""
 
 from typing import Any
 
 
 class Transparent:
-    """Twice what a function returns: a tensor, the first of a tuple, or the loss of a model's output."""
+    """A function whose result is doubled: a tensor, the first of a tuple, or the loss of a model's output."""
 
     def __init__(self, function: Any):
         object.__setattr__(self, "_function", function)

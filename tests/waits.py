@@ -1,4 +1,4 @@
-"""Operations that make the host wait for a GPU, seen without one."""
+"""Detection, without a GPU, of operations that make the host wait for one."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,13 +22,13 @@ BY_INDEX = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, ate
 
 
 class NoWait(TorchDispatchMode):
-    """Raises at what makes the host wait for a GPU: values that are read, sizes that values decide, blocking copies."""
+    """A dispatch mode that fails on reads of values, sizes that depend on values, and blocking copies."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         packet = func.overloadpacket
         assert packet not in READ_BACK, f"{func} reads values"
-        # A number travels as an argument of a kernel, unless it is copied.
+        # A number is passed as an argument of a kernel, without a copy.
         assert packet not in FROM_THE_HOST or not args[0].dim(), f"{func} makes a tensor of values of the host"
         if packet in BY_INDEX:
             found = [x for x in args[1] if x is not None]

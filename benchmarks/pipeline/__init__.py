@@ -1,1 +1,1 @@
-"""Pipeline schedules simulated: Megatron's own, with layers redistributed, ours, and those of the paper."""
+"""Simulation of pipeline schedules: Megatron's, Megatron's with layers redistributed, ours, and those of a paper."""

@@ -30,7 +30,7 @@ BESIDE_BEST = (("ours", "1F1B, layers redistributed"), ("ours, interleaved", "in
 
 
 def rows(setup: Setup, timelines: dict[str, Timeline]) -> record.Rows:
-    """Return the rows that are committed of one case."""
+    """Return the rows of one case, which are committed."""
     plain, made = timelines["1F1B"].seconds, []
     for name, timeline in timelines.items():
         stages = timeline.stages
@@ -53,7 +53,7 @@ def rows(setup: Setup, timelines: dict[str, Timeline]) -> record.Rows:
 
 
 def text(setup: Setup, timelines: dict[str, Timeline]) -> str:
-    """One case, for reading: a block for each schedule with a column for each stage."""
+    """Return one case as text to read: a block for each schedule, with a column for each stage."""
     lines = [f"{setup.name}: {setup.micro_batches} micro-batches of {setup.tokens} tokens, {setup.device.name}"]
     lines += [f"  {remark}" for remark in account_for_options(setup)]
     for name, timeline in timelines.items():
@@ -72,7 +72,7 @@ def text(setup: Setup, timelines: dict[str, Timeline]) -> str:
 
 
 def account_for_options(setup: Setup) -> list[str]:
-    """Say what Megatron's options do that count embedding or loss as a layer each."""
+    """Return sentences on the effect of Megatron's options that count embedding or loss as a layer each."""
     said = []
     for options, more in (("one of account_for_{embedding,loss}_in_pipeline_split", 1), ("both of them", 2)):
         layers = setup.model.layers + more
@@ -84,7 +84,7 @@ def account_for_options(setup: Setup) -> list[str]:
 
 
 def summary(path: Path) -> str:
-    """The rows in `path` as tables in Markdown, those of docs/pipeline.md: gains of all cases, then all of some."""
+    """Return the rows in `path` as Markdown tables, those of docs/pipeline.md: gains of all cases, all rows of some."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row in record.read(path):
         found.setdefault(row.case, {}).setdefault(row.impl, {})[row.metric] = row.p50
@@ -115,7 +115,7 @@ def _cells(values: dict[str, float]) -> list[str]:
 
 
 def figure(path: Path) -> Path:
-    """The case with the largest head, with few micro-batches."""
+    """Draw the case with the largest head, with few micro-batches."""
     setup = Setup(WORDS_256K, 4, 1, 2, 8, LINKS["400 Gb/s"])
     shown = ("1F1B", "1F1B, layers redistributed", "ours", "ours, interleaved")
     return draw({name: SCHEDULES[name](setup) for name in shown}, path)

@@ -16,7 +16,7 @@ from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import Shape
 from megatron_ext.head.call.gpu_properties import DEVICES, Device
 
 WIDTH = 2  # bytes of activations, of their gradients and of weights: bf16
-STATISTICS = 3  # fp32 numbers a token that the head exchanges
+STATISTICS = 3  # fp32 numbers for each token that the head exchanges
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,24 @@ class Model:
 
     @property
     def layer_weights(self) -> int:
-        """Elements of one layer's matrices."""
+        """Return the number of elements of one layer's matrices."""
         return self.width * (2 * self.width + 2 * self.key_value_width + 3 * self.mlp_width)
 
     def layer_flops(self, tokens: int) -> int:
-        """Forward, of one sequence: the matrices, and the half of the attention scores that a causal mask leaves."""
+        """Return the FLOPs of forward for one sequence: the matrices, and the causal half of the attention scores."""
         return 2 * tokens * (self.layer_weights + tokens * self.width)
 
     def layer_activation_bytes(self, tokens: int) -> int:
-        """Kept for backward with flash attention and no recompute, in bf16.
+        """Return the bytes saved for backward with flash attention and no recomputation, in bf16.
 
-        Both norms' inputs and outputs, queries, keys, values, what attention returns, gate and up projection and their
-        product.
+        These are both norms' inputs and outputs, queries, keys, values, attention's output, gate and up projection, and
+        their product.
         """
         return WIDTH * tokens * (6 * self.width + 2 * self.key_value_width + 3 * self.mlp_width)
 
 
 class Link(NamedTuple):
-    """Link between neighbouring stages, for each GPU and direction."""
+    """The link between neighbouring stages, for each GPU and direction."""
 
     name: str
     bytes_per_s: float
@@ -77,7 +77,7 @@ class HeadSeconds(NamedTuple):
 
 @cache
 def head_seconds(tokens: int, width: int, vocab: int, ranks: int, device: Device) -> HeadSeconds:
-    """Estimate the head by its launch plan (`benchmarks/plan.py`); without Triton by FLOPs at the device's rate."""
+    """Estimate the head's times by its launch plan (`benchmarks/plan.py`); without Triton by FLOPs and device rate."""
     case = Case("simulated", tokens, width, vocab, ranks, torch.bfloat16)
     if importlib.util.find_spec("triton") is None:
         return HeadSeconds(*(2 * case.nvh / device.flops,) * 3)
@@ -93,7 +93,7 @@ def head_seconds(tokens: int, width: int, vocab: int, ranks: int, device: Device
 
 @dataclass(frozen=True)
 class Setup:
-    """One case. Layers run at `layer_rate` of the rate that large matrix products reach; with sequence parallelism."""
+    """One case, with sequence parallelism; layers run at the fraction `layer_rate` of the rate of large products."""
 
     model: Model
     stages: int
@@ -113,7 +113,7 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        """Count the ranks that share the vocabulary."""
+        """Return the number of ranks that share the vocabulary."""
         return self.stages * self.tensor_parallel
 
     def shape(self, chunks: int) -> Shape:
@@ -123,7 +123,7 @@ class Setup:
 
     @cached_property
     def layer_seconds(self) -> float:
-        """One layer forward. Backward takes twice that."""
+        """Return the seconds of one layer's forward; backward takes twice as long."""
         rate = self.layer_rate * self.device.flops * self.tensor_parallel
         return self.model.layer_flops(self.tokens) / rate
 
@@ -132,27 +132,27 @@ class Setup:
 
     @property
     def lookup_seconds(self) -> float:
-        """The embedding's rows, read and written."""
+        """Return the seconds in which the embedding's rows are read and written."""
         return 2 * WIDTH * self.tokens * self.model.width / self.device.bytes_per_s
 
     def rows_seconds(self, ranks: int) -> float:
-        """Gradients read by all; the rows that are this rank's are added to in fp32."""
+        """Return the seconds of the embedding's gradient: a rank reads all gradients, and adds to its rows in fp32."""
         return (WIDTH + 8 / ranks) * self.tokens * self.model.width / self.device.bytes_per_s
 
     @property
     def slice_bytes(self) -> int:
-        """Hidden states of a micro-batch on one rank, or their gradient."""
+        """Return the bytes of a micro-batch's hidden states on one rank, or of their gradient."""
         return WIDTH * self.tokens * self.model.width // self.tensor_parallel
 
     def message(self, nbytes: float) -> float:
         return self.link.latency_s + nbytes / self.link.bytes_per_s
 
     def collective(self, nbytes: float) -> float:
-        """A broadcast or a reduction that passes all stages in pieces, each sending on what it has of it."""
+        """Return the seconds of a broadcast or reduction that passes through all stages in pieces."""
         return (self.stages - 1) * self.link.latency_s + nbytes / self.link.bytes_per_s
 
     def times(self, chunks: int) -> Times:
-        """Return the times of our passes and messages, layers spread evenly."""
+        """Return the times of our passes and messages, with layers spread evenly."""
         of_chunk = self.model.layers // (self.stages * chunks) * self.layer_seconds
         head = self.head_seconds(self.ranks)
         return Times(
@@ -176,37 +176,39 @@ class Setup:
 
     @property
     def statistics_bytes(self) -> int:
-        """Count the bytes that each rank sends in the all-gather of statistics."""
+        """Return the bytes that each rank sends in the all-gather of statistics."""
         return (self.ranks - 1) * STATISTICS * 4 * self.tokens
 
     @property
     def stock_sent_bytes(self) -> int:
-        """Count the bytes that one rank sends for a micro-batch and chunk: hidden states, and their gradient."""
+        """Return the bytes that one rank sends for a micro-batch and chunk: hidden states, and their gradient."""
         return 2 * self.slice_bytes
 
     @property
     def our_extra_sent_bytes(self) -> int:
-        """Count the bytes that one rank sends for a micro-batch beyond Megatron's: hidden states, dx, embedding and its
-        gradient; statistics; ids, labels, g."""
+        """Return the bytes that one rank sends for a micro-batch beyond Megatron's: hidden states, dx, embedding and
+        its gradient; statistics; token ids, labels and the losses' gradients."""
         return 4 * self.slice_bytes + self.statistics_bytes + (8 + 8 + 4) * self.tokens
 
     def state_bytes(self, parameters: float) -> float:
-        """bf16 weights, fp32 main gradients, fp32 weights and Adam's two moments: 18 bytes, or the last 12 shared."""
+        """Return the bytes of bf16 weights, fp32 main gradients, fp32 weights and Adam's two moments: 18 for each
+        parameter; the last 12 are shared by the data-parallel ranks."""
         return parameters * (6 + 12 / max(1, self.data_parallel))
 
     def parameters(self, layers: int, vocabulary_shares: float) -> float:
-        """Count the parameters of one rank: `layers`, and `vocabulary_shares` of [V/t, D] matrices, without norms."""
+        """Return the parameters of one rank: `layers`, and `vocabulary_shares` of [V/t, D] matrices, without norms."""
         return (layers * self.model.layer_weights + vocabulary_shares * self.model.vocab * self.model.width) / (
             self.tensor_parallel
         )
 
     @property
     def layer_activation_bytes(self) -> float:
-        """Count the bytes that one layer and micro-batch keep on one rank."""
+        """Return the bytes saved for backward by one layer for a micro-batch on one rank."""
         return self.model.layer_activation_bytes(self.tokens) / self.tensor_parallel
 
     def head_activation_bytes(self, ranks: int) -> float:
-        """Exponentials that a rank keeps of a micro-batch; where stages share the head also all its hidden states."""
+        """Return the bytes of a micro-batch's cached exponentials on a rank, and of all its hidden states if stages
+        share the head."""
         shared = WIDTH * self.tokens * self.model.width if ranks > self.tensor_parallel else 0
         return WIDTH * self.tokens * self.model.vocab / ranks + shared
 

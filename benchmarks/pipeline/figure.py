@@ -1,4 +1,4 @@
-"""Timelines as a picture: one row a stage, passes in colours. docs/figures/pipeline.png."""
+"""The picture docs/figures/pipeline.png of timelines: one row for each stage, passes in colours."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from benchmarks.plot import TEXT
 from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import Kind
 
 FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "pipeline.png"
-# Colour and legend. Passes of the embedding are too short to be seen.
+# By kind of pass: (colour, legend). Passes of the embedding are too short to be seen.
 COLOURS = {
     Kind.FORWARD: ("#9ecae1", "layers, forward"),
     Kind.BACKWARD: ("#4a7fb5", "layers, backward"),
@@ -17,7 +17,7 @@ COLOURS = {
 
 
 def draw(timelines: dict[str, Timeline], path: Path = FIGURE) -> Path:
-    """One panel a schedule, all on the same axis of time. Numbers are micro-batches."""
+    """Draw one panel for each schedule, all with the same time axis; numbers in passes are micro-batches."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -20,10 +20,10 @@ from megatron_ext.experimental.pipeline_vocabulary.order.stage_programs import j
 
 
 def launched_seconds(setup: Setup, chunks: int, one_queue: bool = False) -> float:
-    """Simulate a step. `one_queue`: CUDA_DEVICE_MAX_CONNECTIONS is 1, and nothing runs beside the passes."""
+    """Return the seconds of a simulated step. `one_queue`: CUDA_DEVICE_MAX_CONNECTIONS is 1, without any overlap."""
     shape, times = setup.shape(chunks)._replace(beside=not one_queue), setup.times(chunks)
     duration, takes = pass_duration(times), message_times(times)
-    free = [0.0] * shape.stages  # when a stage's passes so far have ended
+    free = [0.0] * shape.stages  # the time at which a stage's passes so far have ended
     ended: dict[object, float] = {}
     free_communicator: dict[object, float] = {}
     for stages, entry in joint_order(shape, pass_order(shape, times)):
@@ -45,7 +45,7 @@ def launched_seconds(setup: Setup, chunks: int, one_queue: bool = False) -> floa
 
 
 def table(setups: Iterable[Setup]) -> str:
-    """Compare steps as launched with steps whose messages go as soon as they can, and what stages keep, in Markdown."""
+    """Return a Markdown table: how much longer launched steps take than simulated ones, and the stages' activations."""
     heads = ("", "several queues", "one queue", "in flight", "activations, GB")
     lines = []
     for setup in setups:

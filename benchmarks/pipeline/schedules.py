@@ -1,8 +1,8 @@
 """Timelines of one case under each schedule.
 
-Ours come from `megatron_ext.experimental.pipeline_vocabulary.order.pass_order`, and so does the order of layers in
-all of them. In Megatron's own schedules embedding and head are part of the first and last passes of layers: their
-passes stand directly beside these in the same queue.
+`megatron_ext.experimental.pipeline_vocabulary.order.pass_order` makes our timelines, and the order of layers in all of
+them. In Megatron's own schedules embedding and head are part of the first and last passes of layers: their passes stand
+directly beside these in the same queue.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -57,12 +57,12 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Part of the step in which a stage computes nothing, over all stages."""
+        """Return the fraction of the step in which a stage computes nothing, averaged over all stages."""
         return 1 - sum(self.busy_seconds) / (len(self.runs) * self.seconds)
 
     @property
     def link_load(self) -> float:
-        """Part of the step in which a rank's link sends."""
+        """Return the fraction of the step in which a rank's link sends."""
         return self.sent_bytes * self.setup.micro_batches / self.setup.link.bytes_per_s / self.seconds
 
     @property
@@ -82,7 +82,7 @@ class Timeline:
 
 
 def _peak(line: Iterable[Run], of_layers: Callable[[Pass], float], of_head: float) -> float:
-    """Return the peak of what is alive from the beginning of a forward pass to the end of its backward pass."""
+    """Return the peak of bytes that live from the beginning of a forward pass to the end of its backward pass."""
     changes = []
     for what, start, end in line:
         if what.kind in (Kind.FORWARD, Kind.PRODUCTS):
@@ -101,7 +101,7 @@ def even(setup: Setup, chunks: int) -> Layers:
 
 
 def stock(setup: Setup, layers: Layers) -> Timeline:
-    """Megatron's 1F1B, interleaved where stages have several chunks."""
+    """Simulate Megatron's 1F1B, interleaved where stages have several chunks."""
     chunks, last = len(layers[0]), setup.stages - 1
     shape = setup.shape(chunks)
     head = setup.head_seconds(setup.tensor_parallel)
@@ -118,7 +118,7 @@ def stock(setup: Setup, layers: Layers) -> Timeline:
     of_ours = pass_needs(shape, times)
 
     def needs(stage: int, what: Pass) -> Iterable[tuple[int, Pass, float]]:
-        """Layers wait for layers alone."""
+        """Return only those needs in which layers wait for layers."""
         return [one for one in of_ours(stage, what) if {what.kind, one[1].kind} <= {Kind.FORWARD, Kind.BACKWARD}]
 
     def queue(stage: int) -> Iterator[Pass]:
@@ -138,17 +138,17 @@ def stock(setup: Setup, layers: Layers) -> Timeline:
 
 
 def ours(setup: Setup, chunks: int, one_queue: bool = False) -> Timeline:
-    """`one_queue`: CUDA_DEVICE_MAX_CONNECTIONS is 1, and nothing runs beside the passes."""
+    """Simulate our schedule. `one_queue`: CUDA_DEVICE_MAX_CONNECTIONS is 1, and nothing runs beside the passes."""
     runs = pass_order(setup.shape(chunks)._replace(beside=not one_queue), setup.times(chunks))[: setup.stages]
     sent = chunks * setup.stock_sent_bytes + setup.our_extra_sent_bytes
     return Timeline(setup, runs, even(setup, chunks), shared=True, sent_bytes=sent)
 
 
 def redistributed(setup: Setup, chunks: int) -> Timeline:
-    """Megatron's schedule with the best redistribution of whole layers that a search finds.
+    """Simulate Megatron's schedule with the best redistribution of whole layers that a search finds.
 
-    From each number of layers on the last stage, the rest spread evenly over the others: one layer after the other goes
-    from one of the fullest stages to where the step becomes shortest, until no move shortens it.
+    The search begins with each number of layers on the last stage and the rest spread evenly. It moves one layer at a
+    time from one of the fullest stages to the stage where the step becomes shortest, until no move shortens the step.
     """
     found = [_improved(stock(setup, layers)) for layers in _starts(setup, chunks)]
     return min(found, key=lambda timeline: timeline.seconds)
@@ -180,7 +180,7 @@ def _improved(best: Timeline) -> Timeline:
 
 
 def _moves(layers: Layers, source: int) -> Iterator[Layers]:
-    """One layer goes from the fullest chunk of `source` to the emptiest chunk of another stage."""
+    """Yield each move of one layer from the fullest chunk of `source` to the emptiest chunk of another stage."""
     giver = max(range(len(layers[source])), key=layers[source].__getitem__)
     if layers[source][giver] == 0:
         return
@@ -195,12 +195,12 @@ def _moves(layers: Layers, source: int) -> Iterator[Layers]:
 
 
 def paper(setup: Setup, algorithm: int) -> Timeline:
-    """Vocabulary parallelism of arXiv 2411.05288: head and embedding in all stages, by its algorithm 1 or 2.
+    """Simulate the vocabulary parallelism of arXiv 2411.05288, head and embedding in all stages, by algorithm 1 or 2.
 
-    Both exchange the statistics in three all-reduces. Algorithm 2 multiplies exponentials and weight before that, as
-    ours does, and has one micro-batch more in flight than 1F1B. Algorithm 1 multiplies afterwards, for dx and dW in one
-    pass, and has two more. Products and elementwise work take what ours take, the embedding is ours; and instead of by
-    the paper's repeated pattern the passes are placed by the list schedule that places ours.
+    Both exchange the statistics in three all-reduces. Algorithm 2 multiplies exponentials and weight before the
+    exchange, as ours does, and has one micro-batch more in flight than 1F1B. Algorithm 1 multiplies afterwards, for dx
+    and dW in one pass, and has two more. Products and elementwise work take the same times as ours, and the embedding
+    is ours. The passes are placed by our list schedule instead of the paper's repeated pattern.
     """
     shape, times = setup.shape(1), setup.times(1)
     statistics = 3 * 2 * setup.collective(4 * setup.tokens)
@@ -215,7 +215,7 @@ def paper(setup: Setup, algorithm: int) -> Timeline:
 
 
 def _two_barriers(shape: Shape, times: Times) -> tuple[tuple[Run, ...], ...]:
-    """Algorithm 1: the backward pass waits for every stage's second pass of the head."""
+    """Simulate algorithm 1, in which the backward pass waits for every stage's second pass of the head."""
     last = shape.stages - 1
     of_ours = pass_needs(shape, times._replace(sum=0.0))
 

@@ -1,12 +1,12 @@
-"""NCCL's rules for jobs on CPUs: what gloo forgives, and a GPU does not.
+"""NCCL's rules for jobs on CPUs: a backend that refuses what gloo accepts and NCCL does not.
 
     from megatron_on_cpu.nccl_rules import register
 
     register()
     dist.init_process_group("nccl_rules")
 
-A program that passes on gloo and would hang or be refused on GPUs does so here, where it is told in seconds who waits
-for whom, by line of code. `docs/nccl_rules.md` has the list of rules.
+A program that passes on gloo, and on GPUs would hang or be refused, hangs or is refused here too; a hang is reported
+within seconds, with the lines of code at which ranks wait for each other. `docs/nccl_rules.md` has the list of rules.
 """
 
 from datetime import timedelta
@@ -37,8 +37,7 @@ _world: Engine | None = None
 def register(rules: NcclRules | None = None) -> None:
     """Make "nccl_rules" a backend of torch.distributed for CPU tensors; a second call only changes `rules`.
 
-    `init_process_group("nccl_rules", pg_options=NcclRules(...))` gives a job rules of its own; its other groups have
-    them too.
+    `init_process_group("nccl_rules", pg_options=NcclRules(...))` gives a job its own rules, which all its groups share.
     """
     global _rules
     _rules = rules or NcclRules()
@@ -48,7 +47,8 @@ def register(rules: NcclRules | None = None) -> None:
 
 
 def _create(found: Any, options: Any) -> NcclRulesGroup:
-    """A group as torch describes it. The default group has no list of ranks, and brings the connections of all."""
+    """Make the group that torch describes. The default group, which has no list of ranks, makes the engine, whose
+    connections the other groups share."""
     global _world
     ranks, timeout = list(found.global_ranks_in_group), found.timeout or timedelta(minutes=10)
     rules = options if isinstance(options, NcclRules) else _rules

@@ -1,4 +1,4 @@
-"""Tensors as bytes, and reductions of what all ranks sent."""
+"""Tensors as bytes, and reductions of the tensors that all ranks sent."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -19,13 +19,13 @@ _OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """The backend's own arithmetic, no part of the user's program: no mode sees it, no gradient is recorded."""
+    """Hide the backend's own arithmetic from the user's program: no dispatch mode sees it, no gradient is recorded."""
     with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
 
 
 class _Memory:
-    """The memory of a tensor, for NumPy. `Tensor.numpy()` would forbid its owner to resize it ever after."""
+    """The memory of a tensor, for NumPy; after `Tensor.numpy()` the tensor's storage could not be resized any more."""
 
     def __init__(self, x: Tensor):
         self.kept = x
@@ -34,7 +34,7 @@ class _Memory:
 
 
 def content(x: Tensor) -> memoryview:
-    """The bytes of `x` in the order of memory, sharing it."""
+    """Return the bytes of `x` in the order of memory, as a view of this memory."""
     if x.numel() == 0:
         return memoryview(b"")
     import numpy as np
@@ -48,21 +48,21 @@ def size_bytes(x: Tensor) -> int:
 
 
 def fill(x: Tensor, data: memoryview | bytes) -> None:
-    """Overwrite the elements of `x`; no version counter and no mode sees it."""
+    """Overwrite the elements of `x`, seen by no version counter and no dispatch mode."""
     if x.numel():
         content(x)[:] = data
 
 
 def values(data: memoryview | bytearray, dtype: torch.dtype) -> Tensor:
-    """`data` as a tensor [elements]."""
+    """Return `data` as a tensor [elements], which shares its memory."""
     return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
 
 
 def reduce(pieces: list[Tensor], op: str, factor: float = 1.0) -> Tensor:
-    """The reduction `op` of tensors [N] in the order of ranks, in their own type; the bits are the same on every rank.
+    """Reduce tensors [N] by `op` in the order of ranks, in their own dtype; the bits are the same on every rank.
 
-    As NCCL does it: a sum of booleans is their maximum, an average multiplies before it adds, but for integers, and
-    "premul_sum" multiplies by `factor` before it adds. Numbers of 8 bits are rounded at each step.
+    As in NCCL, a sum of booleans is their maximum, an average divides before it adds (of integers after it), and
+    "premul_sum" multiplies by `factor` before it adds. FP8 numbers are reduced in fp32, and rounded at each step.
     """
     dtype = pieces[0].dtype
     if op == "premul_sum":

@@ -1,4 +1,4 @@
-"""Refusals of NCCL, or of torch's group over it, with the same kinds of exceptions."""
+"""Refusals of NCCL, or of torch's NCCL process group, with exceptions of the same types."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,16 +19,16 @@ _REDUCTIONS = {
 
 
 def check_message(what: str, x: Tensor) -> None:
-    """Check as `check_all` does; the elements may lie in any order as long as they fill their memory."""
+    """Check the tensor of a send or receive as `check_all` does, but let it be dense in any order of its dims."""
     if not x.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(x):
         x = x.as_strided((x.numel(),), (1,))
     check_all(what, [x])
 
 
 def check_all(what: str, tensors: Sequence[Tensor], strided: Sequence[Tensor] = ()) -> None:
-    """Each dense, contiguous in its memory format, of a type that NCCL has; all of the same type.
+    """Check that tensors are dense, contiguous in their memory format, and of one dtype, which NCCL has.
 
-    Those in `strided` are copied by torch's group, and may have gaps.
+    Tensors that are also in `strided` may have gaps, since torch's NCCL group copies them.
     """
     for x in tensors:
         contiguous = x.is_contiguous() or _channels_last(x) or any(x is one for one in strided)
@@ -77,7 +77,7 @@ def check_times(what: str, whole: Tensor, piece: Tensor, size: int) -> None:
 
 
 def reduction(what: str, op: dist.ReduceOp, dtype: torch.dtype) -> tuple[str, float]:
-    """The name of `op`, "sum" for SUM, and the factor of PREMUL_SUM, 1 for others."""
+    """Return the name of `op` in lower case ("sum"), and the factor of PREMUL_SUM, or 1.0; refuse what NCCL lacks."""
     name = next((name for name, known in _REDUCTIONS.items() if op == known), None)
     if name is None:
         raise ValueError(f"{what}: the reduction {op} is not one of NCCL's sum, avg, product, min, max, premul_sum")
@@ -89,7 +89,7 @@ def reduction(what: str, op: dist.ReduceOp, dtype: torch.dtype) -> tuple[str, fl
         raise TypeError(f"{what}: a reduction of {dtype} was asked for, which NCCL has on no GPU")
     if name == "PREMUL_SUM" and dtype not in _FLOATS:
         raise TypeError(f"{what}: PREMUL_SUM of {dtype} was asked for; NCCL has it for floats of 16, 32 and 64 bits")
-    state: Any = op.__getstate__()  # of a premultiplied sum (PREMUL_SUM, factor)
+    state: Any = op.__getstate__()  # for a premultiplied sum (PREMUL_SUM, factor)
     return name.lower(), float(state[1]) if name == "PREMUL_SUM" else 1.0
 
 

@@ -1,6 +1,6 @@
-"""The collectives of a group over NCCL: what each checks, what each rank sends to each, and what becomes of it.
+"""The collectives of a group over NCCL: the checks of each, what ranks send to each other, and the use of what arrives.
 
-Every rank sends its share to every other one at once. Both names that torch has had for some of them are there.
+Every rank sends its share to every other rank directly. Where torch has renamed a method, both names are defined.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,21 +28,21 @@ FLAT = torch.contiguous_format
 
 @dataclass
 class Exchange:
-    """One collective. Ranks are the group's; `sends` and `expects` have a place for each, this one included."""
+    """One collective, in ranks of the group; `sends` and `expects` have an entry for each rank, this one included."""
 
-    what: str  # in reports
+    what: str  # its name in reports
     agree: str  # what must be the same on every rank
     outputs: list[Tensor]
     sends: list[memoryview]
     expects: list[int]  # bytes
-    finish: Callable[[Pieces], None]  # called with what each rank sent here
-    meets: list[int] | None = None  # whom this rank has to do with, None: all
-    needs: list[int] | None = None  # who must have come before it is complete, None: all of them
-    empty: bool = False  # no rank has an element: NCCL discards it
+    finish: Callable[[Pieces], None]  # called with what each rank sent to this one
+    meets: list[int] | None = None  # ranks with which this one exchanges messages, None: all
+    needs: list[int] | None = None  # ranks that must have come before this one is complete, None: all in `meets`
+    empty: bool = False  # no rank has an element: NCCL discards the collective
 
 
 class Collectives:
-    """The methods of a process group. `_run(name, *exchanges)` launches exchanges as one, by c10d's name."""
+    """The collectives of a process group; `_run(name, *exchanges)` makes one launch of them, under c10d's name."""
 
     _rank: int
     _ranks: list[int]  # the world's
@@ -89,7 +89,7 @@ class Collectives:
         return self._run("broadcast", exchange)
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> Any:
-        """Pieces may differ in size: NCCL's group then sends one broadcast for each rank."""
+        """Gather tensors that may differ in shape: torch's NCCL group then makes one broadcast for each rank."""
         (outputs,), (x,) = output_tensors, input_tensors
         check_count("all_gather", "the output list", len(outputs), self._size)
         equal = len({y.shape for y in outputs}) == 1
@@ -123,7 +123,7 @@ class Collectives:
         return Exchange(describe(name, x), name, outputs, sends, expects, finish, empty=not any(expects))
 
     def reduce_scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Any:
-        """Pieces may differ in size: NCCL's group then sends one reduction for each rank."""
+        """Reduce and scatter tensors that may differ in shape: torch's NCCL group then makes a reduce for each rank."""
         (output,), (inputs,) = output_tensors, input_tensors
         check_count("reduce_scatter", "the input list", len(inputs), self._size)
         equal = len({x.shape for x in inputs}) == 1
@@ -215,7 +215,7 @@ class Collectives:
         return self._run("scatter", self._from_root("scatter", x, root, sends, meets=None if is_root else [root]))
 
     def _to_root(self, root: int, data: memoryview) -> tuple[list[memoryview], list[int]]:
-        """Returns what each rank gets of this one, and how much this one expects of each."""
+        """Return what this rank sends to each rank, and how many bytes it expects from each."""
         sends = [data if r == root else _NOTHING for r in range(self._size)]
         return sends, [len(data) if self._rank == root else 0] * self._size
 
@@ -234,7 +234,7 @@ class Collectives:
         size = self._size
         return self._run("barrier", Exchange("barrier", "barrier", [], [_NOTHING] * size, [0] * size, _ignore))
 
-    # Names that torch had before 2.13.
+    # The same methods under their names before torch 2.13.
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -242,7 +242,7 @@ class Collectives:
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # What NCCL does not have.
+    # Collectives that NCCL does not have.
 
     def recv_anysource(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("recv without a source: NCCL receives only from a named rank; pass `src`")
@@ -253,7 +253,7 @@ class Collectives:
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("monitored_barrier: NCCL's group does not have it; use barrier")
 
-    # Pieces.
+    # Division into pieces.
 
     @property
     def _size(self) -> int:
@@ -264,7 +264,7 @@ class Collectives:
         return [whole[r * n : (r + 1) * n] for r in range(self._size)]
 
     def _rows(self, x: Tensor, splits: Sequence[int]) -> list[memoryview]:
-        """The bytes of each rank's rows, equally many where `splits` is empty."""
+        """Return the bytes of the rows for each rank; an empty `splits` divides the rows equally."""
         rows = x.shape[0] if x.dim() else 1
         row, whole = (size_bytes(x) // rows if rows else 0), content(x)
         found, start = [], 0

@@ -1,4 +1,4 @@
-"""The process group: its communicators, what is grouped into one launch, and messages."""
+"""The process group: its communicators, the grouping of calls into one launch, and messages between two ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +18,8 @@ from megatron_on_cpu.nccl_rules.queues.launches import Communicator, Part, Paylo
 from megatron_on_cpu.nccl_rules.rules import NcclRules
 from megatron_on_cpu.nccl_rules.work import NcclRulesWork
 
-_ProcessGroup: Any = dist.ProcessGroup  # torch declares each way to call a method; it calls them in one
-# Operators that do nothing, with c10d's names: dispatch modes see the calls. c10d's own ask for a backend in C++.
+_ProcessGroup: Any = dist.ProcessGroup  # Any: the stubs declare overloads of each method, of which torch calls one
+# Operators that do nothing, under c10d's names, so that dispatch modes see the calls; c10d's own need a C++ backend.
 _OPERATORS = (
     "allreduce allreduce_coalesced reduce broadcast allgather allgather_base allgather_into_tensor_coalesced "
     "reduce_scatter reduce_scatter_base reduce_scatter_tensor_coalesced alltoall alltoall_base gather scatter barrier "
@@ -32,16 +32,16 @@ for _operator in _OPERATORS.split():
 
 
 def show(name: str, tensors: Sequence[Tensor]) -> None:
-    """Tell the dispatch modes, if there are any, that `name` is called."""
+    """Show the call of operator `name` to the dispatch modes, if there are any."""
     if torch._C._len_torch_dispatch_stack():
         getattr(torch.ops.nccl_rules, name)(list(tensors))
 
 
 class NcclRulesGroup(Collectives, _ProcessGroup):
-    """A process group for CPU tensors that behaves as one over NCCL does; `NcclRules` says what depends on the job.
+    """A process group for CPU tensors that behaves as an NCCL process group; `NcclRules` has the settings of the job.
 
-    `ranks` are the group's ranks in the engine's world. What is not overridden is refused: no other backend is behind
-    this one. `owns`: the engine ends with this group.
+    `ranks` are the ranks in the engine's world. Methods that are not overridden raise, as no other backend serves the
+    group. `owns`: the engine ends with this group.
     """
 
     def __init__(self, engine: Engine, name: str, rank: int, ranks: Sequence[int], timeout: timedelta, owns: bool):
@@ -59,7 +59,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
     def rules(self) -> NcclRules:
         return self._engine.rules
 
-    # What torch asks a group.
+    # Properties of a group that torch reads.
 
     def getBackendName(self) -> str:
         return "nccl_rules"
@@ -89,7 +89,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
         return [torch.device("cpu")]
 
     def split(self, child: str) -> str:
-        """This rank's part in splitting the group `child` off this one, whether it will belong to it or not.
+        """Take part in splitting the group `child` off this group, which all ranks of this group must do.
 
         Returns a name of the split, the same on all ranks.
         """
@@ -97,7 +97,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
 
     @contextmanager
     def splitting(self) -> Iterator[None]:
-        """Make new groups, inside the context, from the group that `split` has split off."""
+        """Make groups, inside the context, from a split that is over, without another split."""
         self._engine.splitting = True
         try:
             yield
@@ -118,7 +118,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
         return self._engine.communicator(self._name, self._ranks)
 
     def _communicator_of_pair(self, peer: int) -> Communicator:
-        """Return the communicator for messages outside a batch: with eager initialisation the group's own."""
+        """Return the communicator for messages outside a batch: the pair's, with eager initialisation the group's."""
         if self._engine.rules.eager:
             return self._communicator()
         low, high = sorted((self._rank, peer))
@@ -128,7 +128,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
         return n <= self._engine.rules.buffer_bytes
 
     def _run(self, name: str, *exchanges: Exchange) -> dist.Work | None:
-        """NCCL discards a collective of no elements: ranks do not meet for it."""
+        """Launch exchanges as one, without those that are empty: NCCL discards them, and ranks do not meet for them."""
         show(name, [x for exchange in exchanges for x in exchange.outputs])
         some = [exchange for exchange in exchanges if not exchange.empty]
         if some or self._grouped is not None:
@@ -139,7 +139,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
     def _launch(
         self, parts: list[tuple[Part, Exchange]], communicator: Callable[[], Communicator] | None = None
     ) -> NcclRulesWork | None:
-        """One launch of all parts; inside a batch, a part of the batch's launch, which is the group's."""
+        """Make one launch of all parts on `communicator`; inside a batch, add them to the batch's launch instead."""
         if self._grouped is not None:
             self._grouped += parts
             return None
@@ -148,7 +148,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
         return NcclRulesWork(self._engine, launch, [x for _, e in parts for x in e.outputs], self._timeout_s)
 
     def _part(self, exchange: Exchange) -> Part:
-        """The exchange in ranks of the world, without what this rank has for itself."""
+        """Return the exchange in ranks of the world; the piece that this rank sends to itself is not sent."""
         own = {self._rank: exchange.sends[self._rank]}
         meets = [r for r in (range(self._size) if exchange.meets is None else exchange.meets) if r != self._rank]
         needs = meets if exchange.needs is None else [r for r in exchange.needs if r != self._rank]

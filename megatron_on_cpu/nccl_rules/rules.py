@@ -7,20 +7,20 @@ ORDERS = ("raise", "warn", "ignore")
 
 @dataclass(frozen=True)
 class NcclRules:
-    """Settings of a job that NCCL's behaviour depends on.
+    """Settings of a job on which NCCL's behaviour depends.
 
-    `eager`: the process group was made with `device_id`. Messages then run on their group's own communicator, among its
-    collectives, and each communicator is made with its group. Otherwise (False) each pair of ranks has a communicator
+    `eager`: whether the process group was made with `device_id`. If so, messages run on their group's own communicator,
+    among its collectives, and each communicator is made with its group. Otherwise each pair of ranks has a communicator
     of its own for messages outside `batch_isend_irecv`, and communicators are made at first use.
 
-    `buffer_bytes`: a message of at most so many bytes may be complete before its receiver has come, as may the root's
-    part of a broadcast and the others' of a reduce. NCCL has buffers of a few MB; a program that is right does not
+    `buffer_bytes`: a message of at most this size may be complete before its receiver has come, and so may the root's
+    part of a broadcast and the other ranks' part of a reduce. NCCL has buffers of a few MB; a correct program does not
     need them (0).
 
-    `order`: what happens where two ranks launched operations of two communicators in different orders, without waiting
-    in between, or orders of more communicators go round: "raise", "warn" or "ignore".
+    `order`: "raise", "warn" or "ignore" if two ranks launched operations of two communicators in different orders,
+    without waiting in between, or if the orders of more communicators form a circle.
 
-    `device_is_set`: the job has called `torch.cuda.set_device`, without which object collectives are refused.
+    `device_is_set`: whether the job has called `torch.cuda.set_device`; without it object collectives are refused.
     """
 
     eager: bool = False

@@ -1,4 +1,4 @@
-"""The functions of torch.distributed that ask for NCCL's group by its type: replaced once, for groups of ours alone."""
+"""Replacements of functions of torch.distributed that check for the type of NCCL's group, for `NcclRulesGroup`s."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ _device_is_set = False
 
 
 def replace() -> None:
-    """Has no effect on groups of other backends."""
+    """Replace the functions, once per process; groups of other backends keep torch's behaviour."""
     if hasattr(distributed_c10d.batch_isend_irecv, "_of_nccl_rules"):
         return
     batch, device = distributed_c10d.batch_isend_irecv, distributed_c10d._get_object_coll_device
@@ -38,7 +38,7 @@ def replace() -> None:
 
     @functools.wraps(make_group)
     def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
-        """Split an eager group off the default group: ranks outside the new group take part in the split too."""
+        """Make a group; on ranks outside of it, take part in its split off an eager default group too."""
         made = make_group(*args, **kwargs)
         if made[0] is dist.GroupMember.NON_GROUP_MEMBER:
             default, given = distributed_c10d._get_default_group(), of_make_group.bind(*args, **kwargs).arguments
@@ -91,6 +91,6 @@ def replace() -> None:
 
 
 def device_was_set(*args: Any) -> None:
-    """Stands in for `torch.cuda.set_device` where there is none."""
+    """Note that a device was set; it replaces `torch.cuda.set_device` in the emulation."""
     global _device_is_set
     _device_is_set = True

@@ -1,4 +1,4 @@
-"""Works: a launch gives the program one to wait for."""
+"""The `Work` object of a launch, for which the program waits."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -25,7 +25,7 @@ class NcclRulesWork(dist.Work):
         return cls(engine, Launch("", [], Communicator("", []), [], done=True), outputs, 0.0)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises CommunicationHang where waiting has no end."""
+        """Wait until the launch is complete; raises as `Engine.wait`, for example CommunicationHang."""
         given_s = timeout.total_seconds() if timeout else 0.0
         self._engine.wait(self._launch, given_s or self._timeout_s)
         return True
@@ -46,9 +46,9 @@ class NcclRulesWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future:
-        """Future of the outputs, complete, as NCCL's is at launch. Callbacks run at once, in the thread that adds them.
+        """Return a completed future of the outputs; callbacks run at once, in the thread that adds them.
 
-        On a GPU they run before the outputs are there, on a stream that waits; here this call waits.
+        NCCL's future is complete at launch, and callbacks run on a stream that waits; here this call waits instead.
         """
         future: torch.futures.Future[Any] = torch.futures.Future()
         try:

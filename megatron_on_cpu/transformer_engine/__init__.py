@@ -1,7 +1,8 @@
 """Transformer Engine on a CPU, experimental: its Python code as it is, over plain PyTorch for its compiled module.
 
-`compiled_module.py` puts `transformer_engine_torch` together from the files beside it, by what they hold;
-`python_modules.py` has the few places of the Python code that have to give way, `apex.py` what Megatron calls of Apex.
+`compiled_module.py` puts `transformer_engine_torch` together from the functions of the files beside it;
+`python_modules.py` replaces the few parts of the Python code that need a GPU, `apex.py` has the functions of Apex that
+Megatron calls.
 """
 
 import functools
@@ -23,11 +24,11 @@ from megatron_on_cpu.transformer_engine.python_modules import MODULES
 __all__ = ["MODULES", "check", "redirections"]
 
 _MARK = "emulated"
-_BUILDING = "NVTE_PROJECT_BUILDING"  # where it is set, the Python part does not look for CUDA's libraries when imported
+_BUILDING = "NVTE_PROJECT_BUILDING"  # if set, importing the Python package does not look for CUDA's libraries
 
 
 def check() -> None:
-    """Refuses where it cannot be: see `megatron_on_cpu`."""
+    """Raise where Transformer Engine cannot be emulated, see `megatron_on_cpu`."""
     loaded = sys.modules.get(compiled_module.NAME)
     if loaded is not None and getattr(loaded, "__version__", None) != _MARK:
         raise RuntimeError(
@@ -55,13 +56,13 @@ def check() -> None:
 
 
 def _version() -> tuple[int, int]:
-    """Major and minor of the Python part."""
+    """Return the major and minor version of the Python package."""
     major, minor = importlib.metadata.version("transformer_engine").split(".")[:2]
     return int(major), int(minor)
 
 
 def redirections(undo: ExitStack) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yields (owner, {name: replacement}). The stand-ins for compiled modules stay: what imported them holds them."""
+    """Yield (owner, {name: replacement}). Stand-ins for compiled modules stay loaded, since importers hold them."""
     if compiled_module.NAME not in sys.modules:
         sys.modules[compiled_module.NAME] = compiled_module.compiled_module(_version())
     for name in apex.MODULES:
@@ -70,14 +71,14 @@ def redirections(undo: ExitStack) -> Iterator[tuple[Any, dict[str, Any]]]:
     if _BUILDING not in os.environ:
         os.environ[_BUILDING] = "1"
         undo.callback(os.environ.pop, _BUILDING, None)
-    # Quantised tensors are made by the number of a CUDA device.
+    # Quantised tensors are made with the number of a CUDA device.
     on_device = on_cpu(Tensor._make_wrapper_subclass)
     yield torch.library, {"custom_op": _operator_of_cpu_too(torch.library.custom_op)}
     yield Tensor, {"is_cuda": property(_is_cuda), "_make_wrapper_subclass": staticmethod(on_device)}
 
 
 def _operator_of_cpu_too(custom_op: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.library.custom_op` for 2.20, whose operators around compiled functions are of CUDA: of the CPU too."""
+    """Return `custom_op` that registers CUDA's operators for the CPU too: 2.20 wraps compiled functions in such."""
 
     @functools.wraps(custom_op)
     def make(*args: Any, device_types: Any = None, **kwargs: Any) -> Any:
@@ -87,6 +88,6 @@ def _operator_of_cpu_too(custom_op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_cuda(tensor: Any) -> bool:
-    """Transformer Engine refuses tensors that are not on CUDA: to it, all are."""
+    """Answer True to Transformer Engine's own modules, which refuse tensors that are not on CUDA."""
     asking = sys._getframe(1).f_globals.get("__name__", "")
     return asking.startswith("transformer_engine.") or tensor.device.type == "cuda"

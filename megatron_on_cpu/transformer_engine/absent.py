@@ -6,7 +6,7 @@ from typing import Any
 
 _GROUPED = "tensors that hold a group of experts in one piece, which need compute capability 10"
 
-# Names by the reason why they are not there.
+# Names by the feature that is not emulated.
 _IN_ALL = {
     "user buffers (tp_comm_overlap)": (
         "CommOverlap CommOverlapBase CommOverlapCore CommOverlapHelper CommOverlapP2P CommOverlapP2PBase "
@@ -46,18 +46,18 @@ _SINCE_2_20 = {
     "routers that count quantiles": "fused_topk_with_score_function_qb_fwd",
     "allocation in bulk": "bulk_allocate",
 }
-# Of a module in the module, of one function.
+# The compiled module's submodule, and its one function.
 _SUBMODULE, _OF_SUBMODULE = "grouped_mlp_experimental", "swizzle_scales_and_pack_ptrs_for_discrete_weights"
 
 
 def reasons(version: tuple[int, int]) -> dict[str, str]:
-    """Return each name that this version does not have, with the reason."""
+    """Return each name of this version that is not emulated, with the feature that it belongs to."""
     absent = _IN_ALL | _SINCE_2_20 if version >= (2, 20) else _IN_ALL
     return {name: why for why, names in absent.items() for name in names.split()}
 
 
 def refusals(version: tuple[int, int]) -> dict[str, Any]:
-    """A function or class for each of these names."""
+    """Return a function or class for each name of `reasons`, which raises NotImplementedError when called."""
     found: dict[str, Any] = {
         name: type(name, (), {"__init__": _refusing(name, why)}) if name.startswith("Comm") else _refusing(name, why)
         for name, why in reasons(version).items()

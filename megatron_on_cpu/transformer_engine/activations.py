@@ -1,7 +1,7 @@
-"""Activations, gated and not, their gradients, and these together with the gradient of a bias.
+"""Activations, gated and not, their gradients, and gradients together with that of a bias.
 
-Computed in fp32 and rounded once, to the dtype of the input; quantised where a quantiser is given. Gated ones take
-`[..., 2 H]`: the first half is activated, the second multiplied to it.
+Results are computed in fp32, rounded once to the dtype of the input, and quantised where a quantiser is given. Gated
+activations take `[..., 2 H]`: the activation of the first half is multiplied by the second half.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ OF_CLAMPED = {"limit": 7.0, "alpha": 1.702}
 
 
 def gated(activation: Function) -> Function:
-    """Function of `[..., 2 H]`, the gate first."""
+    """Return the gated form of `activation`, a function of `[..., 2 H]` with the gate in the first half."""
 
     def apply(x: Tensor) -> Tensor:
         gate, linear = x.chunk(2, dim=-1)
@@ -39,19 +39,19 @@ def gated(activation: Function) -> Function:
 
 
 def clamped(x: Tensor, limit: float, alpha: float, glu_linear_offset: float = 1.0) -> Tensor:
-    """The gate of GPT-OSS: clamped from above, its partner from both sides and moved by an offset."""
+    """Apply GPT-OSS's SwiGLU: the gate is clamped from above, the other half from both sides and moved by an offset."""
     gate, linear = x.chunk(2, dim=-1)
     gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (linear + glu_linear_offset)
 
 
 def with_options(function: Function, names: dict[str, Any], given: Any) -> Function:
-    """`function` with the options of these names as they are given."""
+    """Return `function` with the options `names` taken from the attributes of `given`."""
     return partial(function, **{name: getattr(given, name) for name in names})
 
 
 def forward_of(function: Function, **options: Any) -> Callable[..., Any]:
-    """Function that the compiled module has under the name of the activation, whose `options` have these defaults."""
+    """Return the compiled module's forward function of an activation, whose `options` have these defaults."""
 
     @taking("input quantizer", **options)
     def forward(given: Any) -> Any:
@@ -62,14 +62,14 @@ def forward_of(function: Function, **options: Any) -> Callable[..., Any]:
 
 
 def gradient(function: Function, grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of the input, by autograd in fp32, in its dtype."""
+    """Return the gradient of `x` in its dtype, computed by autograd in fp32."""
     with torch.enable_grad():
         wide = x.detach().float().requires_grad_()
         return torch.autograd.grad(function(wide), wide, grad.float())[0].to(x.dtype)
 
 
 def backward_of(function: Function, **options: Any) -> Callable[..., Any]:
-    """Function that it has under that name with a d in it."""
+    """Return the compiled module's backward function of an activation, named as forward with a d ("dgelu")."""
 
     @taking("grad fwd_input quantizer", **options)
     def backward(given: Any) -> Any:

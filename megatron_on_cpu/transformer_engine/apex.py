@@ -1,7 +1,7 @@
 """Functions of Apex's compiled modules that Megatron calls: weight gradients added to earlier ones, and softmax.
 
 `fused_weight_gradient_mlp_cuda` serves `gradient_accumulation_fusion`; the three modules of softmax serve
-`masked_softmax_fusion` of Megatron's local attention. Arguments go by position, as there.
+`masked_softmax_fusion` of Megatron's local attention. Arguments are passed by position, as to Apex's functions.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from megatron_on_cpu.transformer_engine.attention import softmax
 
 
 def wgrad_gemm_accum_fp32(input_2d: Tensor, d_output_2d: Tensor, d_weight: Tensor) -> None:
-    """`d_weight += d_output_2d^T input_2d`, in place, in fp32.
+    """Add `d_output_2d^T input_2d` to an fp32 `d_weight`, in place.
 
-    `d_weight` is `[out, in]`, the others `[..., in]` and `[..., out]`.
+    `d_weight` is `[out, in]`, `input_2d` `[..., in]`, `d_output_2d` `[..., out]`.
     """
     d_weight.addmm_(_rows(d_output_2d).t(), _rows(input_2d))
 
 
 def wgrad_gemm_accum_fp16(input_2d: Tensor, d_output_2d: Tensor, d_weight: Tensor) -> None:
-    """Add the weight gradient to a 16-bit `d_weight`; the added gradient is rounded once."""
+    """Add the weight gradient to a 16-bit `d_weight`, in place; the sum is made in fp32 and rounded once."""
     d_weight.copy_(d_weight.float().addmm_(_rows(d_output_2d).t(), _rows(input_2d)))
 
 
 def get_batch_per_block(query_seq_len: int, key_seq_len: int, batches: int, attn_heads: int) -> int:
-    """Rows of softmax that a block of 128 threads takes: Megatron fuses where they divide the queries."""
+    """Return the rows of softmax for a block of 128 threads: Megatron fuses if their number divides the queries."""
     row = 1 << max(key_seq_len - 1, 0).bit_length()  # the next power of two
     rows_of_warp = 2 if row <= 128 else 1
     return 128 // min(row, 32) * rows_of_warp
@@ -45,7 +45,7 @@ MODULES["fused_weight_gradient_mlp_cuda"] = {
 
 
 def compiled_module(name: str) -> ModuleType:
-    """One of `MODULES`."""
+    """Return the stand-in for the compiled module `name` of `MODULES`."""
     module = ModuleType(name, "Stands in for one of Apex's compiled modules on the CPU.")
     vars(module).update(MODULES[name])
     return module

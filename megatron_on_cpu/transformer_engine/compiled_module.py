@@ -25,7 +25,7 @@ _OF_SCALES = (
 
 
 def compiled_module(version: tuple[int, int]) -> ModuleType:
-    """All that is emulated by its name in this version, and refusals for the rest."""
+    """Return a module of all functions and classes of this version: those that are not emulated raise when called."""
     module = ModuleType(NAME, "Stands in for Transformer Engine's compiled module on the CPU.")
     names = vars(module)
     for file in _WHOLE_FILES:
@@ -44,6 +44,6 @@ def compiled_module(version: tuple[int, int]) -> ModuleType:
 
 
 def _made_in(file: ModuleType) -> dict[str, Any]:
-    """The public functions and classes that `file` defines."""
+    """Return the public functions and classes that `file` defines, by name."""
     own = {name: value for name, value in vars(file).items() if getattr(value, "__module__", "") == file.__name__}
     return {name: value for name, value in own.items() if not name.startswith("_")}

@@ -1,7 +1,7 @@
-"""Cross entropy of logits whose vocabulary may be sharded: in the place of TE's Triton kernels, which need a GPU.
+"""Cross entropy of logits whose vocabulary may be sharded, which replaces TE's Triton kernels, as these need a GPU.
 
-Communicates one all-gather of three numbers a token over the group, as those do. Since 2.20 the functions take and
-give other values, and a mean is over the tokens that are not ignored.
+It makes one all-gather of three fp32 numbers a token over the group, as the kernels do. The kernels of 2.20 take and
+return other values, and their mean is over the tokens that are not ignored.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from megatron_on_cpu.transformer_engine.parameters import taking
 
 
 def _coordinates(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """(this rank's number in `group`, how many ranks it has); None is a group of one rank."""
+    """Return (this rank in `group`, number of ranks); None is a group of one rank."""
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
@@ -26,9 +26,9 @@ def cross_entropy_forward(
     dist_process_group: dist.ProcessGroup | None,
     ignore_idx: int,
 ) -> tuple[Tensor, Tensor]:
-    """(losses `[B, S]` in fp32 or their mean, gradients of the logits `[B, S, V / ranks]`).
+    """Return (losses `[B, S]` in fp32, or their mean over all tokens, gradients of the logits `[B, S, V / ranks]`).
 
-    The kernels put the gradients where the logits were; here the logits stay.
+    The kernels overwrite the logits with the gradients; here the logits stay.
     """
     rank, ranks = _coordinates(dist_process_group)
     if label_smoothing > 0 and ranks > 1:
@@ -65,7 +65,7 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable: bool = False) -> Tensor:
-    """The gradients of the logits, multiplied by those of the losses."""
+    """Return the gradients of the logits, multiplied by the gradients of the losses."""
     factor = grad_output.reshape(-1, 1) if grad_output.numel() > 1 else grad_output
     return (_input.reshape(-1, _input.shape[-1]) * factor).to(_input.dtype).view_as(_input)
 
@@ -79,9 +79,10 @@ def cross_entropy_forward_since_2_20(
     ignore_idx: int,
     overwrite_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int]:
-    """(losses or their mean, what backward needs, nothing, labels, how many are not ignored, rank, ranks).
+    """Return (losses or their mean, gradients of the logits, empty, labels, number of tokens not ignored, rank, ranks).
 
-    The kernels keep the logits for backward, here it is their gradients; the logits stay, whatever `overwrite_input`.
+    The number is None without `reduce_loss`. The kernels save the logits for backward, here gradients are saved. The
+    logits stay, whatever `overwrite_input`.
     """
     loss, grad = cross_entropy_forward(_input, target, label_smoothing, False, dist_process_group, ignore_idx)
     count = (target != ignore_idx).sum().clamp(min=1).view(1) if reduce_loss else None
@@ -91,6 +92,6 @@ def cross_entropy_forward_since_2_20(
 
 @taking("saved_input stats target n_non_ignore grad_output label_smoothing reduce_loss rank world_size ignore_idx")
 def cross_entropy_backward_since_2_20(given: Any) -> Tensor:
-    """The gradients of the logits, multiplied by those of the losses."""
+    """Return the gradients of the logits, multiplied by the gradients of the losses."""
     factor = given.grad_output if given.n_non_ignore is None else given.grad_output / given.n_non_ignore
     return cross_entropy_backward(given.saved_input, factor)

@@ -11,37 +11,37 @@ from megatron_on_cpu.transformer_engine.parameters import taking
 
 
 def get_cublasLt_version() -> int:
-    """Version of CUDA 12.9, which has every FP8 product."""
+    """Return the version of CUDA 12.9, which has every FP8 product."""
     return 120900
 
 
 def get_cudnn_version() -> int:
-    """9.15.0: fused attention has all its masks, and packs the log-sum-exp of packed sequences."""
+    """Return version 9.15.0, whose fused attention has all masks, and packs the log-sum-exp of packed sequences."""
     return 91500
 
 
 def get_num_cublas_streams() -> int:
-    """Number that the compiled module has."""
+    """Return the number that the compiled module returns."""
     return 4
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
-    """(least, greatest): streams here have none."""
+    """Return (least, greatest) priority: streams here have no priorities."""
     return 0, 0
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """No: streams and multicast are a GPU's."""
+    """Return False, since only GPUs have multicast."""
     return False
 
 
 def ubuf_built_with_mpi() -> bool:
-    """No: user buffers are not emulated."""
+    """Return False, since user buffers are not emulated."""
     return False
 
 
 def dropout_fwd(input: Tensor, dropout_probability: float, out: Tensor | None = None) -> list[Tensor]:
-    """[input with numbers dropped and the rest scaled, the mask]."""
+    """Return [the input with numbers dropped and the rest scaled, the mask in uint8, 1 for a number that is kept]."""
     keep = torch.empty(input.shape).uniform_() >= dropout_probability
     found = (input.float() * keep / (1 - dropout_probability)).to(input.dtype)
     return [found if out is None else out.copy_(found), keep.to(torch.uint8)]
@@ -50,7 +50,7 @@ def dropout_fwd(input: Tensor, dropout_probability: float, out: Tensor | None = 
 def dropout_bwd(
     grad_output: Tensor, mask: Tensor, dropout_probability: float, grad_input: Tensor | None = None
 ) -> Tensor:
-    """The gradient, dropped and scaled alike."""
+    """Return the gradient of the input: that of the output, dropped and scaled alike."""
     found = (grad_output.float() * mask.view_as(grad_output) / (1 - dropout_probability)).to(grad_output.dtype)
     return found if grad_input is None else grad_input.copy_(found)
 
@@ -62,8 +62,8 @@ def dropout_bwd(
 def copy_to_kv_cache(given: Any) -> None:
     """Write new keys and values after the cached ones, `[batch or pages, positions, heads, width]`, in place.
 
-    `cu_cached_lens` counts the new ones too. `page_table` has the pages of each sequence, or one row for each; with
-    `is_non_paged` sequences move to the front first, from these rows.
+    `cu_cached_lens` counts the new tokens too. `page_table` has the pages of each sequence. With `is_non_paged` it has
+    each sequence's row in the caches, from which the cached tokens are first moved to the front rows.
     """
     new_lens = read_by_the_host(given.cu_new_lens.diff(), "the lengths in cu_new_lens")
     all_lens = read_by_the_host(given.cu_cached_lens.diff(), "the lengths in cu_cached_lens")
@@ -80,7 +80,7 @@ def copy_to_kv_cache(given: Any) -> None:
 
 
 def _move_to_the_front(given: Any, rows: list[int], lens: list[int]) -> None:
-    """Move the cached tokens of sequence i from `rows[i]` to row i. The first fall in `rows` ends the sequences."""
+    """Move the cached tokens of sequence i from `rows[i]` to row i, up to the first i where `rows` decreases."""
     count = next((i + 1 for i in range(given.b - 1) if rows[i + 1] < rows[i]), given.b)
     for i in range(count):
         for cache in given.k_cache, given.v_cache:
@@ -94,11 +94,11 @@ def _token(x: Tensor, given: Any, i: int, j: int) -> Tensor:
 
 
 def fa_prepare_fwd(qkvi: Tensor) -> Tensor:
-    """`[S, B, H, 3 D]` as `[3, B, S, H, D]`."""
+    """Return `[S, B, H, 3 D]` as `[3, B, S, H, D]`."""
     s, b, h, width = qkvi.shape
     return qkvi.view(s, b, h, 3, width // 3).permute(3, 1, 0, 2, 4).contiguous()
 
 
 def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Three `[B, S, H, D]` as `[S, B, H, 3 D]`."""
+    """Return three `[B, S, H, D]` as `[S, B, H, 3 D]`."""
     return torch.cat([q, k, v], dim=-1).transpose(0, 1).contiguous()

@@ -1,7 +1,7 @@
 """Products of matrices with the epilogues that cuBLASLt offers, one or a group of them.
 
-The compiled functions count in columns as cuBLAS does. Read in rows, the result is `op(B) op(A)`: forward is
-`input weight^T`, the gradient of the input `grad weight`, that of the weight `grad^T input`.
+The compiled functions take matrices as column-major, as cuBLAS does. For row-major matrices the result is
+`op(B) op(A)`: forward is `input weight^T`, the gradient of the input `grad weight`, of the weight `grad^T input`.
 """
 
 import math
@@ -33,10 +33,11 @@ from megatron_on_cpu.transformer_engine.quantisation.tensors import (
     beta=None,
 )
 def generic_gemm(given: Any) -> list[Any]:
-    """`alpha op(B) op(A) + beta D`, as [D, gradient of the bias, input of the GELU, extra output].
+    """Compute D = `alpha op(B) op(A) + beta D`; return [D, gradient of the bias, input of the GELU, extra output].
 
-    Sums are in fp32 and rounded once. Forward (`grad` false) adds `bias` and applies the GELU; backward sums the
-    gradient of the bias over the rows of B, and multiplies by the GELU's derivative at `gelu_in`.
+    Sums are in fp32 and rounded once. `beta D` is added with `accumulate` only. Forward (`grad` false) adds `bias` and
+    applies the GELU. Backward multiplies the product by the GELU's derivative at `gelu_in`; the gradient of the bias is
+    the sum of the result's rows, or without a GELU of the rows of B.
     """
     if given.comm_overlap is not None:
         raise NotImplementedError(
@@ -72,10 +73,10 @@ def generic_gemm(given: Any) -> list[Any]:
     "accumulate use_split_accumulator math_sm_count"
 )
 def te_general_grouped_gemm(given: Any) -> Sequence[Tensor]:
-    """Products, as many as there are A and B; with `single_output` their rows stand below each other in `D[0]`.
+    """Compute a product for each pair of A and B into D, or with `single_output` into consecutive rows of `D[0]`.
 
-    Gradients of biases and inputs of the GELU are written into `bias` and `pre_gelu_out`, empty tensors where not
-    wanted.
+    Gradients of biases and inputs of the GELU are written into `bias` and `pre_gelu_out`, which have empty tensors if
+    they are not wanted. Returns `bias`.
     """
     D, bias, before_gelu, grad = given.D, given.bias, given.pre_gelu_out, given.grad
     outputs = _rows_of(D[0], given.B, given.transb) if given.single_output and D is not None else D
@@ -95,14 +96,14 @@ def te_general_grouped_gemm(given: Any) -> Sequence[Tensor]:
 
 
 def _product(a: Tensor, transpose_a: bool, b: Tensor, transpose_b: bool) -> Tensor:
-    """Multiply in fp32. The leading dims of `b` stay where `b` is not transposed."""
+    """Multiply in fp32; the leading dims of `b` stay if `b` is not transposed."""
     rows_a = a.reshape(-1, a.shape[-1])
     right = rows_a.t() if transpose_a else rows_a
     return b.reshape(-1, b.shape[-1]).t() @ right if transpose_b else b @ right
 
 
 def _rows_of(out: Tensor, B: Sequence[Any], transposed: bool) -> Sequence[Tensor]:
-    """The part of `out` that belongs to each product. TE's holders of quantised data have a size, but no shape."""
+    """Return the rows of `out` for each product; TE's storages of quantised data have a size, but no shape."""
     sizes = [b.size() for b in B]
     rows = [size[-1] if transposed else math.prod(size[:-1]) for size in sizes]
     return out.view(-1, out.shape[-1])[: sum(rows)].split(rows)

@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm over the last dim, forward and backward. Statistics and sums are in fp32.
 
-With `zero_centered_gamma` the weight is stored less 1. `sm_margin` is for GPUs.
+With `zero_centered_gamma` the rows are multiplied by the weight + 1. `sm_margin` is for GPUs, and not used.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def layernorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """[the normed rows, their means, their inverse standard deviations] of an input `[rows, hidden]`."""
+    """Normalise `input` `[rows, hidden]`; return [normalised rows, means, inverse standard deviations]."""
     x, gamma = input.float(), _gamma(weight, zero_centered_gamma)
     mean = x.mean(-1)
     inverse_std = torch.rsqrt((x - mean[:, None]).square().mean(-1) + eps)
@@ -42,7 +42,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """[the normed rows, None, the inverses of their root mean squares] of an input `[rows, hidden]`."""
+    """Normalise `input` `[rows, hidden]`; return [normalised rows, None, inverse root mean squares]."""
     x, gamma = input.float(), _gamma(weight, zero_centered_gamma)
     inverse_rms = torch.rsqrt(x.square().mean(-1) + eps)
     y = F.rms_norm(x, x.shape[-1:], gamma, eps)
@@ -52,7 +52,7 @@ def rmsnorm_fwd(
 def layernorm_bwd(
     dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Any]:
-    """[gradient of the input, of the weight, of the bias]."""
+    """Return [gradient of the input, of the weight, of the bias]."""
     normed = (x.float() - mu[:, None]) * rsigma[:, None]
     grad = dz.float()
     inner = grad * _gamma(gamma, zero_centered_gamma)
@@ -64,14 +64,14 @@ def layernorm_bwd(
 def rmsnorm_bwd(
     dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Any]:
-    """[gradient of the input, of the weight]."""
+    """Return [gradient of the input, of the weight]."""
     return rmsnorm_bwd_add(dz, x, torch.zeros(()), rsigma, gamma, sm_margin, zero_centered_gamma)
 
 
 def rmsnorm_bwd_add(
     dz: Tensor, x: Tensor, add: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Any]:
-    """Gradients as of `rmsnorm_bwd`; the gradient of the residual stream, `add`, is added to that of the input."""
+    """Return gradients as `rmsnorm_bwd`, with `add`, the gradient of the residual stream, added to the input's."""
     normed = x.float() * rsigma[:, None]
     inner = dz.float() * _gamma(gamma, zero_centered_gamma)
     dx = (inner - normed * (inner * normed).mean(-1, keepdim=True)) * rsigma[:, None]

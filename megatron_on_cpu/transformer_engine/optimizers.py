@@ -1,7 +1,8 @@
 """The multi-tensor kernels of TE's optimizers, and those of gradient scaling and clipping.
 
 `tensor_lists[i][j]` is the j-th tensor of the i-th kind (gradients, parameters, moments, ...). Work is in fp32.
-`noop_flag`, an int32 of one element, is set where a gradient is not finite; kernels of optimizers then do nothing.
+`noop_flag`, an int32 of one element, is set to 1 by the scaling kernels where a gradient is not finite. SGD and the
+capturable Adam then change nothing; the other kinds of Adam do not read it.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ _OF_ADAM = "chunk_size noop_flag tensor_lists lr beta1 beta2 epsilon step mode b
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
-    """Second list = first list * scale."""
+    """Write the first list times `scale` into the second list; set `noop_flag` where a number is not finite."""
     for source, target in zip(*tensor_lists, strict=True):
         scaled = source.float() * scale
         _flag_if_not_finite(noop_flag, source)
@@ -30,7 +31,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, 
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor_python: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The norm of all tensors together, `[1]`, and that of each of them where asked for, in fp32."""
+    """Return in fp32 the norm of all tensors together, `[1]`, and of each tensor if `per_tensor_python`, else empty."""
     squares = torch.stack([t.float().square().sum() for t in tensor_lists[0]] or [torch.zeros(())])
     return squares.sum().sqrt().view(1), squares.sqrt() if per_tensor_python else torch.empty(0)
 
@@ -42,7 +43,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: Tensor,
     per_tensor_python: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The norms of tensors multiplied by `inv_scale`, which stay as they are."""
+    """Return norms as `multi_tensor_l2norm`, times `inv_scale`; set `noop_flag` where a number is not finite."""
     for tensor in tensor_lists[0]:
         _flag_if_not_finite(noop_flag, tensor)
     total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor_python)
@@ -51,7 +52,7 @@ def multi_tensor_unscale_l2norm(
 
 @taking(_OF_ADAM)
 def multi_tensor_adam(given: Any) -> None:
-    """Step of Adam on [gradients, parameters, first moments, second moments] and, of five lists, fp32 masters."""
+    """Make a step of Adam on [gradients, parameters, first moments, second moments, maybe fp32 main parameters]."""
     for grad, parameter, first, second, *master in _elements(given.tensor_lists):
         updated = _adam(grad.float(), [parameter, *master][-1].float(), first, second, given)
         for tensor in (*master, parameter):
@@ -60,10 +61,10 @@ def multi_tensor_adam(given: Any) -> None:
 
 @taking(_OF_ADAM)
 def multi_tensor_adam_param_remainder(given: Any) -> None:
-    """Step as of `multi_tensor_adam` of bf16 parameters; the fifth list has the lower halves of fp32 masters, as int16.
+    """Make a step of Adam on bf16 parameters; the fifth list has the lower halves of fp32 main parameters, as int16.
 
-    A master is the parameter's bits above and these below, less one in the upper half where the lower is negative:
-    parameters are rounded, not cut off.
+    The upper half of a main parameter is the bits of the bf16 parameter, less one where the lower half is negative,
+    since bf16 parameters are rounded, not truncated.
     """
     for grad, parameter, first, second, lower in _elements(given.tensor_lists):
         low = lower.to(torch.int32)
@@ -78,7 +79,7 @@ def multi_tensor_adam_param_remainder(given: Any) -> None:
 
 @taking(f"{_OF_ADAM} fp8_dtype")
 def multi_tensor_adam_fp8(given: Any) -> None:
-    """Step as of `multi_tensor_adam` with masters; parameters are FP8 bytes; then scales, amaxes, inverse scales."""
+    """Make a step of Adam with main parameters on FP8 bytes; lists six to eight: scales, amaxes, inverse scales."""
     eight_bit = TORCH_DTYPES[given.fp8_dtype]
     largest = torch.finfo(eight_bit).max
     scales = zip(*given.tensor_lists[5:], strict=True)
@@ -93,9 +94,9 @@ def multi_tensor_adam_fp8(given: Any) -> None:
 
 @taking(f"{_OF_ADAM} inv_scale")
 def multi_tensor_adam_capturable(given: Any) -> None:
-    """Step as of `multi_tensor_adam` with tensors for rate and step; gradients are multiplied by `inv_scale` first.
+    """Make a step of Adam with tensors for `lr` and `step`; gradients are multiplied by `inv_scale` first.
 
-    The host reads no tensor, so that a replayed CUDA graph has the rate, the step and the flag of its own step.
+    The host reads no tensor, so that a replayed CUDA graph uses the rate, the step and the flag of its own step.
     """
     given.step, skipped = given.step.double(), given.noop_flag == 1
     for grad, parameter, first, second, *master in _elements(given.tensor_lists):
@@ -111,7 +112,7 @@ multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
 
 @taking("chunk_size noop_flag tensor_lists wd momentum dampening lr nesterov first_run wd_after_momentum scale")
 def multi_tensor_sgd(given: Any) -> None:
-    """Step of SGD on [gradients, parameters, momenta], and a fourth list, copies of the parameters in another dtype."""
+    """Make a step of SGD on [gradients, parameters, momenta, optionally copies of the parameters in another dtype]."""
     momentum, skipped = given.momentum, given.noop_flag != 0
     for grad, parameter, moment, *copy in _elements(given.tensor_lists):
         g, p, m = grad.float() * given.scale, parameter.float(), moment.float()
@@ -127,16 +128,16 @@ def multi_tensor_sgd(given: Any) -> None:
 
 
 def _elements(tensor_lists: Lists) -> Iterator[list[Tensor]]:
-    """Tensors as the kernels see them: as many numbers as the gradient has, from where each other tensor begins.
+    """Yield flat views of the tensors at each index, as the kernels take them: as many numbers as the gradient has.
 
-    Moments of a sharded parameter are made in the shape of the whole one, and only this rank's part of them is used.
+    Moments of a sharded parameter may have the shape of the whole parameter; only their first numbers are used.
     """
     for grad, *others in zip(*tensor_lists, strict=True):
         yield [tensor.detach().as_strided((grad.numel(),), (1,)) for tensor in (grad, *others)]
 
 
 def _adam(grad: Tensor, parameter: Tensor, first: Tensor, second: Tensor, given: Any) -> Tensor:
-    """The parameter after a step; the moments are updated in place."""
+    """Return the parameter after a step, and update the moments in place."""
     beta1, beta2, decay = given.beta1, given.beta2, given.weight_decay
     grad = grad + decay * parameter if given.mode == 0 else grad
     m = beta1 * first.float() + (1 - beta1) * grad

@@ -1,4 +1,4 @@
-"""Parameters of compiled functions that take many arguments, of which few say anything on a CPU."""
+"""Signatures of compiled functions that take many arguments, most of which are not used on a CPU."""
 
 import functools
 import inspect
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def taking(names: str, **defaults: Any) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Makes a function that takes these arguments, by position or by name, and then those that have `defaults`, of one
-    that takes them all as the attributes of one object."""
+    """Decorate a function of one object so that it takes the object's attributes as arguments, by position or by name:
+    first `names`, separated by spaces, then those that have `defaults`."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind) for name in names.split()]
     parameters += [inspect.Parameter(name, kind, default=default) for name, default in defaults.items()]

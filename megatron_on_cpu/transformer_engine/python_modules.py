@@ -1,6 +1,6 @@
-"""Replacements in Transformer Engine's Python modules, once imported, for the parts that ask for a GPU.
+"""Replacements in Transformer Engine's Python modules, made after their import, for the parts that ask for a GPU.
 
-The device is said to be of compute capability 9.0 there. FP8 recipes that ask for another one are allowed all the same.
+The modules read a compute capability of 9.0. FP8 recipes that need another one are allowed all the same.
 """
 
 import dataclasses
@@ -22,23 +22,23 @@ from megatron_on_cpu.transformer_engine.quantisation.tensors import high_precisi
 
 
 def _canonical(device: Any) -> torch.device:
-    """None, and a number, is a CUDA device."""
+    """Return the CPU for None, for a number and for a CUDA device, else `device`."""
     return torch.device("cpu" if device is None else cpu_for(device))
 
 
 def _weak_reference(x: Any) -> Any:
-    """Return detached tensors: here the memory of what a CUDA graph has captured is not used again."""
+    """Return detached tensors: the emulation never reuses the memory of tensors that a CUDA graph has captured."""
     return tree_map_only(torch.Tensor, torch.Tensor.detach, x)
 
 
 def _quantization(module: ModuleType) -> Replacements:
-    """Let the module's checks for GPUs and versions of CUDA pass."""
+    """Let the module's checks for GPUs and versions of CUDA pass, except those for NVFP4 and for whole recipes."""
     checks = [name for name in vars(module) if name.startswith("check_") and name.endswith("_support")]
     yield module, {name: lambda: (True, "") for name in checks if "nvfp4" not in name and "recipe" not in name}
 
 
 def _attention(module: ModuleType) -> Replacements:
-    """Let fused attention, the only one with context parallelism, take fp32, which the module refuses."""
+    """Let fused attention, the only backend with context parallelism, take fp32, which the module refuses."""
     choose = module.get_attention_backend
 
     def get_attention_backend(attention_params: Any = None) -> Any:
@@ -58,8 +58,8 @@ def _fused_attention(module: ModuleType) -> Replacements:
 
 
 def _permutation(module: ModuleType) -> Replacements:
-    """Give kernels of permutation the parameters of this version: since 2.20 `pad_offsets` come before the numbers of
-    tokens and experts. Nothing is padded here."""
+    """Replace kernels of permutation, with the parameters of this version: since 2.20 `pad_offsets` comes before the
+    numbers of tokens and experts, and must be None."""
     found = {}
     for name, ours in vars(permutation_by_mask).items():
         if callable(ours) and name in vars(module):
@@ -82,7 +82,7 @@ def _without_padding(function: Callable[..., Any], parameters: list[str]) -> Cal
 
 
 def _biases_of_experts(module: ModuleType) -> Replacements:
-    """Replace the kernel (since 2.20) that adds to the gradients of experts' biases, a row for each expert, and of the
+    """Replace the kernel (since 2.20) that adds to the gradients of experts' biases, `[experts, hidden]`, and of the
     tokens' factors."""
 
     def launch(
@@ -105,8 +105,8 @@ def _biases_of_experts(module: ModuleType) -> Replacements:
 
 
 def _mxfp8(module: ModuleType) -> Replacements:
-    """Read MXFP8 tensors back on the CPU: since 2.20 the original moves the tensor to a GPU first, and a holder of data
-    alone cannot move."""
+    """Dequantise MXFP8 tensors on the CPU: since 2.20 the original moves the tensor to a GPU first, and a storage
+    without a tensor cannot move."""
 
     def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
         if math.prod(tensor.size()) == 0:
@@ -125,14 +125,14 @@ def _cross_entropy(module: ModuleType) -> Replacements:
 
 
 MODULES: Modules = {
-    # It looks for the compiled module in a file.
+    # The module looks for the compiled module in a file.
     "transformer_engine.common": always(load_framework_extension=lambda framework: None),
     "transformer_engine.pytorch.utils": always(
         canonicalize_device=_canonical,
         get_device_compute_capability=lambda: (9, 0),
         make_weak_ref=_weak_reference,
     ),
-    # It initialises CUDA before it looks at a generator.
+    # The module initialises CUDA before it looks at a generator.
     "transformer_engine.pytorch.distributed": always(_lazy_init=lambda: None),
     "transformer_engine.pytorch.quantization": _quantization,
     "transformer_engine.pytorch.attention.dot_product_attention.utils": _attention,

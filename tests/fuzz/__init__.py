@@ -1,1 +1,1 @@
-"""Calls of the public functions with random sizes and options, on 1 to 4 ranks, against the unsharded fp64 truth."""
+"""Calls of the public functions with random sizes and options, on 1 to 4 ranks, against unsharded results in fp64."""

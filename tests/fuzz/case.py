@@ -1,4 +1,4 @@
-"""A case: inputs as a whole, what is computed of them, and how one rank's results are compared with that."""
+"""A case: whole inputs, the true results of them, and the comparison of one rank's results with these."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,24 +21,24 @@ def whole(x: Tensor, rank: int) -> Tensor:
 
 @dataclass
 class Case:
-    """One call.
+    """One call, and the results that it should have.
 
     Attributes:
-        inputs: whole tensors whose gradients are compared, with how a rank's piece is cut out of each.
-        truth: of those in fp64, with gradient: whole results.
-        ours: of this rank's pieces and rank, in their own dtype: its results.
-        upstream: gradients of the first results, in fp64, None of one that has none; nor have the others.
-        outputs: how a rank's piece of each result is cut out; None: all ranks have the whole.
-        logit_size: about the largest logit, which roundings are relative to.
-        value_dtype: whose roundings results have; gradients have those of the inputs.
-        grad_size: what a gradient may be the difference of.
-        share: how much of `upstream` is this rank's, where ranks share the inputs and gradients of all losses add up.
-        gradient_of: a leaf's gradient.
-        refused: what is said of a combination that is refused by name, on every rank alike.
-        finish: what follows the backward pass before gradients are complete; the same collectives on every rank.
-        grad_rounding: one rounding of gradients, relative; None: each input's dtype's, of the largest logit.
-        roundings: how many roundings of the largest number in play results and gradients may be off.
-        sent: how many collectives there may be forward and backward; None: that is not counted.
+        inputs: (whole tensor whose gradient is compared, function that cuts a rank's piece out of it).
+        truth: function of the whole tensors in fp64, with gradient, to the whole results.
+        ours: function of (this rank's pieces in their own dtypes, rank) to this rank's results.
+        upstream: fp64 gradients of the first results, None for a result without; further results have none.
+        outputs: functions that cut a rank's piece out of each result; None: all ranks have the whole.
+        logit_size: about the largest logit, to which roundings are relative.
+        value_dtype: the dtype that gives the rounding of results; gradients have that of the inputs.
+        grad_size: the size of terms of which a gradient may be the difference.
+        share: this rank's fraction of `upstream`, where ranks share the inputs and gradients of all losses add up.
+        gradient_of: function of a leaf to its gradient.
+        refused: words of the ValueError that a refused combination raises on every rank.
+        finish: function called after backward to complete gradients; its collectives are the same on every rank.
+        grad_rounding: one relative rounding of gradients; None: that of each input's dtype times the largest logit.
+        roundings: the number of roundings of the largest number by which results and gradients may be wrong.
+        sent: the most collectives in forward and in backward; None: they are not counted.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Case:
 
 
 def check(case: Case, rank: int) -> None:
-    """Raises AssertionError where a result or a gradient of this rank is not the truth's."""
+    """Raise AssertionError if a result or a gradient of this rank differs from the truth by more than roundings."""
     wanted = case.wanted or [True] * len(case.inputs)
     mine = [
         cut(x, rank).detach().clone(memory_format=torch.preserve_format).requires_grad_(want)
@@ -110,7 +110,7 @@ def check(case: Case, rank: int) -> None:
 
 
 def _check_refused(case: Case, mine: list[Tensor], rank: int) -> None:
-    """Check that all ranks raise the same ValueError, and none waits."""
+    """Check that all ranks raise the same ValueError, and none hangs."""
     said = "nothing"
     try:
         case.ours(mine, rank)

@@ -30,7 +30,7 @@ def slices(draw: Draw, layout: str) -> Cut:
 
 
 def head(draw: Draw, vocabulary: Vocabulary, dtype: torch.dtype, layout: str, lead: tuple[int, ...]):
-    """Hidden states and weight with their cuts, and the largest logit."""
+    """Draw hidden states and weight; return both with their cuts, and the largest logit."""
     width = draw.integer(1, 12)
     hidden = draw.strided(draw.normal(*lead, width, dtype=dtype))
     weight = draw.words(draw.normal(vocabulary.columns, width, dtype=dtype, size=draw.one_of("weights", 0.3, 1.0, 4.0)))
@@ -73,7 +73,7 @@ def labels_and_mask(draw: Draw, lead: tuple[int, ...], vocabulary: Vocabulary, i
 
 
 def results(z: Tensor, labels: Tensor, mask: Tensor | None, size: int, options: dict[str, Any]) -> list[Tensor]:
-    """Compute the call's results from transformed logits of all columns."""
+    """Return the call's results, computed from the transformed logits of all columns."""
     ignore = options.get("ignore_index", -100)
     labels = labels.long()
     counted = labels if mask is None else labels.masked_fill(mask == 0, ignore)
@@ -100,7 +100,7 @@ def results(z: Tensor, labels: Tensor, mask: Tensor | None, size: int, options: 
 
 
 def most_of_a_slice(counts: Tensor, slices: int) -> int:
-    """Count the tokens that count, in the slice of dim 0 that has most; at least 1, as a bound must be."""
+    """Return the number of counted tokens in the slice of dim 0 that has the most; at least 1, as a bound must be."""
     if not counts.numel():
         return 1
     return max(1, int(counts.reshape(slices, -1).sum(1).max()))
@@ -111,7 +111,7 @@ def as_list(found: Any) -> Sequence[Tensor]:
 
 
 def from_hidden(draw: Draw) -> Case:
-    """`linear_cross_entropy` and `linear_log_probs`."""
+    """Draw a case of `linear_cross_entropy` or `linear_log_probs`."""
     of = draw.one_of("of", "loss", "log-probs")
     function = linear_cross_entropy if of == "loss" else linear_log_probs
     layout = draw.one_of("layout", "replicated", "sequence")
@@ -169,7 +169,7 @@ def from_hidden(draw: Draw) -> Case:
 
 
 def from_logits(draw: Draw) -> Case:
-    """`vocab_parallel_cross_entropy`, `token_log_probs` and `token_entropy`."""
+    """Draw a case of `vocab_parallel_cross_entropy`, `token_log_probs` or `token_entropy`."""
     of = draw.one_of("of", "loss", "log-probs", "entropy")
     lead, vocabulary, dtype = draw.leading(), draw.vocabulary(), draw.dtype()
     z, largest = logits(draw, lead, vocabulary, dtype)
@@ -216,13 +216,13 @@ def results_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sized(largest: float, options: dict[str, Any]) -> float:
-    """The size of a logit, with what the z-loss makes of it."""
+    """Return the size of a logit with its factor in the z-loss's gradient."""
     largest = largest / options.get("temperature", 1.0)
     return largest * (1 + 2 * options.get("z_loss", 0.0) * (largest + 5))
 
 
 def product_size(inputs: Any, upstream: list[Tensor], lead: tuple[int, ...], options: dict[str, Any]) -> float:
-    """Size of the sum of the absolute terms of a gradient of hidden states or weight."""
+    """Return the size of the sum of absolute terms in a gradient of hidden states or weight."""
     g = max((x.abs().max().item() for x in upstream if x.numel()), default=0.0)
     operands = max((x.double().abs().max().item() for x, _ in inputs if x.numel()), default=0.0)
     return max(1.0, g * operands * max(torch.Size(lead).numel(), 1) / options.get("temperature", 1.0))

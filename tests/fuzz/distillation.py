@@ -1,4 +1,4 @@
-"""Cases of the losses of students, in fp64: of whole vocabularies or of a few ids, from a teacher's head or logits."""
+"""Cases of distillation losses in fp64: over the whole vocabulary or a few ids, from a teacher's head or logits."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ OUTSIDE = -100.0  # the log-probability of what is outside of a teacher's ids, w
 
 @dataclass
 class Divergence:
-    """Divergence of log-probabilities `[..., K]` of student and teacher over the same outcomes."""
+    """The divergence of student's and teacher's log-probabilities `[..., K]` over the same outcomes."""
 
     kind: str
     beta: float = 0.5
@@ -36,7 +36,7 @@ class Divergence:
         return weight * forward + (1 - weight) * reverse
 
     def outside(self, log_q: Tensor) -> Tensor:
-        """Terms of outcomes that the teacher gives nothing: `exp(OUTSIDE)` in the reverse KL, 0 in the others."""
+        """Return the terms of outcomes outside of the teacher's ids: `exp(OUTSIDE)` stands for 0 in the reverse KL."""
         if self.kind == "jsd":
             return -((1 - self.beta) * math.log(1 - self.beta) * log_q.exp()).sum(-1)
         weight = {"forward": 0.0, "reverse": 1.0, "mixed": 1 - self.mixed}[self.kind]
@@ -44,7 +44,7 @@ class Divergence:
 
 
 def _rest(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """`[..., 1]`: the logarithm of the probability of all other ids."""
+    """Return the log-probability `[..., 1]` of all other ids together."""
     others = torch.ones_like(log_probs, dtype=torch.bool).scatter(-1, ids, False)
     if ids.shape[-1] == log_probs.shape[-1]:
         return torch.full_like(log_probs[..., :1], OUTSIDE)
@@ -52,12 +52,13 @@ def _rest(log_probs: Tensor, ids: Tensor) -> Tensor:
 
 
 def _likeliest(z: Tensor, k: int) -> Tensor:
-    """The ids of the k largest of each row, of equals the lowest first."""
+    """Return the ids of the k largest logits of each row; of equal logits the lowest id comes first."""
     return z.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def of_students(draw: Draw) -> Case:
-    """`DistillationLoss` of heads or logits; `TopKDistillationLoss` of given ids and values or of a teacher's head."""
+    """Draw a case of `DistillationLoss`, from heads or logits, or of `TopKDistillationLoss`, from given ids and values
+    or a teacher's head."""
     way = draw.one_of("way", "heads", "logits", "given ids", "teacher's ids", "student's ids")
     by_ids = way not in ("heads", "logits")
     layout = "replicated" if way == "logits" else draw.one_of("layout", "replicated", "sequence")
@@ -83,7 +84,8 @@ def of_students(draw: Draw) -> Case:
     )
 
     def side() -> tuple[Tensor, Tensor]:
-        """Hidden states and weight; with a bucket of logits so small that a rest is never nearly nothing."""
+        """Draw hidden states and weight; with a bucket their logits are so small that the rest's probability is not
+        nearly 0."""
         width = draw.integer(1, 8)
         x = draw.strided(draw.normal(*lead, width))
         w = draw.words(draw.normal(vocabulary.columns, width, size=draw.one_of("weights", 0.3, 1.0, 3.0)))

@@ -1,4 +1,4 @@
-"""Draws of a case, alike on every rank: numbers from its seed, tensors, and a vocabulary cut over ranks."""
+"""Draws of a case, the same on every rank: numbers from its seed, tensors, and a vocabulary sharded over ranks."""
 
 import itertools
 import random
@@ -17,7 +17,7 @@ class Draw:
 
     Attributes:
         exact: tensors hold small integers, so that logits are exact in every dtype and many of them are equal.
-        record: what was drawn, in words.
+        record: the drawn values by name, for messages.
     """
 
     def __init__(self, seed: int, number: int, ranks: int):
@@ -35,12 +35,12 @@ class Draw:
         return self.random.randint(low, high)
 
     def one_of(self, name: str, *values: Any) -> Any:
-        """One of them, which the record names."""
+        """Draw one of `values`, and record it under `name`."""
         self.record[name] = value = self.random.choice(values)
         return value
 
     def options(self, **values: tuple) -> dict[str, Any]:
-        """Draw a value of each option, half of the time the first, its default, which is left out."""
+        """Draw a value of each option: half of the time its first value, the default, which is left out."""
         found = {}
         for name, (_, *others) in values.items():
             if self.chance(0.5):
@@ -52,7 +52,7 @@ class Draw:
         return self.one_of("dtype", *(among or DTYPES))
 
     def leading(self, in_slices: bool = False, least_dims: int = 0) -> tuple[int, ...]:
-        """Leading dims of tokens; dim 0 divides by the ranks if they have slices of it."""
+        """Draw leading dims of tokens; `in_slices`: dim 0 is a multiple of the ranks."""
         dims = self.integer(max(least_dims, in_slices), 3)
         shape = [self.integer(1, 5) for _ in range(dims)]
         if dims and self.chance(0.06):
@@ -63,22 +63,23 @@ class Draw:
         return tuple(shape)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float64, size: float = 1.0) -> Tensor:
-        """Numbers about `size` in size, or integers up to 2, exactly those of `dtype`."""
+        """Draw numbers of about `size`, or (`exact`) integers from -2 to 2, in `dtype`."""
         if self.exact:
             return torch.randint(-2, 3, shape, generator=self.generator).to(dtype)
         return (size * torch.randn(shape, generator=self.generator, dtype=torch.float64)).to(dtype)
 
     def words(self, x: Tensor, dim: int = 0) -> Tensor:
-        """`x` with the vocabulary along `dim`; of integers, with a first word that no other one equals.
+        """Return `x` with the vocabulary along `dim`; if `exact`, fill its first word with 3, which no other word has.
 
-        Shards of small integers may be each other's permutations: for the head that is one shard that all ranks pass.
+        Shards of small integers may be permutations of each other, and the head takes these for one shard that all
+        ranks pass.
         """
         if self.exact:
             x.select(dim, 0).fill_(3)
         return x
 
     def upstream(self, *shape: int) -> Tensor:
-        """A gradient, fp64, whose numbers fp32 holds; some are 0."""
+        """Draw a gradient in fp64 whose numbers are exact in fp32; about a fifth of them are 0."""
         found = torch.randn(shape, generator=self.generator).double()
         return found * (torch.rand(shape, generator=self.generator) < 0.8)
 
@@ -87,7 +88,7 @@ class Draw:
         return torch.randint(size, shape, generator=self.generator).to(dtype)
 
     def strided(self, x: Tensor) -> Tensor:
-        """The same numbers, maybe in another order of memory."""
+        """Return the same numbers, maybe in another order of memory."""
         if x.dim() < 2 or self.chance(0.6):
             return x
         a, b = self.random.sample(range(x.dim()), 2)
@@ -98,7 +99,7 @@ class Draw:
 
 
 class Vocabulary:
-    """Columns, of which the first `size` count, cut over ranks: evenly, unevenly, in any order, with empty shards."""
+    """Columns, of which the first `size` count, sharded over ranks: evenly, unevenly, in any order, or some empty."""
 
     def __init__(self, draw: Draw, equal_width: bool, least: int):
         ranks = draw.ranks

@@ -1,4 +1,4 @@
-"""Read-outs as one call of a head or of logits takes several of: each with its truth in fp64."""
+"""Read-outs, of which one call of a head or of logits takes several, each with its true results in fp64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ class Made:
     """One read-out.
 
     Attributes:
-        read_out: of a teacher, and of tokens in an arrangement: what makes of a tensor of all tokens that of those that
-            are read, of the same tensor the same object.
-        true: its results from fp64 logits that are bent, and a teacher's.
-        shapes: of each result; None of one that has no gradient.
+        read_out: function of (teacher, arrangement) to the read-out. An arrangement is a function from a tensor of all
+            tokens to the tensor of those that are read, and returns the same object for the same tensor.
+        true: function of the transformed fp64 logits of student and teacher to the results.
+        shapes: the shape of each result, None for a result without gradient.
     """
 
     read_out: Callable[[Any, Arranged], Any]
@@ -37,7 +37,7 @@ class Made:
 
 
 class Tokens:
-    """Arguments that read-outs share: labels and which of them count, the vocabulary's size, the temperature."""
+    """Arguments that read-outs share: labels, a mask of those that count, the vocabulary's size, the temperature."""
 
     def __init__(self, draw: Draw, lead: tuple[int, ...], vocabulary: Vocabulary, temperature: float = 1.0):
         self.draw, self.lead, self.temperature = draw, lead, temperature
@@ -119,7 +119,7 @@ def _top_k(t: Tokens) -> Made:
 
 
 def _kept(read_out: type) -> Callable[[Tokens], Made]:
-    """Rows of the ids that a sampler kept: the label's, and any others."""
+    """Return the maker of a read-out over the ids that a sampler kept: the label's and any others."""
 
     def make(t: Tokens) -> Made:
         kept = torch.rand((*t.lead, t.size), generator=t.draw.generator) < t.draw.random.choice([0.1, 0.5, 1.0])
@@ -202,7 +202,8 @@ OF_A_TEACHER = {"KL", "reverse KL", "soft cross entropy", "JS", "total variation
 
 
 def names(draw: Draw) -> list[str]:
-    """One to four, half of the time of the softmax alone; none whose gradient jumps where numbers are equal."""
+    """Draw one to four names, half of the time only of softmax read-outs; with `exact` numbers, which may be equal, no
+    read-out whose gradient jumps there."""
     among = [name for name in (OF_SOFTMAX if draw.chance(0.5) else BY_NAME) if not (draw.exact and name in OF_KINKS)]
     found = draw.random.sample(among, draw.integer(1, min(4, len(among))))
     draw.record["read-outs"] = found
@@ -210,7 +211,7 @@ def names(draw: Draw) -> list[str]:
 
 
 def read(tokens: Tokens, names: list[str]) -> tuple[list[Made], bool, list[Tensor | None]]:
-    """Read-outs by name, whether any has a teacher, and a gradient for each result that has one."""
+    """Return the read-outs of these names, whether any has a teacher, and each result's upstream gradient or None."""
     made = [BY_NAME[name](tokens) for name in names]
     shapes = [shape for one in made for shape in one.shapes]
     slopes = [None if shape is None else tokens.draw.upstream(*shape) for shape in shapes]

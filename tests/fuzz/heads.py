@@ -1,6 +1,6 @@
-"""Cases of `LmHead.read` and `Logits.read`: several read-outs in one call with any options, and what is refused.
+"""Cases of `LmHead.read` and `Logits.read`: several read-outs in one call with any options, and refused combinations.
 
-Logits are exact in 16 and 32 bits, where tensors hold small integers: else a rounding may change which id is likeliest.
+In 16 and 32 bits tensors hold small integers and logits are exact: else a rounding may change which id is likeliest.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ ROUNDINGS = 16
 
 
 class _Packed(Packed):
-    """Eight bits a number, all of one scale: what `_packable` gives is held exactly."""
+    """A weight of eight bits a number with one scale, which is exact for numbers of `_packable`."""
 
     def __init__(self, numbers: Tensor, dtype: torch.dtype):
         self.scale, self.made = torch.tensor(1 / 32), []
@@ -49,12 +49,12 @@ def _packable(numbers: Tensor) -> Tensor:
 
 @dataclass
 class Side:
-    """A head of the student or of the teacher, whole.
+    """The unsharded head of the student or of the teacher, with its hidden states.
 
     Attributes:
-        hidden, weight: whose product logits are; beside them `bias`, and `adapters` (A, B, scaling).
-        facts: options of `LmHead` that say what logits are.
-        packed: the weight is quantised, and frozen.
+        hidden, weight: the factors of the logits, to which `bias` and `adapters` (A, B, scaling) add.
+        facts: options of `LmHead` that change the logits.
+        packed: whether the weight is quantised and frozen.
     """
 
     hidden: Tensor
@@ -66,7 +66,7 @@ class Side:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The arguments of `logits` and `head`, after the hidden states: with this rank's rows all but the A."""
+        """Return the arguments of `logits` and `head` after the hidden states; all but the A are sharded by rows."""
         beside = [] if self.bias is None else [self.bias]
         return [self.weight, *beside, *(x for a, b, _ in self.adapters for x in (a, b))]
 
@@ -80,7 +80,7 @@ class Side:
         return weight, bias, list(zip(rest[0::2], rest[1::2], scalings, strict=True))
 
     def logits(self, hidden: Tensor, *tensors: Tensor) -> Tensor:
-        """fp64, bent, over the temperature."""
+        """Return the logits in fp64, scaled, capped and divided by the temperature."""
         w, bias, adapters = self.split(tensors)
         z = reference.logits(hidden, w, bias)
         for a, b, scaling in adapters:
@@ -94,7 +94,7 @@ class Side:
         return LmHead(packed, *arguments, bias=bias, lora=lora, **self.facts, **options)
 
     def largest(self) -> float:
-        """About the largest logit that there may be."""
+        """Return about the largest possible logit."""
         sizes = [max(x.double().abs().max().item(), 1.0) if x.numel() else 1.0 for x in (self.hidden, self.weight)]
         found = self.weight.shape[1] * sizes[0] * sizes[1] * (1 + 8 * len(self.adapters))
         found = (found + 4) * self.facts.get("logit_scale", 1.0)
@@ -121,12 +121,12 @@ def _side(
 
 
 def _counted(counts: Tensor, found: list[Tensor]) -> list[Tensor]:
-    """Results with 0 where a token was left out."""
+    """Return results with 0 for tokens that do not count."""
     return [x.masked_fill(~counts.reshape(counts.shape + (1,) * (x.dim() - counts.dim())), 0) for x in found]
 
 
 def read(draw: Draw, several: float = 0.2) -> Case:
-    """Draw a head. `several`: how often a teacher's token has several of the student's, where leading dims allow it."""
+    """Draw a case of `LmHead.read`; `several`: how probably a teacher's token has several of the student's."""
     layout = draw.one_of("layout", "replicated", "sequence")
     lead = draw.leading(layout == "sequence")
     dtype = draw.dtype(*((torch.float64, torch.float32, torch.bfloat16) if draw.exact else (torch.float64,)))
@@ -204,7 +204,7 @@ def read(draw: Draw, several: float = 0.2) -> Case:
 
 
 def read_logits(draw: Draw) -> Case:
-    """The same of logits that exist."""
+    """Draw a case of `Logits.read`."""
     lead, dtype = draw.leading(), draw.dtype()
     names = drawn_read_outs.names(draw)
     vocabulary = draw.vocabulary(equal_width="sampled" in names)
@@ -247,10 +247,10 @@ def read_logits(draw: Draw) -> Case:
 
 
 def draft(draw: Draw) -> Case:
-    """A draft head over a part of the target's vocabulary: labels, shards and its teacher's rows are those of the part.
+    """Draw a case of a draft head over a part of the target's vocabulary, to which labels, shards and teacher belong.
 
-    Of labels that the part does not have there is no loss, and the teacher's distribution is that of the part alone.
-    Where the target's choice is in the part is known from the target's own head.
+    Labels outside of the part have no loss, and the teacher's distribution is over the part alone. The target's own
+    head tells whether its choice is in the part.
     """
     layout = draw.one_of("layout", "replicated", "sequence")
     lead, vocabulary = draw.leading(layout == "sequence"), draw.vocabulary(least=2)
@@ -271,7 +271,7 @@ def draft(draw: Draw) -> Case:
         return DraftVocabulary(ids - torch.arange(len(ids)), vocabulary.size)
 
     def rows(x: Tensor, rank: int) -> Tensor:
-        """The draft head's rows whose target ids this rank has."""
+        """Return the draft head's rows whose target ids are in this rank's shard."""
         start, stop = vocabulary.bounds[rank]
         return x[(ids >= start) & (ids < stop)]
 
@@ -315,6 +315,6 @@ def draft(draw: Draw) -> Case:
 
 
 def _gradient_size(lead: tuple[int, ...], facts: dict[str, Any]) -> float:
-    """Size of the terms of which a gradient of so many tokens may be the difference."""
+    """Return the size of terms of which a gradient over these tokens may be the difference."""
     scale = facts.get("logit_scale", 1.0) / facts.get("temperature", 1.0)
     return 8.0 * max(scale, 1.0) * max(1, torch.Size(lead).numel()) ** 0.5

@@ -1,7 +1,7 @@
-"""Cases of the tensor-parallel layers: column- and row-parallel linear layers and the embedding, as users make them.
+"""Cases of the tensor-parallel layers: column- and row-parallel linear layers and the embedding, made as users do.
 
-A layer is called once to three times, as micro-batches do it, before one backward pass; of an expert's layer the
-dispatcher's part is played by mappings. Tolerances are a few roundings of the largest number in a tensor.
+A layer is called one to three times, as for micro-batches, before one backward pass; for an expert's layer mappings do
+the communication of the dispatcher. Tolerances are a few roundings of the largest number in a tensor.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ ROUNDINGS = 16
 
 
 def _pieces(draw: Draw, dim: int, stride: int = 1) -> Cut:
-    """A rank's part along `dim` of `stride` equal blocks, each of which is cut over the ranks."""
+    """Return the cut of a rank's part along `dim`, which has `stride` equal blocks, each sharded over the ranks."""
     return lambda x, rank: torch.cat(x.chunk(stride * draw.ranks, dim)[rank :: draw.ranks], dim)
 
 
 def _all_pieces(draw: Draw, dim: int, stride: int) -> Cut:
-    """Every rank's part, in the order of ranks."""
+    """Return the cut that has every rank's part, in the order of ranks."""
     of_rank = _pieces(draw, dim, stride)
     return lambda x, rank: torch.cat([of_rank(x, each) for each in range(draw.ranks)], dim)
 
@@ -41,14 +41,14 @@ class _Drawn:
     """Drawn parts of a case of a linear layer.
 
     Attributes:
-        weight, cuts: the whole weight, and how a rank's parts of weight and bias are cut out.
-        weight_is_given: each call passes the weight.
-        main_grad: dtype of the buffer that weight gradients are added to; None: there is none.
-        drains: who makes the weight gradients that were put off: the layer, the function; None: none are.
+        weight, cuts: the whole weight, and the functions that cut a rank's parts of weight and bias.
+        weight_is_given: whether each call passes the weight.
+        main_grad: dtype of the buffer to which weight gradients are added; None: there is none.
+        drains: "layer" or "function", which computes deferred weight gradients; None: none are deferred.
         loaded: whether the layer is a copy of another, or has loaded its state.
         made: the layer of this rank, once it is made.
-        dispatched: another does what the layer would communicate, as the dispatcher of tokens to experts does.
-        sequence: each rank has its slice of dim 0.
+        dispatched: whether other code communicates for the layer, as the dispatcher of tokens to experts does.
+        sequence: whether each rank has its slice of dim 0.
     """
 
     column: bool
@@ -117,7 +117,7 @@ class _Drawn:
         return layer
 
     def call(self, x: Tensor) -> Tensor:
-        """The output, with its bias, of whole tokens or slices; all that is communicated beside the layer is here."""
+        """Call the layer on whole tokens or slices, with all communication beside it; return the output with bias."""
         layer = self.made
         if self.dispatched and self.column:
             x = (
@@ -144,7 +144,7 @@ class _Drawn:
         return y if bias is None or self.gathers else y + bias
 
     def finish(self) -> None:
-        """Do what Megatron does after a backward pass: deferred gradients, and the sum of gradients of slices."""
+        """Complete gradients as Megatron does after backward: compute deferred ones, and sum those of slices."""
         layer, weight = self.made, self.made.used_weight
         if self.drains == "layer":
             layer.backward_dw()

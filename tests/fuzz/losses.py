@@ -1,4 +1,4 @@
-"""Cases of the losses of policies from hidden states, against formulas of whole tensors.
+"""Cases of policy losses from hidden states, against formulas on whole tensors.
 
 Legend: B rows, S positions, V vocabulary.
 """
@@ -20,7 +20,7 @@ from tests.fuzz.draw import Draw, Vocabulary
 
 @dataclass
 class Rows:
-    """Inputs of a loss of log-probabilities, `[B, S]` each: labels, weights of tokens, other policies' numbers."""
+    """Inputs of a loss of log-probabilities, `[B, S]` each: labels, token weights, numbers of other policies."""
 
     labels: Tensor
     mask: Tensor | None
@@ -34,7 +34,7 @@ class Rows:
 
 
 def over(x: Tensor, count: Tensor) -> Tensor:
-    """0 where nothing counts."""
+    """Return `x / count`, and 0 where `x` and `count` are 0."""
     return x / count.clamp(min=1e-8)
 
 
@@ -109,7 +109,7 @@ def _grpo(draw: Draw, rows: Rows) -> Made:
 
 
 def _sample_weights(o: dict[str, Any], rows: Rows) -> Tensor:
-    """Weights of each token, or `[B, 1]` of each row, for what the generator's log-probabilities are off by."""
+    """Return importance weights against the generator's log-probabilities, of each token or `[B, 1]` of each row."""
     apart, w = rows.others["old_log_probs"] - rows.others["sampling_log_probs"], rows.weights
     level, _, cut = o.get("sampling_correction", "token_truncate").partition("_")
     of_row = (apart * w).sum(1, keepdim=True)
@@ -176,9 +176,9 @@ def _pair_loss(draw: Draw, rows: Rows) -> Made:
 
 
 def magnified(log_probs: Tensor, weights: Tensor) -> float:
-    """Factor by which the error of a row's mean log-probability grows in its log odds, at most: 1 / (1 - p).
+    """Return the largest factor by which the error of a row's mean log-probability grows in its log odds, 1 / (1 - p).
 
-    That is the derivative of `log(p / (1 - p))` by `log p`: where p is nearly 1, no sum of it keeps more digits.
+    The factor is the derivative of `log(p / (1 - p))` by `log p`: where p is nearly 1, no algorithm keeps more digits.
     """
     means = row_means(log_probs, weights)[(weights > 0).any(1)]
     return max((1 / -torch.expm1(means).clamp(max=-torch.finfo(means.dtype).tiny)).tolist(), default=1.0)
@@ -224,7 +224,8 @@ def _rows(draw: Draw, vocabulary: Vocabulary, log_probs: Callable[[Tensor], Tens
 
 
 def of_policies(draw: Draw) -> Case:
-    """GRPO and its variants, DPO, SimPO, ORPO and KTO, in fp64: a rounding must not carry a ratio over its bound."""
+    """Draw a case of GRPO and its variants, DPO, SimPO, ORPO or KTO, in fp64, so that no rounding carries a ratio over
+    its bound."""
     sequence_first = draw.one_of("sequence_first", False, True)
     layout = draw.one_of("layout", "replicated", "sequence")
     rows_count, positions = 2 * draw.integer(1, 2), draw.integer(1, 5)

@@ -1,7 +1,7 @@
-"""Cases of the mappings between ranks: of each, what ranks hold before and after it, as a function of all of it.
+"""Cases of the mappings between ranks: each mapping as a function from all ranks' inputs to all ranks' outputs.
 
-Ranks hold the same ("whole"), pieces of it, or each another tensor ("each", stacked here along a dim of their own).
-With that, autograd's gradient of the function is what the mapping's backward must give.
+Ranks hold the same tensor ("whole"), pieces of one, or each another tensor ("each", stacked here along an own dim). The
+mapping's backward must return autograd's gradient of the function.
 """
 
 from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ def mapping(draw: Draw) -> Case:
 
 
 def all_to_all(draw: Draw) -> Case:
-    """Every rank sends to every other one as many rows as were drawn; or equal pieces."""
+    """Draw a case of all-to-all, in which ranks send each other drawn numbers of rows, or equal pieces."""
     ranks, dtype, width = draw.ranks, draw.dtype(), draw.integer(1, 4)
     equal = draw.one_of("equal", True, False)
     rows = draw.integer(0, 3)

@@ -1,6 +1,6 @@
-"""Cases of NeMo-RL's names, with ranks that share the vocabulary, the sequence, or both.
+"""Cases of functions with NeMo-RL's names, on ranks that share the vocabulary, the sequence, or both.
 
-Legend: B sequences, S tokens of each, P positions with padding behind, V vocabulary.
+Legend: B sequences, S tokens of each, P positions of each with padding at the end, V vocabulary.
 """
 
 import math
@@ -32,10 +32,10 @@ class Problem:
 
     Attributes:
         tokens: `[B, S]`, unshifted, as the functions take them.
-        positions: P: what is shared by the context-parallel ranks; S and padding behind.
-        rows: of `[B, P]`, a number for each position's next token: what the functions return.
-        call: what a pack needs to be said beside its tokens.
-        joins: how often the context-parallel ranks exchange what is returned, and backward its gradient.
+        positions: P, the positions that the context-parallel ranks share: S and padding.
+        rows: function from `[B, P]`, a number for each position's next token, to the functions' result.
+        call: arguments that describe a pack beside its tokens.
+        joins: the number of exchanges of results over the context-parallel ranks, and of their gradients in backward.
     """
 
     grid: Grid
@@ -53,7 +53,7 @@ def _grid_of(draw: Draw) -> Grid:
 
 
 def _marked(draw: Draw, tokens: Tensor) -> Tensor:
-    """Some tokens that stand for none."""
+    """Replace some tokens by -1 or -100, which stand for no token."""
     none = torch.rand(tokens.shape, generator=draw.generator) < draw.one_of("no token", 0.0, 0.0, 0.3)
     return tokens.masked_fill(none, draw.random.choice([-1, -100]))
 
@@ -130,7 +130,8 @@ def _shared(problem: Problem) -> dict[str, Any]:
 def _sent(
     problem: Problem, sampling: dict[str, Any], chunk: int | None, head: tuple[int, int] = (1, 0), results: int = 1
 ) -> tuple[int, int]:
-    """Collectives forward and backward, `head` over the vocabulary; of top-p alone 1 more, or 1 and 1 a chunk."""
+    """Return the collectives of forward and backward, of which `head` are over the vocabulary; top-p without top-k adds
+    1 to forward, or with a chunk size 1 and 1 for each chunk."""
     forward, backward = head
     if sampling.get("top_k", -1) in (None, -1, 0) and sampling.get("top_p", 1.0) < 1:
         held = problem.positions // problem.grid.cp
@@ -141,7 +142,7 @@ def _sent(
 
 
 def from_logits(draw: Draw) -> Case:
-    """`from_parallel_logits_to_logprobs`, and that of packed sequences."""
+    """Draw a case of `from_parallel_logits_to_logprobs` or its form for packed sequences."""
     columns = draw.integer(1, 8)
     vocabulary = columns * draw.ranks  # divides by every tensor-parallel size
     problem, sampling = _problem(draw, vocabulary), _sampling(draw)
@@ -190,7 +191,7 @@ def from_logits(draw: Draw) -> Case:
 
 
 def from_hidden(draw: Draw) -> Case:
-    """`from_parallel_hidden_states_to_logprobs`; in 16 and 32 bits with integers alone, whose logits are exact."""
+    """Draw a case of `from_parallel_hidden_states_to_logprobs`, in 16 and 32 bits with integers, of exact logits."""
     vocabulary, width = draw.integer(1, 8) * draw.ranks, draw.integer(1, 8)
     layout = draw.one_of("layout", "sequence", "replicated")
     problem = _problem(draw, vocabulary, draw.ranks if layout == "sequence" else 1)
@@ -264,7 +265,7 @@ def from_hidden(draw: Draw) -> Case:
 
 
 def at_ids(draw: Draw) -> Case:
-    """Logits of chosen ids, and a student's log-probabilities at a teacher's likeliest ones."""
+    """Draw a case of logits at chosen ids, or of a student's log-probabilities at a teacher's likeliest ids."""
     kind = draw.one_of("of", "gather", "distillation", "distillation, whole")
     vocabulary, k = draw.integer(1, 8) * draw.ranks, draw.integer(1, 4)
     grid = _grid_of(draw)

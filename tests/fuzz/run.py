@@ -1,4 +1,4 @@
-"""Runs cases on this rank. A finding says how to run it again."""
+"""Run cases on this rank; the message of a finding has the command that runs it again."""
 
 import os
 import sys
@@ -46,13 +46,13 @@ STUCK_S = 120  # a case takes milliseconds
 
 
 def run(seed: int, first: int, cases: int, only: str = "") -> None:
-    """Cases `first` up to `first + cases` of a seed, on the ranks of the default group.
+    """Run the cases `first` to `first + cases - 1` of a seed, on the ranks of the default group.
 
     Args:
-        only: the kinds whose name ("layers.linear") has this in it; "": all.
+        only: run kinds whose name ("layers.linear") contains this text; "": all kinds.
 
     Raises:
-        AssertionError: the first that is not right, with what was drawn and the command that runs it alone.
+        AssertionError: a case is wrong; the message has its draws and the command that runs it alone.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     kinds = [kind for kind in KINDS if only in f"{kind.__module__.removeprefix('tests.fuzz.')}.{kind.__name__}"]
@@ -81,6 +81,6 @@ def command(seed: int, number: int, ranks: int, only: str) -> str:
 
 
 def _end(again: str) -> None:
-    """Ends the process where a case never does: ranks that wait for each other."""
+    """End the process after a case that hangs, since ranks wait for each other."""
     print(f"a case hangs: {again}", file=sys.stderr, flush=True)
     os._exit(1)

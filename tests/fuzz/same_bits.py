@@ -1,7 +1,7 @@
 """Cases of `bits="batch"` and "tensor_parallel": the same tokens read in other arrangements have the same bits.
 
-Other tokens stand beside them, in another order and other leading dims, the layout, the chunks, what is kept for
-backward, and for "tensor_parallel" the number of ranks are others. No truth in fp64 is asked: `heads.read` has that.
+Arrangements differ in the other tokens, the order and leading dims, the layout, the chunks, the cache, and for
+"tensor_parallel" the number of ranks. Results are not compared with fp64, which `heads.read` does.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +29,12 @@ DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.flo
 
 @dataclass
 class _Arrangement:
-    """Order, layout and ranks in which tokens are read.
+    """The order, layout and ranks in which tokens are read.
 
     Attributes:
-        at: `[N]`, which of all tokens, in what order.
-        ranks: how many share the vocabulary; the others read the same beside them.
-        counts: `[N]`, bool: others are left out; None: none is.
+        at: `[N]`, the indices of the tokens among all tokens, in order.
+        ranks: the number of ranks that share the vocabulary; further groups of ranks read the same.
+        counts: `[N]` bool, False for tokens that are left out; None: none is.
     """
 
     at: Tensor
@@ -62,11 +62,11 @@ class _Arrangement:
         return arranged
 
     def slice(self, x: Tensor) -> Tensor:
-        """This rank's hidden states of `x`, those of all tokens."""
+        """Return this rank's part of the hidden states `x` of all tokens."""
         return x if self.layout == "replicated" or self.ranks == 1 else x.chunk(self.ranks)[dist.get_rank(self.group)]
 
     def joined(self, x: Tensor) -> Tensor:
-        """The slices of all ranks along dim 0."""
+        """Gather the slices of all ranks along dim 0."""
         if self.ranks == 1:
             return x
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
@@ -80,7 +80,7 @@ class _Arrangement:
 
 @dataclass
 class _Sharding:
-    """The columns of this rank: those of a drawn vocabulary, or the eighths of one for any number of ranks."""
+    """The shard of this rank: of a drawn vocabulary, or, for any number of ranks, of one divided into eighths."""
 
     bits: str
     vocabulary: Vocabulary
@@ -93,7 +93,7 @@ class _Sharding:
         return VocabShard(start, start + columns, self.vocabulary.size)
 
     def rows(self, x: Tensor, ranks: int) -> Tensor:
-        """This rank's rows of `[V, ...]`, with rows that do not count where the last eighths end before the others."""
+        """Return this rank's rows of `[V, ...]`, padded by rows that do not count if the last eighths are shorter."""
         shard = self.shard(ranks)
         mine = x[shard.start : shard.stop]
         return torch.cat([mine, mine.new_ones(shard.stop - shard.start - len(mine), *mine.shape[1:])])
@@ -115,13 +115,13 @@ class _Problem:
         return side.head(tensors, way.group, way.layout, vocab=shard, bits=self.bits, **options)
 
     def _mine(self, side: Side, way: _Arrangement, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """This rank's hidden states, and its parts of the tensors of its head."""
+        """Return this rank's hidden states, and its parts of the head's tensors."""
         cuts = side.cuts(lambda x, _: self.sharding.rows(x, way.ranks))
         parts = [cut(x, way.ranks) for x, cut in zip(side.tensors, cuts, strict=True)]
         return [x.detach().clone() for x in (way.slice(of(side.hidden)), *parts)]
 
     def read(self, way: _Arrangement) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Results and dx, `[N, ...]` each; the other gradients, whole where bits are those of any number of ranks."""
+        """Return results and dx, `[N, ...]` each, and the other gradients, unsharded for "tensor_parallel" bits."""
         of = way.of()
         hidden, *tensors = (x.requires_grad_() for x in self._mine(self.student, way, of))
         teacher = None

@@ -1,4 +1,4 @@
-"""Cases of attention over context-parallel ranks, and of which token comes next and lies where."""
+"""Cases of attention over context-parallel ranks, of next tokens, and of the division of packs over ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def cumulative(lengths: Sequence[int]) -> Tensor:
 
 
 def packing(draw: Draw, multiple: int, longest: int = 6) -> Packing:
-    """Documents of any length, padded to a multiple and maybe further."""
+    """Draw documents of any length, padded to a multiple of `multiple` and maybe further."""
     lengths = [draw.integer(0, longest) for _ in range(draw.integer(1, 4))]
     places = [(-(-n // multiple) + (draw.integer(0, 1) if draw.chance(0.2) else 0)) * multiple for n in lengths]
     if not sum(places):
@@ -88,7 +88,7 @@ _WINDOWS = [(None, None), (None, 0), (None, 0), (0, 0), (3, 0), (2, 2), (None, 1
 
 
 def places_of_tokens(draw: Draw) -> Case:
-    """`next_tokens` and `thd_partition_indices` of packs, written out document by document."""
+    """Draw a case of `next_tokens` and `thd_partition_indices` of packs, with the truth computed by document."""
     ranks = draw.ranks
     multiple = 2 * ranks if ranks > 1 else 1
     pack = packing(draw, multiple)

@@ -1,4 +1,4 @@
-"""Cases of NeMo-RL's functions of a sharded vocabulary alone: softmax, entropy, argmax, columns, top-k."""
+"""Cases of NeMo-RL's functions with a sharded vocabulary only: softmax, entropy, argmax, columns, top-k."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -104,8 +104,8 @@ def _sampled_log_probs(z: Tensor, own: dict[str, Any], group: Any) -> Tensor:
 
 
 class _Kind(NamedTuple):
-    """The truth, the call, whether results are pieces of the vocabulary, how many of them have a gradient, and how many
-    collectives there are forward and backward."""
+    """The truth, the call, whether results are sharded, the number of results with a gradient, and the numbers of
+    collectives in forward and backward."""
 
     truth: Callable
     call: Callable

@@ -1,6 +1,6 @@
-"""Random calls of the public functions against fp64. FUZZ_SEED in the environment chooses the seed of the many.
+"""Random calls of the public functions against fp64; FUZZ_SEED in the environment is the seed of the slow test.
 
-`python -m tests.fuzz` draws new ones each time.
+`python -m tests.fuzz` draws new cases each time.
 """
 
 import os

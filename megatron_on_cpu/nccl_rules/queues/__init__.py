@@ -1,1 +1,1 @@
-"""Communicators as queues: launches that run in order over connections between all ranks, and what goes wrong."""
+"""Communicators as queues: launches that run in order over connections between all ranks, and reports of faults."""

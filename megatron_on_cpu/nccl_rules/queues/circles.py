@@ -1,9 +1,9 @@
 """Circles of three and more communicators, in the order in which ranks launch operations of them.
 
 Rank 0 launches A and then B, rank 1 B and then C, rank 2 C and then A, and none waits in between: no two ranks differ
-in what both launch, and still each kernel may hold what the next one needs. Each rank tells the others what it launched
-behind what, in the headers of its later messages, and passes on what it was told; whoever knows all steps of a circle
-finds it. That is at the latest when an operation of all ranks follows.
+in the order of what both launch, and still each kernel may hold what the next one needs. Each rank tells the others
+its steps (which operation it launched behind which) in the headers of its later messages, and passes on those of other
+ranks. A rank that knows all steps of a circle reports it, at the latest when an operation of all ranks follows.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ class Step(NamedTuple):
     """A rank launched one operation while another one that it had not waited for was under way."""
 
     rank: int
-    first: str  # the operations, see `Launch.name`
+    first: str  # names of the operations, see `Launch.name`
     then: str
     first_described: str
     then_described: str
@@ -28,22 +28,22 @@ class LaunchCircles:
 
     def __init__(self, rank: int):
         self._rank = rank
-        self._steps: deque[tuple[int, Step]] = deque()  # with the rank that told it, the oldest first
+        self._steps: deque[tuple[int, Step]] = deque()  # with the rank that told the step, oldest first
         self._forgotten = 0
-        self._told: dict[int, int] = {}  # by peer: how many steps were looked at for it
+        self._told: dict[int, int] = {}  # by peer: the number of steps up to its last `news`
         self._after: dict[str, dict[str, Step]] = {}  # by the first operation, then by the second
 
     def news(self, peer: int) -> list[Step]:
-        """Steps that `peer` may not know, the first time that this is asked."""
+        """Return the steps added since the last call for `peer`, without those that `peer` took or told."""
         start = max(self._told.get(peer, 0) - self._forgotten, 0)
         self._told[peer] = self._forgotten + len(self._steps)
         new = [self._steps[at] for at in range(start, len(self._steps))]
         return [step for source, step in new if peer not in (source, step.rank)]
 
     def learn(self, source: int, steps: Iterable[Step]) -> list[Step] | None:
-        """The circle of at least three communicators that one of these steps, told by rank `source`, closes.
+        """Add steps told by rank `source`; return the circle of three or more communicators that they close, or None.
 
-        A circle of messages alone is none: each rank sends to the next one before it receives, as rings do.
+        A circle of messages alone is no hazard: in rings each rank sends to the next one before it receives.
         """
         found = None
         for step in steps:
@@ -66,7 +66,7 @@ class LaunchCircles:
                 del self._after[old.first]
 
     def _way(self, start: str, end: str) -> list[Step] | None:
-        """The fewest steps that lead from operation `start` to `end`."""
+        """Return the fewest steps that lead from operation `start` to `end`, or None."""
         came_by: dict[str, Step] = {}
         reached = deque([start] if start in self._after else [])
         while reached and end not in came_by:
@@ -83,7 +83,7 @@ class LaunchCircles:
 
 
 def _is_hazard(circle: list[Step]) -> bool:
-    """Tell whether a circle may hang: by the operations at which it passes to another rank, not those of one rank."""
+    """Tell whether a circle may hang; only the operations count at which it passes from one rank to another."""
     names = [step.then for step, after in zip(circle, circle[1:] + circle[:1], strict=True) if step.rank != after.rank]
     communicators, channels, _ = zip(*(name.rsplit(" ", 2) for name in names), strict=True)
     return len(set(communicators)) > 2 and "all" in channels

@@ -1,4 +1,4 @@
-"""Runs the queues of a rank's communicators, and notices when waiting has no end."""
+"""The engine of a rank: it runs the queues of its communicators, and detects waits that cannot end."""
 
 import threading
 import time
@@ -17,10 +17,10 @@ from megatron_on_cpu.nccl_rules.queues.threads import Threads
 from megatron_on_cpu.nccl_rules.queues.transport import Header, Transport
 from megatron_on_cpu.nccl_rules.rules import NcclRules
 
-_PATIENCE_S = 0.5  # how long nothing happens before ranks are asked what they wait for, at first and at most
-_LEAST_OFTEN_S = 4.0
-_REPLIES_S = 2.0
-_STALL_S = 30.0  # how long a rank waits before it warns, once, that others may wait for its program
+_PATIENCE_S = 0.5  # the first time without progress after which ranks are asked what they wait for; it doubles
+_LEAST_OFTEN_S = 4.0  # up to this time
+_REPLIES_S = 2.0  # the time that ranks have to answer
+_STALL_S = 30.0  # the wait after which a rank warns, once, that others may wait for its program
 
 
 class CommunicationHang(dist.DistBackendError):
@@ -28,26 +28,26 @@ class CommunicationHang(dist.DistBackendError):
 
 
 class StallWarning(UserWarning):
-    """A rank has waited for long, and the wait is not known to be a hang."""
+    """A rank has waited for long, and no hang was found."""
 
 
 class CommunicationMismatch(dist.DistBackendError):
-    """Ranks launched different operations as the same one."""
+    """Ranks launched different operations at the same place in the order of a communicator."""
 
 
 _FAILURES = {kind.__name__: kind for kind in (CommunicationHang, CommunicationMismatch, LaunchOrderHazard)}
 
 
 class Engine:
-    """The communicators of one rank of a world, which meets by `store`. Ranks are those of this world throughout."""
+    """The communicators of one rank of a world, whose ranks meet by `store`; all ranks are numbers in this world."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, rules: NcclRules):
         self.rank, self.size, self.rules, self.closed = rank, size, rules, False
-        self.splitting = False  # a group is made whose split is over
+        self.splitting = False  # whether the group that is made now has been split off already
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._communicators: dict[str, Communicator] = {}
-        # What has come: (communicator, channel, number) -> peer -> header and payload
+        # Messages that have come: (communicator, channel, number) -> peer -> header and payload
         self._arrived: dict[tuple[str, str, int], dict[int, tuple[Header, memoryview]]] = {}
         self._threads = Threads()
         self._to_run: deque[Communicator] = deque()
@@ -62,7 +62,7 @@ class Engine:
             self._transport = Transport(store, rank, size, self._lock, self._receive, self._peer_ended)
 
     def communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """The one of this name; where it is new, this blocks until all of its ranks have come, as in NCCL."""
+        """Return the communicator of this name; if it is new, block until all of its ranks have come, as in NCCL."""
         with self._lock:
             found = self._communicators.setdefault(name, Communicator(name, list(ranks)))
         if not found.made:
@@ -71,7 +71,7 @@ class Engine:
         return found
 
     def split(self, parent: str, ranks: Sequence[int], child: str) -> str:
-        """Block until all `ranks` of the group `parent` have come to split the group `child` off it; name the split."""
+        """Block until all `ranks` of group `parent` have come to split off group `child`; return the split's name."""
         with self._lock:
             splits = self._communicators.setdefault(f"{parent} splits", Communicator(f"{parent} splits", list(ranks)))
         self._meet(splits, f"the split of group {child} off group {parent}, to which all of its ranks have to come,")
@@ -84,7 +84,7 @@ class Engine:
         self.wait(self.launch(communicator, [part], what))
 
     def launch(self, communicator: Communicator, parts: list[Part], what: str) -> Launch:
-        """Append to the communicator's queue; returns at once."""
+        """Append a launch to the communicator's queue, and return it without waiting."""
         launch = Launch(what, parts, communicator, lines_of_caller())
         with self._lock:
             self._raise_failure()
@@ -104,9 +104,10 @@ class Engine:
         """Block until `launch` is complete.
 
         Raises:
-            CommunicationHang: it never will be.
+            CommunicationHang: the launch can never complete.
             CommunicationMismatch: ranks launched different operations.
-            torch.distributed.DistBackendError: `timeout_s` are over.
+            LaunchOrderHazard: a rank found one, with the order "raise".
+            torch.distributed.DistBackendError: the launch was not complete within `timeout_s` seconds.
         """
         start, patience = time.monotonic(), _PATIENCE_S
         deadline, stalled = start + timeout_s, start + _STALL_S
@@ -135,7 +136,7 @@ class Engine:
             self._order.waited_for(launch)
 
     def close(self) -> None:
-        """End, once what this rank has launched is complete."""
+        """End, once all launches of this rank are complete."""
         try:
             for communicator in list(self._communicators.values()):
                 if communicator.queue and self._failure is None:
@@ -149,10 +150,10 @@ class Engine:
         self.closed = True
         self._transport.abort()
 
-    # Running what is launched. The lock is held from here on.
+    # Running the launches. The methods from here on are called with the lock held.
 
     def _run(self, communicator: Communicator) -> None:
-        """Go on with its queue, and with those that this lets go on. What is sent on the way may call this again."""
+        """Run its queue as far as it goes, then those of calls made meanwhile: a message sent may call this again."""
         self._to_run.append(communicator)
         if len(self._to_run) > 1:
             return
@@ -211,7 +212,7 @@ class Engine:
             self._settle(part, launch, peer)
 
     def _settle(self, part: Part, launch: Launch, peer: int) -> None:
-        """`peer` has ended, and its message is lost: no fault if one of the two did not wait for the other."""
+        """Count a lost message to `peer`, which has ended, as sent if one of the two does not wait for the other."""
         header, _ = self._arrived.get((launch.communicator.name, part.theirs, part.number), {}).get(peer, ({}, b""))
         if peer not in part.needs or not header.get("needs", True):
             part.lost.discard(peer)
@@ -247,7 +248,7 @@ class Engine:
         launch.done = True
         self._changed.notify_all()
 
-    # What comes from other ranks.
+    # Messages from other ranks.
 
     def _receive(self, peer: int, header: Header, payload: memoryview) -> None:
         if "ask" in header:
@@ -292,14 +293,14 @@ class Engine:
             self._settle(part, launch, peer)
         self._changed.notify_all()
 
-    # What goes wrong.
+    # Failures and hangs.
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
 
     def _fail(self, failure: Exception) -> None:
-        """All that is launched, and will be, ends with `failure`."""
+        """Let all launches, present and later ones, end with `failure`."""
         if self._failure is None:
             self._failure = failure
             for communicator in self._communicators.values():
@@ -316,9 +317,9 @@ class Engine:
         self._fail(failure)
 
     def _look_for_hang(self) -> dict[int, hangs.State] | None:
-        """Ask all ranks twice. What waits both times, and did nothing in between, waited at the same time.
+        """Ask all ranks twice for their states: ranks that wait both times without progress wait at the same time.
 
-        Returns what they said if there is no hang.
+        Returns the states if there is no hang.
         """
         first = self._ask()
         if first is None or hangs.report(first, self.rank) is None:

@@ -1,9 +1,9 @@
 """Detection of hangs: whether a wait can ever end, from the states of all ranks, and the report of a hang.
 
-A state is what a rank says of itself: `progress`, which grows with all that it does; `ended`; `threads`, what each of
-the threads that have launched something waits for, (communicator, place in its queue), or None for one that runs, and
-`running`, the lines of code that these are at; and for each communicator the launches in its queue and how many parts
-of each channel have started.
+A rank describes its state by `progress`, a count that grows with all that it does; `ended`; `threads`, for each thread
+that may launch something the launch it waits for, as (communicator, place in its queue), or None for a thread that
+runs; `running`, the lines of code at which the running threads are; and `communicators`, for each the launches in its
+queue and the number of parts of each channel that have started.
 """
 
 from collections.abc import Container, Mapping
@@ -18,7 +18,7 @@ ENDED: State = {"progress": 0, "ended": True, "threads": [], "running": [], "com
 
 
 def queue_state(communicator: Communicator, arrived: Mapping[tuple[str, str, int], Container[int]]) -> dict[str, Any]:
-    """Describe a communicator of this rank; `arrived` has the peers that have come, by its name, channel and number."""
+    """Describe a communicator of this rank; `arrived` has the peers that came, by (communicator, channel, number)."""
 
     def part_state(part: Part) -> dict[str, Any]:
         came = arrived.get((communicator.name, part.theirs, part.number), ())
@@ -37,7 +37,7 @@ def queue_state(communicator: Communicator, arrived: Mapping[tuple[str, str, int
 
 @dataclass(frozen=True)
 class Node:
-    """A launch in the queue of a rank's communicator, or (without communicator) the rank's program."""
+    """A launch in the queue of a rank's communicator, or the rank's program (`communicator` is "")."""
 
     rank: int
     communicator: str = ""
@@ -45,11 +45,11 @@ class Node:
 
 
 class Waits:
-    """The graph of waits between all ranks. A program that runs may launch anything; all else has to follow."""
+    """The graph of waits between all ranks; a program that runs may launch anything, and so end waits of others."""
 
     def __init__(self, states: dict[int, State]):
         self._states = states
-        self._ends: set[Node] = set()  # what can go on
+        self._ends: set[Node] = set()  # nodes that can go on
         nodes = [Node(rank) for rank in states]
         nodes += [
             Node(rank, name, place)
@@ -64,7 +64,7 @@ class Waits:
         return node not in self._ends
 
     def waits_for(self, node: Node) -> list[Node]:
-        """The nodes that have to go on before `node` does. The node itself where nothing can help it."""
+        """Return the nodes that have to go on before `node` does; for the program of a rank that has ended, itself."""
         return [needed for needed in self._needs(node) if needed not in self._ends]
 
     def _needs(self, node: Node) -> list[Node]:
@@ -90,7 +90,7 @@ class Waits:
         return needed
 
     def _meeting(self, peer: int, name: str, channel: str, number: int) -> Node | None:
-        """The node that rank `peer` needs to come to part `number` of `channel`, None if it has come."""
+        """Return the node that must go on before rank `peer` starts part `number` of `channel`; None if none must."""
         state = self._states[peer]
         communicator = state["communicators"].get(name)
         if communicator is not None:
@@ -104,7 +104,7 @@ class Waits:
     def circle(self, start: Node) -> list[Node]:
         """Return the circle of nodes, each waiting for the next one, that is reached from `start`.
 
-        If the way from `start` leads to a rank that has ended, the whole way is returned, with this rank last."""
+        If the path from `start` leads to a rank that has ended, return the whole path, with this rank last."""
         path: list[Node] = []
         node = start
         while node not in path:
@@ -140,7 +140,7 @@ def report(states: dict[int, State], start: int) -> str | None:
 
 
 def stall(states: dict[int, State], start: int, what: str) -> str:
-    """The sentences of a warning that rank `start` waits for `what`, and where the programs of the others are."""
+    """Return a warning that rank `start` waits for `what`, with the lines at which the programs of all ranks are."""
     lines = [
         f"rank {start} has waited for long for {what}. A wait blocks the program here, on a GPU only the current "
         "stream: if another rank waits for a signal of this one over the store or gloo, the program may be right there."

@@ -1,8 +1,8 @@
-"""Comparison of the orders in which ranks launch operations of several communicators in the same order.
+"""Comparison of the orders in which ranks launch operations of several communicators.
 
-Kernels of two communicators that run at once may each hold what the other needs. Their order has to be the same on
-every rank they share, unless the program waits for the first before it launches the second; and orders of more than
-two communicators must not go round.
+Kernels of two communicators that run at once may each hold what the other needs. Two operations have to be launched in
+the same order on every rank they share, unless the program waits for the first before it launches the second; and the
+orders of more than two communicators must not form a circle.
 """
 
 import warnings
@@ -12,7 +12,7 @@ from megatron_on_cpu.nccl_rules.queues.circles import LaunchCircles, Step, in_wo
 from megatron_on_cpu.nccl_rules.queues.launches import MADE, Launch
 
 _KEPT = 4096  # parts whose launch is remembered
-_UNDER_WAY = 64  # launches that are not waited for, likewise
+_UNDER_WAY = 64  # launches that are not waited for and are remembered
 
 
 class LaunchOrderHazard(RuntimeError):
@@ -20,7 +20,7 @@ class LaunchOrderHazard(RuntimeError):
 
 
 class LaunchOrderWarning(UserWarning):
-    """Warning of what `LaunchOrderHazard` raises."""
+    """Warning of a `LaunchOrderHazard`, given with the order "warn"."""
 
 
 class LaunchOrder:
@@ -30,11 +30,11 @@ class LaunchOrder:
         self._mode, self._rank = mode, rank
         self._circles = LaunchCircles(rank)
         self._under_way: dict[int, Launch] = {}  # not waited for, by number
-        self._numbers: dict[str, tuple[int, str]] = {}  # of each part: its launch's number and description
+        self._numbers: dict[str, tuple[int, str]] = {}  # by the part's name: its launch's number and description
         self._told: set[tuple[str, ...]] = set()
 
     def launched(self, launch: Launch) -> LaunchOrderHazard | None:
-        """Returns the hazard where it is to be raised, as do all of these methods."""
+        """Record a launch. Like `heard` and `compare`, return the hazard if it is to be raised."""
         if self._mode == "ignore" or launch.parts[0].mine == MADE:
             return None
         for other in self._under_way.values():
@@ -54,11 +54,11 @@ class LaunchOrder:
         return self._learn(self._rank, steps)
 
     def news(self, peer: int) -> list[Step]:
-        """Orders of launches that the next message to `peer` carries."""
+        """Return the steps that the next message to `peer` carries."""
         return self._circles.news(peer)
 
     def heard(self, peer: int, header: dict[str, Any]) -> LaunchOrderHazard | None:
-        """The news in a message of `peer`."""
+        """Take in the steps that a message of `peer` carries."""
         return self._learn(peer, [Step(*step) for step in header["news"]])
 
     def _steps(self, launch: Launch) -> list[Step]:
@@ -89,7 +89,7 @@ class LaunchOrder:
             del self._under_way[number]
 
     def compare(self, peer: int, header: dict[str, Any], part_name: str) -> LaunchOrderHazard | None:
-        """`header` is of a part that both ranks have launched."""
+        """Compare this rank's order with that in the `header` of a message of `peer` for part `part_name`."""
         here = self._numbers.get(f"{header['communicator']} {part_name}")
         for name, theirs in header["before"] if here is not None else ():
             assert here is not None
@@ -107,7 +107,7 @@ class LaunchOrder:
         return None
 
     def _hazard(self, text: str, lines: tuple[str, ...]) -> LaunchOrderHazard | None:
-        """Warns once of the same lines, where it is not to be raised."""
+        """Return the hazard in the mode "raise"; otherwise warn, once for the same lines, and return None."""
         if self._mode == "raise":
             return LaunchOrderHazard(text)
         if lines not in self._told:

@@ -1,7 +1,7 @@
-"""The threads of a rank's program: what those that launch wait for, and which of them nothing can wake.
+"""The threads of a rank's program: the launches that they wait for, and the threads that nothing can wake.
 
 A thread of a pool that has no work, or one that waits for another thread's result, launches nothing unless a thread of
-this process wakes it. It is idle here where all threads of the process wait, and none of them by a clock.
+this process wakes it. Such threads are idle; where every thread is idle or waits for a launch, none can launch more.
 """
 
 import sys
@@ -12,14 +12,14 @@ from types import FrameType
 
 from megatron_on_cpu.nccl_rules.queues.launches import Launch, lines_from
 
-_IDLE_S = 0.9  # how long a thread has to have waited at one place to be idle: it may have been woken just now
+_IDLE_S = 0.9  # the wait at one place after which a thread is idle: in a shorter one it may have been woken just now
 _OURS = "nccl-rules"  # the name of the backend's own thread
-# Functions that wait for another thread, and for how long: None and -1 are for ever.
+# Functions that wait for another thread, as (module, name); a `timeout` of None or -1 in them is for ever.
 _WAITS = {("threading", "wait"), ("threading", "join"), ("threading", "_wait_for_tstate_lock"), ("thread", "_worker")}
 
 
 class Threads:
-    """Threads of this process; `waits` has those that have launched something, with the launch that each waits for."""
+    """Threads of this process; `waits` has, for each that has launched something, the launch it waits for or None."""
 
     def __init__(self) -> None:
         self.waits: dict[int, Launch | None] = {}
@@ -29,7 +29,8 @@ class Threads:
         self.waits.setdefault(thread, None)
 
     def states(self) -> tuple[list[Launch | None], list[str]]:
-        """The launches that threads wait for, None for each thread that may launch more, and where the latter are."""
+        """Return the launches that threads wait for, with a None for each thread that may launch more, and the lines of
+        code at which the latter are."""
         alive = [thread.ident for thread in threading.enumerate() if thread.name != _OURS and thread.ident is not None]
         frames = sys._current_frames()
         waiting = {thread: launch for thread, launch in self.waits.items() if launch is not None and thread in alive}

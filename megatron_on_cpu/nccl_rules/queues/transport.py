@@ -1,7 +1,7 @@
 """Messages between all ranks of a world: a TCP connection for each pair, and one thread of each rank that reads.
 
-gloo's own messages would not do. They move when the receiver asks for them, while here a rank has to learn at any time
-what another one waits for.
+gloo's own messages would not suffice: they move when the receiver asks for them, while here a rank has to learn at any
+time what another one waits for.
 """
 
 import hmac
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-_PREFIX = struct.Struct("<IQ")  # bytes of the header, and of what follows it
-_ALIGNMENT = 16  # the payload starts at a multiple of it, so that a tensor can be made of it where it lies
+_PREFIX = struct.Struct("<IQ")  # the numbers of bytes of the header and of the payload behind it
+_ALIGNMENT = 16  # the payload starts at a multiple of these bytes, so that a tensor can share its memory
 
 _CLOSE_S = 5.0
 
@@ -29,10 +29,10 @@ Gone = Callable[[int], None]
 
 
 class Transport:
-    """The connections of rank `rank` with all others of a world of `size`, which meet by `store`.
+    """The connections of rank `rank` with all other ranks of a world of `size`, which meet by `store`.
 
-    `lock` guards everything; `receive(peer, header, payload)` and `gone(peer)` are called with it held, by the thread
-    of this object, and `send` is called with it held by anyone.
+    `lock` guards everything: `receive(peer, header, payload)` and `gone(peer)` are called with the lock held, and a
+    thread that calls `send` has to hold it.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, lock: Any, receive: Receive, gone: Gone):
@@ -58,7 +58,7 @@ class Transport:
     ) -> None:
         """Send `header` and the bytes of `payload`.
 
-        `sent()` is called once they have left and may be changed, `lost()` instead if the peer has ended before.
+        `sent()` is called once the bytes have left and may be changed, `lost()` instead if the peer has ended before.
         """
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(len(text) + _PREFIX.size) % _ALIGNMENT)
@@ -75,13 +75,13 @@ class Transport:
             self._flush(connection)
 
     def close(self) -> None:
-        """Send what is left, then tell all peers that no more will come. Returns once that is done."""
+        """Send what is left, tell all peers that no more will come, and return, after 5 seconds at the latest."""
         self._closing = True
         self._wake.send(b"x")
         self._flushed.wait(_CLOSE_S)
 
     def abort(self) -> None:
-        """End as the system ends a process: what is left is not sent, what comes is not read."""
+        """End as if the process were killed: messages that are left are not sent, those that come are not read."""
         with self._lock:
             self._closing = True
             self._flushed.set()
@@ -92,7 +92,7 @@ class Transport:
     def _flush(self, connection: "_Connection") -> None:
         try:
             done = connection.flush()
-        except OSError:  # it no longer reads; what it has sent is still to be read
+        except OSError:  # the peer no longer reads; what it has sent is still to be read
             done = True
             connection.drop_output()
         if done != connection.writes_all:
@@ -125,7 +125,7 @@ class Transport:
         self._selector.close()
 
     def _say_goodbye(self) -> None:
-        """Peers that have more to send find this rank reading until they close as well."""
+        """Close this side once all is sent; this rank reads on until the peers close their sides."""
         with self._lock:
             if all(connection.writes_all for connection in self._connections.values()):
                 for connection in self._connections.values():
@@ -144,7 +144,7 @@ class Transport:
 
 
 class _Connection:
-    """A socket that never blocks, what is still to be sent on it, and what has come of the frame that is being read."""
+    """A socket that never blocks, with the output still to be sent and the part of the next frame that has come."""
 
     def __init__(self, peer: int, connected: socket.socket):
         self.peer, self.socket = peer, connected
@@ -157,7 +157,7 @@ class _Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def flush(self) -> bool:
-        """Send what the system takes now. Returns whether that was all."""
+        """Send as much as the system takes now; tell whether that was all."""
         while self.out:
             data, sent, lost = self.out[0]
             try:
@@ -173,14 +173,14 @@ class _Connection:
         return True
 
     def drop_output(self) -> None:
-        """Tell the senders of what is left that it is lost."""
+        """Drop the output that is left, and call the senders' `lost()`."""
         out, self.out = self.out, deque()
         for _, _, lost in out:
             if lost is not None:
                 lost()
 
     def read(self) -> tuple[Header, memoryview] | None:
-        """Read on; returns a frame once it is whole."""
+        """Read what has come; return a frame (header, payload) once it is whole, or None."""
         while True:
             while self._filled < len(self._wanted):
                 try:
@@ -193,7 +193,7 @@ class _Connection:
             frame, self._filled = self._wanted, 0
             if self._header_bytes < 0:
                 self._header_bytes, payload_bytes = _PREFIX.unpack(frame)
-                # The prefix is part of what is aligned.
+                # The alignment of the payload counts from the prefix.
                 self._wanted = memoryview(bytearray(_PREFIX.size + self._header_bytes + payload_bytes))
                 self._filled = _PREFIX.size
                 continue
@@ -203,7 +203,7 @@ class _Connection:
 
 
 def _meet(store: dist.Store, rank: int, size: int) -> dict[int, socket.socket]:
-    """A connection with every other rank. Those of one host meet on its loopback interface."""
+    """Connect with every other rank, over the loopback interface if all ranks are on one host."""
     name = socket.gethostname()
     if rank == 0:
         store.set("key", secrets.token_hex(16))
@@ -224,6 +224,6 @@ def _meet(store: dist.Store, rank: int, size: int) -> dict[int, socket.socket]:
             said = connected.recv(len(key) + 8, socket.MSG_WAITALL)
             if len(said) == len(key) + 8 and hmac.compare_digest(said[: len(key)], key):
                 connections[int(said[len(key) :])] = connected
-            else:  # not one of us
+            else:  # not a rank of this job
                 connected.close()
     return connections

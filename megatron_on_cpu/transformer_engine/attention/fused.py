@@ -1,7 +1,8 @@
-"""Fused attention as cuDNN has it: every layout, mask, bias and softmax, but neither paged caches nor FP8.
+"""Fused attention as cuDNN has it: all masks, biases and kinds of softmax, and all layouts but two kinds.
 
-Work is in fp32, whatever the dtype of the tensors, which may be fp32 too. Backward uses the log-sum-exp and the output
-that it is given. With context parallelism these are those of all keys, where the scores are of a part of them.
+Paged caches and packed queries with keys that are not packed are refused, and so is FP8. Work is in fp32, whatever the
+dtype of the tensors, which may be fp32 too. Backward uses the log-sum-exp and the output that it is given: with context
+parallelism these are of all keys, while the scores are of a part of the keys.
 
 Shapes inside: `[B, H, S, D]`. With packed sequences (THD) the log-sum-exp is `[T, H, 1]`, else `[B, H, S, 1]`.
 """
@@ -41,15 +42,16 @@ _NO_ARRAY_BIAS = (NVTE_Bias_Type.NVTE_NO_BIAS, NVTE_Bias_Type.NVTE_ALIBI)
     "return_max_logit cuda_graph"
 )
 def get_fused_attn_backend(given: Any) -> Any:
-    """The backend for any sequence length, or none."""
+    """Return the backend for any sequence length, or NVTE_No_Backend for FP8 and paged caches."""
     served = is_served(given.q_dtype, given.qkv_layout)
     return NVTE_Fused_Attn_Backend["NVTE_F16_arbitrary_seqlen" if served else "NVTE_No_Backend"]
 
 
 def attend(given: Any) -> list[Any]:
-    """[output, log-sum-exp, seed of the dropout], then bias and offset of the softmax where they are given.
+    """Return [output, log-sum-exp, seed of the dropout], then bias and offset of the softmax where they are given.
 
-    With `return_max_logit` the second is the largest score of each row, followed by the sum of exponentials less it.
+    With `return_max_logit` the log-sum-exp is replaced by the largest score of each row and the sum of `exp(score -
+    largest)`, two tensors.
     """
     packs = _packs(given)
     seed = torch.empty(1, dtype=torch.int64).random_(0, 2**62, generator=given.rng_gen or torch.default_generator)
@@ -66,7 +68,7 @@ def attend(given: Any) -> list[Any]:
 
 
 def gradients(given: Any, dtype: torch.dtype) -> list[Any]:
-    """[gradients of Q, K and V, of the bias or None, of the softmax's offset or None]."""
+    """Return the gradients of [Q, K, V, bias or None, offset of the softmax or None], the first three in `dtype`."""
     lse, rng_state, *extra = given.Aux_CTX_Tensors
     bias = given.Bias = extra.pop(0) if given.bias_type not in _NO_ARRAY_BIAS and extra else None
     offset = given.SoftmaxOffset = extra.pop(0) if has_offset(given) and extra else None
@@ -93,7 +95,7 @@ fused_attn_fwd = taking(_FORWARD)(attend)
 
 @taking(_BACKWARD)
 def fused_attn_bwd(given: Any) -> list[Any]:
-    """Gradients of attention, see `gradients`."""
+    """Return the gradients of attention, see `gradients`."""
     return gradients(given, TORCH_DTYPES[given.dqkv_type])
 
 
@@ -104,7 +106,7 @@ def _packs(given: Any) -> list[Pack]:
 
 
 def _forward(pack: Pack, given: Any, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, largest score of each row, and the sum of exponentials less it, `[B, H, S, 1]`."""
+    """Return the output, and of each row the largest score and the sum of `exp(score - largest)`, `[B, H, S, 1]`."""
     scores = mask_and_bias(pack, given)
     # A packed sequence may be empty: CUDA graphs are captured with lengths of 0.
     top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
@@ -123,7 +125,7 @@ def _forward(pack: Pack, given: Any, keep: Tensor | None) -> tuple[Tensor, Tenso
 def _backward(
     pack: Pack, given: Any, rows: tuple[Tensor, Tensor, Tensor], keep: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys, values, scores before the mask, and of the offset of the softmax in each row."""
+    """Return the gradients of queries, keys, values, masked scores, and of the softmax's offset in each row."""
     out, dout, lse = rows
     scores = mask_and_bias(pack, given)
     seen = scores > float("-inf")
@@ -141,7 +143,7 @@ def _backward(
 
 
 def _keep(pack: Pack, p: float, rng_state: Tensor) -> Tensor | None:
-    """Factors of the probabilities in dropout, the same for the same seed and sequence."""
+    """Return the factors of dropout for the probabilities, the same for the same seed and sequence, or None."""
     if p == 0:
         return None
     generator = torch.Generator().manual_seed(int(rng_state[0]) + pack.index)
@@ -150,7 +152,7 @@ def _keep(pack: Pack, p: float, rng_state: Tensor) -> Tensor | None:
 
 
 def _statistics(packs: list[Pack], found: Sequence[Tensor], q: Tensor) -> Tensor:
-    """`[B, H, S, 1]` of rows of equal length, `[T, H, 1]` of packed ones."""
+    """Join statistics of rows: `[B, H, S, 1]` without packing, `[T, H, 1]` of packed sequences."""
     if not packs[0].packed:
         return found[0]
     full = torch.zeros(q.shape[0], q.shape[1], 1)

@@ -1,4 +1,4 @@
-"""Sequences as attention takes them: out of the layouts of queries, keys and values, and back into them."""
+"""Sequences in the form that attention takes, made from the layouts of queries, keys and values and written back."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +9,16 @@ from torch import Tensor
 from megatron_on_cpu.cuda_graphs import read_by_the_host
 from megatron_on_cpu.transformer_engine.enums import DType, NVTE_QKV_Layout
 
-# Cumulated lengths, where each sequence starts (None: where the one before it ends), and the largest length.
+# (cumulated lengths, start of each sequence (None: the end of the sequence before it), largest length).
 Lengths = tuple[Tensor, Tensor | None, int]
 
 
 @dataclass
 class Pack:
-    """Sequences of one length, `[B, H, S, D]` in fp32: a whole batch, or one of the packed ones.
+    """Sequences of one length, `[B, H, S, D]` in fp32: a whole batch, or one packed sequence.
 
-    `q_lengths` and `kv_lengths`, `[B]`, count the positions that are no padding. Keys have as many heads as queries.
+    `q_lengths` and `kv_lengths`, `[B]`, count the positions that are no padding. Heads of keys and values are repeated
+    to the number of query heads; `groups` is their number before.
     """
 
     index: int
@@ -34,30 +35,30 @@ class Pack:
     kv_rows: Any = None
 
     def heads_first(self, x: Tensor) -> Tensor:
-        """`x`, laid out as the queries."""
+        """Return the part of `x` that belongs to this pack, `[B, H, S, D]`; `x` has the layout of the queries."""
         return _heads_first(x[self.q_rows][None] if self.packed else x, self.q_order)
 
     def statistics(self, x: Tensor) -> Tensor:
-        """`[B, H, S, 1]` of what forward gave for each row."""
+        """Return this pack's part of a statistic of rows that forward has returned, `[B, H, S, 1]`."""
         return x[self.q_rows].view(-1, x.shape[1], 1).transpose(0, 1)[None] if self.packed else x
 
     def ungrouped(self, gradient: Tensor) -> Tensor:
-        """Summed over the query heads that share a head of keys."""
+        """Sum a gradient of keys or values over the query heads that share a head."""
         batch, heads, length, width = gradient.shape
         return gradient.view(batch, self.groups, heads // self.groups, length, width).sum(2)
 
 
 def is_served(dtype: Any, layout: Any) -> bool:
-    """Tell whether this dtype and layout are emulated: FP8 tensors and paged caches are not."""
+    """Tell whether this dtype is not FP8 and this layout not of a paged cache."""
     fp8 = dtype in (DType.kFloat8E4M3, DType.kFloat8E5M2)
     return not fp8 and layout < NVTE_QKV_Layout.NVTE_Paged_KV_BSHD_BSHD_BSHD
 
 
 def pack_of(layout: Any, Q: Tensor, K: Tensor, V: Tensor, of_q: Lengths, of_kv: Lengths) -> list[Pack]:
-    """One for each packed sequence, or one for all.
+    """Return a `Pack` for each packed sequence, or one for the whole batch.
 
     Raises:
-        NotImplementedError: the layout is of a paged cache, or mixes packed and other sequences.
+        NotImplementedError: the layout is of a paged cache, or of packed queries with keys that are not packed.
     """
     q_order, kv_order = _orders(layout)
     if q_order != "thd":
@@ -79,7 +80,7 @@ def pack_of(layout: Any, Q: Tensor, K: Tensor, V: Tensor, of_q: Lengths, of_kv: 
 
 
 def written(packs: list[Pack], parts: Any, full: Tensor, of_queries: bool) -> Tensor:
-    """`parts`, `[B, H, S, D]` each, in `full`, which has the layout of queries or of keys."""
+    """Write `parts`, `[B, H, S, D]` each, into `full`, which has the layout of queries or of keys; return `full`."""
     for pack, part in zip(packs, parts, strict=True):
         if pack.packed:
             full[pack.q_rows if of_queries else pack.kv_rows] = part[0].transpose(0, 1).to(full.dtype)
@@ -110,5 +111,5 @@ def _heads_back(x: Tensor, order: str) -> Tensor:
 
 
 def _repeated(x: Tensor, Q: Tensor) -> Tensor:
-    """A head of keys or values for each head of queries."""
+    """Repeat the heads of keys or values so that each head of queries has its own."""
     return x.repeat_interleave(Q.shape[-2] // x.shape[1], dim=1)

@@ -1,6 +1,7 @@
-"""Packed sequences (THD): halves of each under context parallelism, and their way to a padded batch and back.
+"""Packed sequences (THD): their halves under context parallelism, and their conversion to a padded batch and back.
 
-A rank has two chunks of each sequence, so its halves are chunks. `cu_seqlens` here are this rank's.
+A rank has two chunks of each sequence, which are the halves. `cu_seqlens` has the lengths on this rank, except in
+`thd_get_partitioned_indices`.
 """
 
 from collections.abc import Iterator
@@ -13,26 +14,29 @@ from megatron_on_cpu.cuda_graphs import read_by_the_host
 
 
 def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
-    """The numbers of this rank's tokens, `[total_tokens / world_size]` int32; lengths divide by 2 `world_size`."""
+    """Return the indices of this rank's tokens, `[total_tokens / world_size]` int32.
+
+    `cu_seqlens` has the whole lengths, which must be multiples of 2 `world_size`.
+    """
     if cu_seqlens.dtype != torch.int32:
         raise RuntimeError(f"cu_seqlens is {cu_seqlens.dtype}: it must be torch.int32; convert it")
     return _chunks(cu_seqlens, 2 * world_size, (rank, 2 * world_size - rank - 1)).to(torch.int32)
 
 
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
-    """The first or second half of every sequence, of `[T, ...]` or of two such in one, `[2, T, ...]`."""
+    """Return the first or second half of every sequence, of `[T, H, D]` or of two stacked tensors `[2, T, H, D]`."""
     dim = 0 if tensor.dim() == 3 else 1
     return tensor.index_select(dim, _half(cu_seqlens, half_idx))
 
 
 def thd_second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, lse_packed: bool) -> None:
-    """Adds what a step found for the second halves to the log-sum-exp, in place."""
+    """Add a step's log-sum-exp of the second halves to `lse`, in place, as logarithms of sums."""
     for where, step in _second_halves(lse, lse_per_step, cu_seqlens, lse_packed):
         where.copy_(torch.logaddexp(where, step.to(where.dtype)))
 
 
 def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> Tensor:
-    """The log-sum-exp of second halves, `[H, T/2]` or `[B, H, second_half_lse_seqlen]`."""
+    """Return the log-sum-exp of second halves, `[H, L]` if `lse_packed`, else `[B, H, L]`; L: the last argument."""
     shape = (lse.shape[0], second_half_lse_seqlen) if lse_packed else (*lse.shape[:2], second_half_lse_seqlen)
     found = lse.new_zeros(shape)
     for where, step in _second_halves(lse, found, cu_seqlens, lse_packed):
@@ -49,7 +53,7 @@ def thd_out_correction(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    """Adds the output of a step, `[T, H, D]`, to that of all, weighted by their log-sum-exps, in place."""
+    """Add the output of a step, `[T, H, D]`, to `out`, in place, weighted by `exp(lse_per_step - lse)`."""
     rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(_ends(cu_seqlens)[-1])
     whole = _by_token(lse, cu_seqlens, lse_packed)[rows]
     lengths = cu_seqlens // 2 if only_second_half else cu_seqlens
@@ -60,9 +64,9 @@ def thd_out_correction(
 def thd_grad_correction(
     grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, first_half: str, second_half: str
 ) -> None:
-    """Puts the gradient of a step in that of all, in place: each half is added, copied, or left ("none").
+    """Put the gradient of a step into `grad`, in place: each half is added ("add"), copied ("copy") or left ("none").
 
-    Where one is left, the step has the other alone.
+    If one half is left, `grad_per_step` has the other half alone.
     """
     dim = 0 if grad.dim() == 3 else 1
     taken = [i for i, what in enumerate((first_half, second_half)) if what != "none"]
@@ -75,7 +79,7 @@ def thd_grad_correction(
 
 
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
-    """`[B, max_seq_len, H, D]`, filled up with zeros."""
+    """Turn packed sequences into a batch `[b, max_seq_len, H, D]`, padded with zeros."""
     batch = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
     for row, (start, end) in zip(batch, _sequences(cu_seqlens), strict=False):
         row[: end - start] = tensor[start:end]
@@ -83,7 +87,7 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len:
 
 
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
-    """`[t, H, D]`, without what was filled up."""
+    """Turn a padded batch into packed sequences `[t, H, D]`."""
     packed = tensor.new_zeros(t, *tensor.shape[2:])
     for row, (start, end) in zip(tensor, _sequences(cu_seqlens), strict=False):
         packed[start:end] = row[: end - start]
@@ -95,17 +99,17 @@ def _ends(cu_seqlens: Tensor) -> list[int]:
 
 
 def _sequences(cu_seqlens: Tensor) -> Iterator[tuple[int, int]]:
-    """The first token and the end of each sequence."""
+    """Return (first token, end) of each sequence."""
     return pairwise(_ends(cu_seqlens))
 
 
 def _half(cu_seqlens: Tensor, which: int) -> Tensor:
-    """Token numbers of these halves."""
+    """Return the indices of the tokens in the first (0) or second (1) halves."""
     return _chunks(cu_seqlens, 2, (which,))
 
 
 def _chunks(cu_seqlens: Tensor, count: int, places: tuple[int, ...]) -> Tensor:
-    """Token numbers of the chunks at these places of each sequence, which has `count`."""
+    """Return the indices of the tokens in the chunks `places` of each sequence, which has `count` chunks."""
     parts = [torch.empty(0, dtype=torch.int64)]
     for start, end in _sequences(cu_seqlens):
         size = (end - start) // count
@@ -114,7 +118,7 @@ def _chunks(cu_seqlens: Tensor, count: int, places: tuple[int, ...]) -> Tensor:
 
 
 def _second_halves(lse: Tensor, step: Tensor, cu_seqlens: Tensor, packed: bool) -> list[tuple[Tensor, Tensor]]:
-    """Views of second halves in a log-sum-exp, and where they are in that of second halves alone."""
+    """Return views of each second half: in a whole log-sum-exp, and in a log-sum-exp of second halves alone."""
     found = []
     for i, (start, end) in enumerate(_sequences(cu_seqlens)):
         half = (end - start) // 2
@@ -126,7 +130,7 @@ def _second_halves(lse: Tensor, step: Tensor, cu_seqlens: Tensor, packed: bool) 
 
 
 def _by_token(lse: Tensor, cu_seqlens: Tensor, packed: bool) -> Tensor:
-    """`[T, H]` in fp32."""
+    """Return a log-sum-exp as `[T, H]` in fp32."""
     if packed:
         return lse[:, : _ends(cu_seqlens)[-1]].t().float()
     sequences = _sequences(cu_seqlens)

@@ -1,7 +1,7 @@
-"""Rotary position embeddings, of one tensor or of queries and keys in one, forward and backward.
+"""Rotary position embeddings, of one tensor or of queries, keys and values in one tensor, forward and backward.
 
-`freqs` is `[positions, 1 or B, 1, rotary width]`, angles in fp32. With context parallelism a rank has two of twice as
-many chunks of a sequence as there are ranks, its own from the front and its own from the back.
+`freqs` is `[positions, 1 or B, 1, rotary width]`, angles in fp32. With context parallelism over n ranks a sequence has
+2 n chunks, and rank r has chunks r and 2 n - 1 - r.
 """
 
 from typing import Any
@@ -18,19 +18,19 @@ _OF_ROPE = "freqs start_positions qkv_format interleaved cu_seqlens cp_size cp_r
 
 @taking(f"input {_OF_ROPE}")
 def fused_rope_forward(given: Any) -> Tensor:
-    """`input`, `[S, B, H, D]`, `[B, S, H, D]` or packed `[T, H, D]`, turned; what is beyond the rotary width stays."""
+    """Rotate `input` `[S, B, H, D]`, `[B, S, H, D]` or packed `[T, H, D]`; dims beyond the rotary width stay."""
     return _turned(given.input, given, 1.0)
 
 
 @taking(f"output_grads {_OF_ROPE}")
 def fused_rope_backward(given: Any) -> Tensor:
-    """The gradient, turned back."""
+    """Return the gradient of the input, the gradient of the output rotated back."""
     return _turned(given.output_grads, given, -1.0)
 
 
 @taking("qkv_input q_freqs k_freqs start_positions qkv_split_arg_list qkv_format interleaved cp_size cp_rank")
 def fused_qkv_rope_forward(given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys turned, and values, out of `[.., groups, q + k + v]`."""
+    """Split `[.., .., groups, q + k + v]` into queries, keys and values `[.., .., heads, D]`; rotate the first two."""
     q, k, v = given.qkv_input.split(given.qkv_split_arg_list, dim=-1)
     width = given.qkv_split_arg_list[1]
     q, k, v = (t.reshape(*t.shape[:2], -1, width) for t in (q, k, v))
@@ -40,7 +40,7 @@ def fused_qkv_rope_forward(given: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @taking("q_grad_out k_grad_out v_grad_out q_freqs k_freqs qkv_split_arg_list qkv_format interleaved cp_size cp_rank")
 def fused_qkv_rope_backward(given: Any) -> Tensor:
-    """The gradient of the tensor that held all three."""
+    """Return the gradient of the tensor that holds queries, keys and values."""
     rest = (None, given.qkv_format, given.interleaved, None, given.cp_size, given.cp_rank)
     dq = fused_rope_backward(given.q_grad_out, given.q_freqs, *rest)
     dk = fused_rope_backward(given.k_grad_out, given.k_freqs, *rest)
@@ -61,7 +61,7 @@ def _turned(x: Tensor, given: Any, sign: float) -> Tensor:
 
 
 def _quarter(x: Tensor, interleaved: bool) -> Tensor:
-    """A quarter of a turn, of pairs that are neighbours or half the width apart."""
+    """Rotate pairs by a quarter turn; the pairs are neighbours if `interleaved`, else half the width apart."""
     if interleaved:
         return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
@@ -69,7 +69,7 @@ def _quarter(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def _angles(x: Tensor, given: Any) -> Tensor:
-    """Angles of every position of `x`, ready to be multiplied."""
+    """Return the angles of every position of `x`, in a shape that broadcasts with it."""
     freqs, context = given.freqs, (given.cp_size, given.cp_rank)
     table = freqs[:, :, 0] if freqs.dim() == 4 else freqs  # [positions, 1 or B, width]
     if given.qkv_format == NVTE_QKV_Format.NVTE_THD:
@@ -93,7 +93,7 @@ def _angles(x: Tensor, given: Any) -> Tensor:
 
 
 def _positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Return the places in the whole sequence of the `length` positions that this rank has."""
+    """Return the positions in the whole sequence of the `length` tokens that this rank has."""
     if cp_size == 1:
         return torch.arange(length)
     half = length // 2

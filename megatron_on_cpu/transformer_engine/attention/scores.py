@@ -1,6 +1,6 @@
 """Scores of attention: scaled products with bias and mask.
 
-`given` has the arguments of `fused_attn_fwd`. Of a window (left, right) -1 is no end.
+`given` has the arguments of `fused_attn_fwd`. In a window (left, right), -1 means no limit.
 """
 
 import math
@@ -14,19 +14,19 @@ from megatron_on_cpu.transformer_engine.enums import NVTE_Bias_Type, NVTE_Mask_T
 
 
 def has_offset(given: Any) -> bool:
-    """Tells whether the softmax has a column of its own in every row: 0, or a learned number for each head."""
+    """Tell whether the softmax has an additional column: 0, or a learned number for each head."""
     return bool(given.softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX)
 
 
 def sink(given: Any, scores: Tensor) -> Tensor:
-    """Column of the softmax, `[1, H, 1, 1]`."""
+    """Return the additional column of the softmax, `[1, H, 1, 1]`."""
     if given.softmax_type == NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX or given.SoftmaxOffset is None:
         return scores.new_zeros(1, scores.shape[1], 1, 1)
     return given.SoftmaxOffset.detach().float().view(1, -1, 1, 1)
 
 
 def mask_and_bias(pack: Pack, given: Any) -> Tensor:
-    """Scores `[B, H, Sq, Skv]` in fp32, -inf where a query does not see a key."""
+    """Return the scores `[B, H, Sq, Skv]` in fp32, -inf where a query does not see a key."""
     scores = pack.q @ pack.k.transpose(-1, -2)
     if given.bias_type == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS and given.Bias is not None:
         scores = scores + given.Bias.float()
@@ -40,7 +40,7 @@ def mask_and_bias(pack: Pack, given: Any) -> Tensor:
 
 
 def _distance(pack: Pack, given: Any) -> Tensor:
-    """Position of the query less that of the key, `[B, 1, Sq, Skv]`; the last ones meet with a bottom-right mask."""
+    """Return query position minus key position, `[1 or B, 1, Sq, Skv]`; a bottom-right mask aligns the last ones."""
     queries, keys = pack.q.shape[2], pack.k.shape[2]
     distance = (torch.arange(queries)[:, None] - torch.arange(keys)).view(1, 1, queries, keys)
     if given.attn_mask_type == NVTE_Mask_Type.NVTE_CAUSAL_BOTTOM_RIGHT_MASK:
@@ -73,7 +73,7 @@ def _hidden(pack: Pack, given: Any, distance: Tensor) -> Tensor:
 
 
 def _alibi_slopes(heads: int) -> Tensor:
-    """2^(-8/n), its powers, for the n heads up to a power of two; those beyond lie between them."""
+    """Return the slopes: 2^(-8 i / n), i = 1..n, for the largest power of two n up to `heads`, then values between."""
     n = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
     slopes += [2 ** (-4 * (2 * i + 1) / n) for i in range(heads - n)]

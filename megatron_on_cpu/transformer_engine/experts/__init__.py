@@ -1,1 +1,1 @@
-"""Mixtures of experts: the router, and tokens on their way to experts and back."""
+"""Mixtures of experts: the router, and the permutation of tokens to experts and back."""

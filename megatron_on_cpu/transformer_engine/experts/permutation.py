@@ -1,7 +1,7 @@
-"""Tokens on their way to experts and back: what TE does by indices in its compiled module, and padding of the groups.
+"""Permutation of tokens to experts and back by indices, as in TE's compiled module, and padding of groups of rows.
 
-`row_id_map`, `[k * tokens]` int32, has the row of the permuted tokens for each (choice, token), choices in front; -1
-where the token was dropped.
+`row_id_map`, `[k * tokens]` int32, has the row of the permuted tokens for each (choice, token), with the choice as the
+outer index; -1 where the token was dropped.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ def moe_permute_fwd(
     workspace: list[Tensor],
     max_expanded_token_num: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(tokens sorted by expert, row_id_map, workspace); `indices` `[tokens, k]` are the experts of each token."""
+    """Return (tokens sorted by expert, row_id_map, workspace); `indices` `[tokens, k]` has each token's experts."""
     tokens, choices = indices.shape
     order = indices.flatten().argsort(stable=True)
     wanted = num_out_tokens if num_out_tokens > 0 else tokens * choices
@@ -31,7 +31,7 @@ def moe_permute_fwd(
 def moe_unpermute_fwd(
     input: Tensor, dtype: Any, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int
 ) -> Tensor:
-    """`[tokens, hidden]`: each token's rows, weighted by `prob` `[tokens, k]` (empty: 1), summed."""
+    """Return `[tokens, hidden]`, the sums of each token's rows, weighted by `prob` `[tokens, k]` (empty: by 1)."""
     rows = row_id_map.view(topK, num_tokens).long()
     found = input[rows.clamp(min=0)].float().masked_fill((rows < 0)[..., None], 0.0)
     if prob.numel():
@@ -45,7 +45,7 @@ moe_permute_bwd = moe_unpermute_fwd  # the gradient of the tokens, from that of 
 def moe_unpermute_bwd(
     input_bwd: Tensor, input_fwd: Tensor, dtype: Any, row_id_map: Tensor, prob: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of the sorted tokens, gradient of `prob`), from that of the tokens and the sorted tokens."""
+    """Return (gradient of `input_fwd`, the sorted tokens; gradient of `prob`) from the gradient of the sums."""
     choices = prob.shape[1] if prob.numel() else 1
     rows = row_id_map.view(choices, -1).long()
     kept = rows >= 0
@@ -60,7 +60,7 @@ def moe_unpermute_bwd(
 def fused_multi_row_padding(
     input: Tensor, output: Tensor, input_row_list: list[int], padded_input_row_list: list[int]
 ) -> None:
-    """Groups of rows, each with zeros up to its padded length, in `output`."""
+    """Write groups of rows into `output`, each padded with zeros to its length there."""
     output.zero_()
     groups = zip(input.split(input_row_list), output.split(padded_input_row_list), strict=True)
     for source, target in groups:
@@ -70,7 +70,7 @@ def fused_multi_row_padding(
 def fused_multi_row_unpadding(
     input: Tensor, output: Tensor, input_row_list: list[int], unpadded_input_row_list: list[int]
 ) -> None:
-    """The reverse: the front of each padded group."""
+    """Write the front rows of each padded group into `output`, without the padding."""
     groups = zip(input.split(input_row_list), output.split(unpadded_input_row_list), strict=True)
     for source, target in groups:
         target.copy_(source[: len(target)])

@@ -1,7 +1,7 @@
-"""Tokens on their way to experts and back, by a mask: in the place of TE's Triton kernels, which need a GPU.
+"""Permutation of tokens to experts and back by a mask, which replaces TE's Triton kernels, as these need a GPU.
 
-`row_id_map` `[tokens, 2 experts + 1]` int32 has in its first columns, for each expert, the row of the permuted tokens
-that is this token's, -1 where the mask does not send it there.
+`row_id_map` `[tokens, 2 experts + 1]` int32 has in its first columns, one for each expert, the token's row among the
+permuted tokens, or -1 if the mask does not send it there; the last column has the number of the token's experts.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ Optional = Tensor | None
 
 
 def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
-    """Rows are in the order of the experts, those of one expert in the order of the tokens."""
+    """Make the `row_id_map` that sorts rows by expert, and those of an expert by token."""
     mask = routing_map.view(num_tokens, num_experts).bool()
     rows = mask.t().flatten().cumsum(0).view(num_experts, num_tokens).t() - 1
     found = torch.zeros(num_tokens, 2 * num_experts + 1, dtype=torch.int32)
@@ -35,7 +35,7 @@ def permute_with_mask_map(
     hidden_size: int,
     scale_hidden_dim: int,
 ) -> tuple[Tensor, Optional, Optional]:
-    """(permuted tokens, their scales, their probabilities)."""
+    """Return (permuted tokens, their scales or None, their probabilities or None)."""
     tokens, experts, rows = _places(row_id_map, num_experts)
 
     def put(source: Tensor) -> Tensor:
@@ -56,7 +56,8 @@ def unpermute_with_mask_map(
     num_experts: int,
     hidden_size: int,
 ) -> tuple[Tensor, Optional]:
-    """(`[tokens, hidden]`, each token's rows summed, weighted by `merging_probs`; `permuted_probs` by expert)."""
+    """Return (the sums `[tokens, hidden]` of each token's rows, weighted by `merging_probs`; `permuted_probs` as
+    `[tokens, experts]`, or None)."""
     tokens, experts, rows = _places(row_id_map, num_experts)
     parts = inp[rows].float()
     if merging_probs is not None:
@@ -79,7 +80,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     num_out_tokens: int,
     hidden_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of the permuted tokens, of `merging_probs`)."""
+    """Return (gradient of the permuted tokens, gradient of `merging_probs`)."""
     tokens, experts, rows = _places(row_id_map, num_experts)
     grad = fwd_output_grad[tokens].float()
     activations = fwd_output_grad.new_zeros(num_out_tokens, hidden_size)
@@ -90,7 +91,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 
 
 def make_chunk_sort_map(split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int, num_splits: int) -> Tensor:
-    """`[tokens]` int32, the row to which each goes when chunks of `split_sizes` come in the order `sorted_indices`."""
+    """Return `[tokens]` int32, each token's row after chunks of `split_sizes` are put in the order `sorted_indices`."""
     chunks = torch.arange(num_tokens).split(read_by_the_host(split_sizes, "split_sizes"))
     order = torch.cat([chunks[i] for i in read_by_the_host(sorted_indices, "sorted_indices")])
     rows = torch.empty(num_tokens, dtype=torch.int32)
@@ -101,14 +102,14 @@ def make_chunk_sort_map(split_sizes: Tensor, sorted_indices: Tensor, num_tokens:
 def sort_chunks_by_map(
     inp: Tensor, row_id_map: Tensor, probs: Optional, num_tokens: int, hidden_size: int, is_forward: bool
 ) -> tuple[Tensor, Optional]:
-    """Tokens and probabilities in that order, or back from it."""
+    """Return tokens and probabilities in the order of `row_id_map`, or back in the order before (not `is_forward`)."""
     rows: Any = row_id_map.long()
     rows = rows.argsort() if is_forward else rows
     return inp[rows], None if probs is None else probs[rows]
 
 
 def _places(row_id_map: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(token, expert, row) of everything that the mask sends."""
+    """Return (token, expert, row) of every pair of token and expert that the mask has."""
     rows = row_id_map[:, :num_experts].long()
     tokens, experts = (rows >= 0).nonzero(as_tuple=True)
     return tokens, experts, rows[tokens, experts]

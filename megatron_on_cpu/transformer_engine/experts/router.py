@@ -16,11 +16,11 @@ def fused_topk_with_score_function_fwd(
     score_function: str,
     expert_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(probabilities, 0 where not chosen; the choice; what backward needs), each `[tokens, experts]`.
+    """Return (probabilities, 0 where not chosen; the choice; scores saved for backward), each `[tokens, experts]`.
 
-    Softmax before the choice, or of what is chosen; or sigmoids, whose chosen ones sum to 1 where there are several.
-    `expert_bias` counts in the choice alone. With groups, experts of the `group_topk` groups whose best
-    `topk / group_topk` sum highest may be chosen.
+    The scores are a softmax over all experts (`use_pre_softmax`) or over the chosen ones, or sigmoids, which for
+    `topk` > 1 are divided by the sum of the chosen ones. `expert_bias` affects the choice only. With groups, only
+    experts of the `group_topk` groups with the largest sums of their best `topk / group_topk` scores may be chosen.
     """
     wide = logits.float()
     sigmoid = score_function == "sigmoid"
@@ -46,7 +46,7 @@ def fused_topk_with_score_function_bwd(
     scaling_factor: float | None,
     score_function: str,
 ) -> Tensor:
-    """The gradient of the logits."""
+    """Return the gradient of the logits."""
     kept = intermediate_output.float()
     grad = grad_probs.float().masked_fill(~routing_map, 0.0) * (1.0 if scaling_factor is None else scaling_factor)
     if score_function == "sigmoid":
@@ -59,7 +59,9 @@ def fused_topk_with_score_function_bwd(
 
 
 def fused_score_for_moe_aux_loss_fwd(logits: Tensor, topk: int, score_function: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores of all experts, summing to 1; the top-k of them; what backward needs), each `[tokens, experts]`."""
+    """Return (scores of all experts; the choice of the top-k; scores saved for backward), each `[tokens, experts]`.
+
+    Scores sum to 1, except sigmoids with `topk` 1."""
     wide = logits.float()
     kept = wide.sigmoid() if score_function == "sigmoid" else wide.softmax(-1)
     scores = _shares(kept) if score_function == "sigmoid" and topk > 1 else kept
@@ -70,7 +72,7 @@ def fused_score_for_moe_aux_loss_fwd(logits: Tensor, topk: int, score_function: 
 def fused_score_for_moe_aux_loss_bwd(
     num_tokens: int, num_experts: int, intermediate_output: Tensor, grad_scores: Tensor, topk: int, score_function: str
 ) -> Tensor:
-    """The gradient of the logits."""
+    """Return the gradient of the logits."""
     everyone = torch.ones_like(intermediate_output, dtype=torch.bool)
     return fused_topk_with_score_function_bwd(
         num_tokens, num_experts, everyone, intermediate_output, grad_scores, topk, True, None, score_function
@@ -87,7 +89,8 @@ def fused_moe_aux_loss_fwd(
     topk: int,
     coeff: float,
 ) -> tuple[Tensor, Tensor]:
-    """(the loss, its constant factor): `coeff experts / (topk tokens^2)` times the sum of probabilities and counts."""
+    """Return (loss, factor): the factor `coeff experts / (topk tokens^2)`, and the loss, which is the factor times the
+    sum over experts of the sum of their probabilities times `tokens_per_expert`."""
     tokens = torch.as_tensor(total_num_tokens, dtype=torch.float64).view(())
     factor = (num_experts * coeff / topk / tokens / tokens).float()
     loss = (probs.float().sum(0) * tokens_per_expert.float()).sum() * factor
@@ -97,13 +100,13 @@ def fused_moe_aux_loss_fwd(
 def fused_moe_aux_loss_bwd(
     Const_buf: Tensor, tokens_per_expert: Tensor, num_rows: int, num_cols: int, grad_aux_loss: Tensor
 ) -> Tensor:
-    """The gradient of the probabilities, `[rows, columns]`."""
+    """Return the gradient of the probabilities, `[num_rows, num_cols]`."""
     row = tokens_per_expert.float() * Const_buf * grad_aux_loss.float()
     return row.to(grad_aux_loss.dtype).expand(num_rows, num_cols).contiguous()
 
 
 def _best_groups(ranked: Tensor, topk: int, groups: int, group_topk: int) -> Tensor:
-    """-inf outside of the best groups of each token."""
+    """Set the scores outside of the best groups of each token to -inf."""
     in_groups = ranked.view(len(ranked), groups, -1)
     best = in_groups.topk(topk // group_topk, dim=-1).values.sum(-1).topk(group_topk, dim=-1).indices
     open_groups = torch.zeros(len(ranked), groups, dtype=torch.bool).scatter_(1, best, True)

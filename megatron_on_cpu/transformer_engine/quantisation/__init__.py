@@ -1,1 +1,1 @@
-"""FP8: scales, blocks, and tensors."""
+"""Quantisation to FP8: scales, blocks, and tensors."""

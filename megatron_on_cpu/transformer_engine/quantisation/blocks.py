@@ -1,7 +1,7 @@
 """Bytes and scales of tensors that are quantised in blocks: 1 x 128 and 128 x 128 with fp32 scales, and MXFP8.
 
-Shapes: M rows, all leading dims together, and K columns. Scales are laid out as cuBLASLt takes them: those of 1 x 128
-blocks with the blocks in front, padded to multiples of 4; those of MXFP8 padded to multiples of 128 and 4.
+A tensor is taken as M rows, all leading dims together, of K columns. Scales are laid out as cuBLASLt takes them: those
+of 1 x 128 blocks as `[blocks, M]`, padded to multiples of 4; those of MXFP8 padded to multiples of 128 and 4.
 """
 
 from typing import Any
@@ -23,12 +23,12 @@ _BLOCK, _MX = 128, 32
 
 
 def compact(tensor: Any) -> bool:
-    """Tells whether scales and columns are laid out for an all-gather of rows, not for a product; not in 2.20."""
+    """Tell whether scales and columns are laid out for an all-gather of rows, not for a product; never in 2.20."""
     return getattr(tensor, "_data_format", None) == Float8BlockScaleTensorFormat.COMPACT
 
 
 def blocks_of(tensor: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """Bytes and inverse scales. Columns are transposed, so that their blocks too lie along the last dim."""
+    """Return bytes and inverse scales; `columnwise`: of the transpose, whose blocks lie along its last dim too."""
     x = tensor.float().reshape(-1, tensor.shape[-1])
     x = x.t() if columnwise else x
     number = TORCH_DTYPES[quantizer.dtype]
@@ -48,7 +48,7 @@ def blocks_of(tensor: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor,
 
 
 def blocks_back(values: Tensor, scale_inv: Tensor, columnwise: bool, two_dims: bool, compact: bool) -> Tensor:
-    """The numbers, with their dims in order."""
+    """Return the numbers that `values` and `scale_inv` stand for, in fp32, with the dims in the tensor's order."""
     turned = columnwise and not (compact and not two_dims)
     x = values.reshape(values.shape[0], -1) if turned else values.reshape(-1, values.shape[-1])
     x = x.t() if columnwise and not turned else x
@@ -62,7 +62,7 @@ def blocks_back(values: Tensor, scale_inv: Tensor, columnwise: bool, two_dims: b
 
 
 def mx_blocks_of(tensor: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """Bytes, of the shape of `tensor`, and exponents of the scales along the rows or along the columns."""
+    """Return bytes in the shape of `tensor`, and exponents of the scales of blocks along the rows or the columns."""
     number = TORCH_DTYPES[quantizer.dtype]
     x = tensor.float().reshape(-1, tensor.shape[-1])
     height, width = (_MX, 1) if columnwise else (1, _MX)
@@ -75,20 +75,20 @@ def mx_blocks_of(tensor: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tens
 
 
 def mx_back(values: Tensor, exponent: Tensor, columnwise: bool) -> Tensor:
-    """The numbers."""
+    """Return the numbers that `values` and the scales' exponents stand for, in fp32."""
     x = values.reshape(-1, values.shape[-1])
     height, width = (_MX, 1) if columnwise else (1, _MX)
     return (x * _spread(power_of_exponent(exponent), height, width, x.shape)).view(values.shape)
 
 
 def _in_blocks(x: Tensor, height: int, width: int) -> Tensor:
-    """[blocks down, height, blocks across, width], filled up with zeros."""
+    """Return `x` as [blocks down, height, blocks across, width], padded with zeros."""
     full = _padded(x, height, width)
     return full.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
 
 def _spread(scale: Tensor, height: int, width: int, shape: torch.Size) -> Tensor:
-    """A scale for every number of `shape`."""
+    """Repeat the scales of blocks so that each number of `shape` has its own."""
     wide = scale.repeat_interleave(height, 0)[: shape[0]]
     return wide.repeat_interleave(width, 1)[:, : shape[1]]
 

@@ -1,4 +1,4 @@
-"""Scales of FP8: from largest numbers, and their update in delayed scaling."""
+"""Scales of FP8, computed from amaxes (largest absolute values), and their update in delayed scaling."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def amax_of(x: Tensor, *dims: int) -> Tensor:
-    """The largest absolute value over these dims, by default over all; NaN does not count, as in the kernels."""
+    """Return the largest absolute value over `dims`, by default over all; NaN does not count, as in the kernels."""
     if not (dims or x.numel()):
         return x.new_zeros(())
     magnitude = x.abs()
@@ -21,9 +21,9 @@ def amax_of(x: Tensor, *dims: int) -> Tensor:
 def scale_of_amax(
     amax: Tensor, largest: float, power_of_two: bool, epsilon: float, highest: float = _LARGEST
 ) -> Tensor:
-    """The factor that brings numbers up to `amax` into the range up to `largest`; 1 where amax is 0 or not finite.
+    """Return the factor that brings numbers up to `amax` into the range up to `largest`; 1 if amax is 0 or not finite.
 
-    `power_of_two` rounds the factor down to one; `epsilon` is the least amax, `highest` the largest factor.
+    `power_of_two` rounds the factor down to a power of two; `epsilon` is the least amax, `highest` the largest factor.
     """
     amax = amax.clamp(min=epsilon) if epsilon > 0 else amax
     scale = _quotient(largest, amax, highest)
@@ -33,12 +33,12 @@ def scale_of_amax(
 
 
 def _quotient(largest: float, amax: Tensor, highest: float = _LARGEST) -> Tensor:
-    """`largest / amax`, rounded once: a Python number over a tensor is in torch a reciprocal times the number."""
+    """Return `largest / amax`, rounded once: torch computes number / tensor as the number times a reciprocal."""
     return torch.full_like(amax, largest).div(amax).clamp(max=highest)
 
 
 def exponent_of_amax(amax: Tensor, largest: float) -> Tensor:
-    """The biased exponent, uint8, of the least power of two that brings numbers up to `amax` into the format."""
+    """Return the biased exponent, uint8, of the least power of two p with `amax` / p <= `largest`."""
     bits = (amax * (1 / largest)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     rounded_up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -48,18 +48,18 @@ def exponent_of_amax(amax: Tensor, largest: float) -> Tensor:
 
 
 def power_of_exponent(exponent: Tensor) -> Tensor:
-    """2 to the power of a biased exponent, in fp32."""
+    """Return 2 to the power of a biased exponent, in fp32."""
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent.to(torch.int32) - 127).float()
 
 
 def cast_to_fp8(scaled: Tensor, number: torch.dtype) -> Tensor:
-    """The bytes of the nearest numbers of the format; what is too large becomes the largest."""
+    """Return the bytes of the nearest numbers of the format; larger numbers become its largest."""
     largest = torch.finfo(number).max
     return scaled.clamp(-largest, largest).to(number).view(torch.uint8)
 
 
 def compute_amax(input: Tensor, amax: Tensor) -> None:
-    """The largest absolute value, into `amax`."""
+    """Write the largest absolute value of `input` into `amax`."""
     amax.fill_(amax_of(input.detach().float()))
 
 
@@ -71,11 +71,11 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: Any,
     margin: float,
 ) -> None:
-    """Delayed scaling between two steps: amaxes of the step, in one buffer, go to the histories and make new scales.
+    """Update delayed scaling between two steps: the step's amaxes, in one buffer, enter the histories and the scales.
 
-    A history is `[length, tensors]`, the amaxes of the running step in its first row, which the buffer's replace unless
-    they are 0. The other rows move up by one. Where the amax of the step is 0, as of an expert without tokens, history
-    and scale stay; so does a scale whose amax is not finite.
+    A history is `[length, tensors]`; its row 0 has the amaxes of the running step, which those in the buffer replace
+    unless they are 0. These amaxes go to the last row, the other rows move up by one, and row 0 becomes 0. Where the
+    step's amax is 0, as for an expert without tokens, history and scale stay; so does a scale whose amax is not finite.
     """
     largest = torch.finfo(TORCH_DTYPES[fp8_dtype]).max * 2.0**-margin
     widths = [history.shape[1] for history in amax_histories]
@@ -98,13 +98,13 @@ def multi_tensor_compute_scale_and_scale_inv(
     force_pow_2_scales: bool,
     epsilon: float,
 ) -> None:
-    """Scales of [amaxes, scales, inverse scales]: the latter two from the first."""
+    """Compute scales and inverse scales from amaxes, in the lists [amaxes, scales, inverse scales]."""
     for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
         scale.copy_(scale_of_amax(amax, max_fp8, force_pow_2_scales, epsilon))
         scale_inv.copy_(1 / scale)
 
 
 def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, dummy: Any, tensor_lists: list[list[Tensor]]) -> None:
-    """Exponents of [amaxes, exponents]: the exponents of E4M3 from the amaxes."""
+    """Compute the exponents of MXFP8's scales for E4M3 from amaxes, in the lists [amaxes, exponents]."""
     for amax, exponent in zip(*tensor_lists, strict=True):
         exponent.copy_(exponent_of_amax(amax.float(), torch.finfo(torch.float8_e4m3fn).max))

@@ -1,15 +1,15 @@
-"""FP8 tensors: quantising with the scales of TE's recipes, and reading them back.
+"""FP8 tensors: quantisation with the scales of TE's recipes, and dequantisation.
 
-The bytes and scales are those of the formats, so a product of two such tensors has the error that FP8 gives it; it is
-then computed in fp32. A tensor may hold its rows, its columns, or both: forward reads rows, the gradients read columns,
+The bytes and scales are those of the formats, so a product of two FP8 tensors has the error of FP8; the product itself
+is computed in fp32. A tensor may hold its rows, its columns, or both: forward reads rows, the gradients read columns,
 which blockwise recipes scale differently.
 
 | quantiser | scale |
 |---|---|
 | Float8Quantizer | given, from the amaxes of earlier steps (delayed scaling) |
 | Float8CurrentScalingQuantizer | largest number of the format / amax of the tensor, over a group where asked for |
-| Float8BlockQuantizer | the same of each 1 x 128 or 128 x 128 block, as a power of two if so set |
-| MXFP8Quantizer | a power of two, as its exponent's byte, of each 32 numbers of a row or column |
+| Float8BlockQuantizer | the same for each 1 x 128 or 128 x 128 block, as a power of two if so set |
+| MXFP8Quantizer | a power of two, stored as the byte of its exponent, for each 32 numbers of a row or column |
 """
 
 import importlib
@@ -34,19 +34,19 @@ _TENSORS = "transformer_engine.pytorch.tensor"
 
 
 def quantized(tensor: Any) -> bool:
-    """Tells whether it is one of TE's quantised tensors, or what holds the data of one."""
+    """Tell whether `tensor` is one of TE's quantised tensors, or a storage of one's data."""
     return hasattr(tensor, "_fp8_dtype")
 
 
 def nominal_dtype(tensor: Any) -> torch.dtype:
-    """Dtype that the tensor stands for."""
+    """Return the dtype that the tensor stands for; fp32 for a storage without a dtype."""
     found: torch.dtype = getattr(tensor, "dtype", torch.float32)
     return found
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """`tensor` as the quantiser has it, in `output` or in a new tensor. Where `noop` is set, `output` and the
-    quantiser's own amax and scale keep their values; the host does not read `noop`, so a CUDA graph may change it."""
+    """Quantise `tensor` into `output` or a new tensor. Where `noop` is set, `output` and the quantiser's own amax and
+    scale keep their values; the host does not read `noop`, so a replayed CUDA graph may find another value."""
     name = type(quantizer).__name__
     if name not in _KINDS:
         raise NotImplementedError(
@@ -74,24 +74,24 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 
 
 def _overwrite(target: Tensor, value: Tensor, noop: Tensor | None, kept: Tensor) -> None:
-    """`value` into `target`, or `kept` where `noop` is set."""
+    """Write `value` into `target`, or `kept` where `noop` is set."""
     target.copy_(value if noop is None else torch.where(noop.view(()) != 0, kept, value))
 
 
 def quantize_into(tensor: Tensor, output: Any, quantizer: Any) -> Any:
-    """`tensor`, quantised where there is a quantiser, in `output` where there is one."""
+    """Return `tensor`, quantised unless `quantizer` is None, in `output` unless that is None."""
     if quantizer is not None:
         return quantize(tensor, quantizer, output)
     return tensor if output is None else output.copy_(tensor)
 
 
 def dequantize(input: Any, otype: Any) -> Tensor:
-    """Numbers that an FP8 tensor stands for, in `otype`."""
+    """Return the numbers that an FP8 tensor stands for, in the dtype `otype`."""
     return high_precision(input).to(TORCH_DTYPES[otype])
 
 
 def high_precision(tensor: Any, columnwise: bool = False) -> Tensor:
-    """The numbers in fp32: of a quantised tensor those of its rows, or its columns, as it was asked for."""
+    """Return the numbers in fp32; a quantised tensor is read by rows or `columnwise`, or the way it holds them."""
     if not quantized(tensor):
         return tensor.detach().float()
     number = TORCH_DTYPES[tensor._fp8_dtype]
@@ -109,38 +109,38 @@ def high_precision(tensor: Any, columnwise: bool = False) -> Tensor:
 def split_quantize(
     tensor: Tensor, split_sections: list[int], quantizer_list: list[Any], disable_bulk_allocation: bool = False
 ) -> list[Any]:
-    """The parts of `tensor` with so many rows each, every one with a quantiser of its own; none is allocated in bulk.
+    """Quantise the parts of `tensor` of `split_sections` rows, each by its own quantiser.
 
-    That there is a choice is new in 2.20.
+    `disable_bulk_allocation`, new in 2.20, has no effect: nothing is allocated in bulk.
     """
     return multi_tensor_quantize(list(tensor.split(split_sections)), quantizer_list)
 
 
 def multi_tensor_quantize(tensor_list: list[Tensor], quantizer_list: list[Any]) -> list[Any]:
-    """Every tensor with its quantiser."""
+    """Quantise every tensor by its quantiser."""
     return [quantize(t, quantizer) for t, quantizer in zip(tensor_list, quantizer_list, strict=True)]
 
 
 def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Any]:
-    """[the sum of the rows, the input quantised]."""
+    """Return [the sum of the rows, the quantised input]."""
     bias_gradient = input.float().reshape(-1, input.shape[-1]).sum(0).to(input.dtype)
     return [bias_gradient, quantize(input, quantizer)]
 
 
 def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
-    """FP8 bytes with the last dim in front."""
+    """Return FP8 bytes with the last dim moved to the front."""
     turned = input.movedim(-1, 0).contiguous()
     return turned if out is None else out.copy_(turned.view_as(out))
 
 
 def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """A copy with the first two dims exchanged."""
+    """Return a copy with the first two dims exchanged."""
     swapped = tensor.transpose(0, 1).contiguous()
     return swapped if out is None else out.copy_(swapped)
 
 
 def _new(tensor: Tensor, quantizer: Any, held: dict[str, Any]) -> Any:
-    """New tensor of TE's class, or of its class for data alone where the quantiser is for TE's own use."""
+    """Make a tensor of TE's class, or an object of its storage class if the quantiser is for TE's internal use."""
     names = {"scale_inv": "fp8_scale_inv", "transpose": "data_transpose"}
     held = {names.get(name, name): value for name, value in held.items() if name != "transpose_invalid"}
     _, whole, module = _KINDS[type(quantizer).__name__]
@@ -172,7 +172,7 @@ def _delayed(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
 
 
 def _current(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
-    """Quantise by current scaling. Before 2.20 the quantiser of current scaling keeps the amax and the scale."""
+    """Quantise by current scaling; before 2.20 its quantiser stores the amax and the scale."""
     keeps = hasattr(quantizer, "use_existing_amax")
     existing = keeps and quantizer.use_existing_amax
     amax = quantizer.amax if existing else amax_of(tensor.float()).view(1)
@@ -195,7 +195,7 @@ def _blockwise(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
 
 
 def _mx(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
-    """Scales lie in the order of the rows, whatever order a GPU's products ask for."""
+    """Quantise to MXFP8, with scales in the order of the rows, not swizzled as GPUs' products need them."""
     if not _since_2_20(quantizer):
         return _of_both_sides(tensor, quantizer, mx_blocks_of)
     if quantizer.with_2d_quantization:
@@ -207,7 +207,7 @@ def _mx(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
 
 
 def _of_both_sides(tensor: Tensor, quantizer: Any, blocks: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """Bytes and scales of the rows and of the columns, as far as they are wanted."""
+    """Return bytes and scales of the rows and of the columns, None where the quantiser does not use them."""
     held: dict[str, Any] = {"fp8_dtype": quantizer.dtype}
     for side, wanted in ("rowwise", quantizer.rowwise_usage), ("columnwise", quantizer.columnwise_usage):
         found = blocks(tensor, quantizer, side == "columnwise") if wanted else (None, None)
@@ -221,7 +221,7 @@ def _since_2_20(quantizer: Any) -> bool:
     return hasattr(quantizer, "storage_metadata")
 
 
-# How each quantises, TE's class of what comes out, and its module.
+# By quantiser: (function that quantises, TE's class of the quantised tensor, the module of this class).
 _KINDS: dict[str, tuple[Callable[[Tensor, Any], dict[str, Any]], str, str]] = {
     "Float8Quantizer": (_delayed, "Float8Tensor", "float8_tensor"),
     "Float8CurrentScalingQuantizer": (_current, "Float8Tensor", "float8_tensor"),

@@ -1,1 +1,1 @@
-"""Differences of Transformer Engine 2.20 from 2.11, in terms of what 2.11 has."""
+"""Functions that differ in Transformer Engine 2.20, expressed by those of 2.11."""

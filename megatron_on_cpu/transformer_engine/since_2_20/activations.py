@@ -1,7 +1,7 @@
 """Activations since 2.20: GLU, SiTU-GLU, and those with a factor for each row.
 
-Computed in fp32 and rounded once, as those before. With `glu_interleave_size` n the gate and its partner come in turns
-of n columns each.
+Results are computed in fp32 and rounded once. With `glu_interleave_size` n the two halves of gated activations are
+interleaved: n columns of the gate, n of the other half, and so on.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ _INTERLEAVED = {"glu_interleave_size": 0}
 
 
 def _situ(x: Tensor, beta1: float, beta2: float) -> Tensor:
-    """The gate is capped at `beta1` and then multiplied by its sigmoid, its partner is capped at `beta2`."""
+    """Multiply the gate capped at `beta1` by tanh, the gate's sigmoid, and the other half capped at `beta2`."""
     gate, linear = x.chunk(2, dim=-1)
     return beta1 * torch.tanh(gate / beta1) * torch.sigmoid(gate) * beta2 * torch.tanh(linear / beta2)
 
@@ -63,7 +63,7 @@ def _rows(function: Function, x: Tensor, scales: Tensor, glu_interleave_size: in
 
 
 def _scaled_forward(function: Function, **options: Any) -> Callable[..., Any]:
-    """The activation, times a factor for each row."""
+    """Return the forward function of the activation times a factor for each row."""
 
     @taking("input act_scales quantizer", **options)
     def forward(given: Any) -> Any:
@@ -75,7 +75,7 @@ def _scaled_forward(function: Function, **options: Any) -> Callable[..., Any]:
 
 
 def _scaled_backward(function: Function, **options: Any) -> Callable[..., Any]:
-    """Gradients of the scaled activation: of its input, and of its factors if they are wanted."""
+    """Return the backward function, which returns the gradients of the input, and of the factors or None."""
 
     @taking("grad fwd_input act_scales quantizer", **options, compute_scale_grad=True)
     def backward(given: Any) -> tuple[Any, Tensor | None]:

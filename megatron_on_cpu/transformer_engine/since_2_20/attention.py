@@ -1,4 +1,4 @@
-"""Attention as 2.20 of Transformer Engine calls it, in terms of what 2.11 has."""
+"""Attention as Transformer Engine 2.20 calls it, expressed by the functions of 2.11."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ _BACKWARD = (
 
 
 def get_fused_attn_backend(fused_attn_params: Any) -> tuple[Any, str]:
-    """(the backend, why there is none) for TE's `FusedAttentionParams`."""
+    """Return (the backend, the reason if there is none) for TE's `FusedAttentionParams`."""
     if is_served(fused_attn_params.qkv_dtype, fused_attn_params.qkv_layout):
         return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
     return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "the CPU emulation has neither attention in FP8 nor paged caches"
@@ -34,7 +34,7 @@ def get_fused_attn_backend(fused_attn_params: Any) -> tuple[Any, str]:
 
 @taking(_FORWARD)
 def fused_attn_fwd(given: Any) -> list[Any]:
-    """[output, log-sum-exp, with `return_max_logit` the largest score of each row, seed, ...]."""
+    """Return [output, log-sum-exp, with `return_max_logit` the largest score of each row, seed, bias, offset]."""
     _refuse_other_diagonal(given)
     found = fused.attend(given)
     if given.return_max_logit:
@@ -45,7 +45,7 @@ def fused_attn_fwd(given: Any) -> list[Any]:
 
 @taking(_BACKWARD)
 def fused_attn_bwd(given: Any) -> list[Any]:
-    """Gradients as before; gradients have the dtype that Q, K and V stand for."""
+    """Return the gradients of attention; those of Q, K and V have the dtype that the three stand for."""
     _refuse_other_diagonal(given)
     return fused.gradients(given, given.fake_dtype)
 
@@ -60,9 +60,9 @@ def thd_out_correction(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    """Adds the output of a step, `[T, H, D]`, to that of the steps before, in place, each weighted by its log-sum-exp.
+    """Add the output of a step, `[T, H, D]`, to the output of the steps before, each weighted by its log-sum-exp.
 
-    In 2.11 what was there before had its weight already.
+    The sum is written into `out`. In 2.11 the output of the steps before has its weight already.
     """
     before, before_lse = out, old_lse
     if only_second_half:
@@ -79,7 +79,7 @@ def thd_out_correction(
 
 
 def _refuse_other_diagonal(given: Any) -> None:
-    """A diagonal counts in windows and in ALiBi; that of causal masks goes with the mask."""
+    """Refuse a bottom-right diagonal that windows or ALiBi would use without a causal mask."""
     mask = given.attn_mask_type
     counts = tuple(given.window_size) != (-1, -1) or given.bias_type == NVTE_Bias_Type.NVTE_ALIBI
     uneven = mask == NVTE_Mask_Type.NVTE_NO_MASK and given.max_seqlen_q != given.max_seqlen_kv

@@ -1,4 +1,4 @@
-"""The enumerations of `transformer_engine_torch` that 2.20 has otherwise than 2.11, or only since."""
+"""The enumerations of `transformer_engine_torch` that are different or new in 2.20."""
 
 from enum import IntEnum
 from typing import Any
@@ -7,7 +7,7 @@ from megatron_on_cpu.transformer_engine import enums
 
 
 def _with(enumeration: Any, **more: int) -> Any:
-    """The members of another with some more."""
+    """Return `enumeration` with more members."""
     return IntEnum(enumeration.__name__, dict(enumeration.__members__) | more, module=__name__)
 
 

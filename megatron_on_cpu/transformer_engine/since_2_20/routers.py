@@ -1,6 +1,6 @@
-"""The fused router as 2.20 calls it.
+"""The fused router as Transformer Engine 2.20 calls it.
 
-Routing maps are of booleans, one for each token and expert; those packed in bits, and choices by index, are refused.
+Routing maps hold a boolean for each token and expert; maps packed in bits, and choices by index, are refused.
 """
 
 from torch import Tensor
@@ -23,7 +23,7 @@ def fused_topk_with_score_function_fwd(
     routing_map_format: int = _BYTEMAP,
     topk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Function as before, of any leading dims; what backward needs is in fp32."""
+    """Route as the function of 2.11, for any leading dims; the scores saved for backward are in fp32."""
     _refuse_other_maps(routing_map_format, topk_indices is not None)
     _refuse_other_scores(score_function)
     wide = logits.float().flatten(0, -2)
@@ -46,7 +46,7 @@ def fused_topk_with_score_function_bwd(
     use_dense_indices: bool = False,
     routing_map_format: int = _BYTEMAP,
 ) -> None:
-    """The gradient of the logits, written into `grad_logits`."""
+    """Write the gradient of the logits into `grad_logits`."""
     _refuse_other_maps(routing_map_format, use_dense_indices)
     chosen, kept, grad = (x.flatten(0, -2) for x in (routing_map, intermediate_output, grad_probs))
     found = router.fused_topk_with_score_function_bwd(
@@ -58,7 +58,7 @@ def fused_topk_with_score_function_bwd(
 def fused_score_for_moe_aux_loss_fwd(
     logits: Tensor, topk: int, score_function: str, routing_map_format: int = _BYTEMAP
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Function as before, of any leading dims; scores and what backward needs are in fp32."""
+    """Score as the function of 2.11, for any leading dims; scores, also those saved for backward, are in fp32."""
     _refuse_other_maps(routing_map_format, False)
     _refuse_other_scores(score_function)
     found = router.fused_score_for_moe_aux_loss_fwd(logits.float().flatten(0, -2), topk, score_function)
@@ -69,7 +69,7 @@ def fused_score_for_moe_aux_loss_fwd(
 def fused_score_for_moe_aux_loss_bwd(
     intermediate_output: Tensor, grad_scores: Tensor, grad_logits: Tensor, topk: int, score_function: str
 ) -> None:
-    """The gradient of the logits, written into `grad_logits`."""
+    """Write the gradient of the logits into `grad_logits`."""
     kept, grad = intermediate_output.flatten(0, -2), grad_scores.flatten(0, -2)
     found = router.fused_score_for_moe_aux_loss_bwd(kept.shape[0], kept.shape[1], kept, grad, topk, score_function)
     grad_logits.copy_(found.view_as(grad_logits))

@@ -12,7 +12,7 @@ from megatron_on_cpu.transformer_engine.quantisation import tensors
 def create_empty_quantized_tensor(
     quantizer: Any, shape: list[int], dtype: torch.dtype, device: Any, pin_memory: bool
 ) -> Any:
-    """One of zeros, for which no amaxes are exchanged."""
+    """Return a quantised tensor of zeros; no amaxes are exchanged for it."""
     alone = quantizer.copy()
     alone.with_amax_reduction = False
     empty = tensors.quantize(torch.zeros(shape, dtype=dtype), alone)
@@ -23,10 +23,10 @@ def create_empty_quantized_tensor(
 def multi_tensor_scale_tensor(
     chunk_size: int, is_infinite: Tensor, tensor_lists: optimizers.Lists, scale: Tensor
 ) -> None:
-    """Second list = first list * scale, a tensor."""
+    """Write the first list times `scale`, a tensor, into the second list."""
     optimizers.multi_tensor_scale(chunk_size, is_infinite, tensor_lists, scale)
 
 
 def nvte_built_with_cublasmp() -> bool:
-    """cuBLASMp is a library of CUDA's."""
+    """Return False: cuBLASMp is a CUDA library."""
     return False
