@@ -24,7 +24,7 @@ LINES = {
     "megatron_ext/distributed": 849,
     "megatron_ext/dtensor": 4964,
     "megatron_ext/experimental": 2552,
-    "megatron_ext/head": 10746,
+    "megatron_ext/head": 10743,
     "megatron_ext/integrations": 709,
     "megatron_ext/losses": 1398,
     "megatron_ext/megatron": 4597,
