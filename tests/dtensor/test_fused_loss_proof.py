@@ -154,7 +154,7 @@ def test_a_compiled_forward_keeps_its_own_loss(options):
     torch.testing.assert_close(found, expected)
     assert str(fused_loss_report(model)).endswith("; its own loss in graphs of torch.compile")
     torch._dynamo.reset()
-    with pytest.raises(ValueError, match=r"model is what torch.compile made, .* model\.model\.compile\(\)"):
+    with pytest.raises(ValueError, match=r"model is compiled by torch.compile, .* model\.model\.compile\(\)"):
         use_fused_loss(torch.compile(model))
 
 

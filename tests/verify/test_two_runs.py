@@ -236,8 +236,8 @@ def test_picture_shows_differences_on_a_log_axis(tmp_path, monkeypatch):
         ([(0.0, 1.0)], [(0.0, 1.0)], None),
         ([(0.0, 1.0)], [(1.0, 1.0)], "the loss of a step differs by inf"),
         ([(None, None)], [(None, None)], None),  # such a stage whose optimizer skipped the steps
-        ([], [], "the stock run took 0 steps of an optimizer, the other one 0"),
-        ([(2.0, 1.0)] * 2, [(2.0, 1.0)], "the stock run took 2 steps of an optimizer, the other one 1"),
+        ([], [], "the stock run took 0 steps of an optimizer, the other run 0"),
+        ([(2.0, 1.0)] * 2, [(2.0, 1.0)], "the stock run took 2 steps of an optimizer, the other run 1"),
     ],
 )
 def test_faults_are_those_beyond_the_tolerance(stock, ours, fault):

@@ -95,7 +95,7 @@ class Scorer:
         """
         if not self.settings.gives_rewards:
             raise ValueError(
-                "score() is of reward models, and this worker has a causal language model: set "
+                "score() needs a reward model, and this worker has a causal language model: set "
                 "reward_model_cfg.enabled, or ask get_logprobs() for log-probabilities"
             )
         with timed(timer, "score"):
