@@ -1,6 +1,7 @@
 """Ranks that do not pass the same labels or options: told on every rank, in the exchange that the call makes anyway."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +14,18 @@ from megatron_ext import (
     token_log_probs,
 )
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.head.call import statistics
 from tests.head.functions import OF_HIDDEN, OF_MADE_LOGITS, of_labels
 from tests.ranks import ranks
 
 T, D, V = 6, 4, 10
 LABELS = "labels are not the same on every rank of tp_group"
 OPTIONS = "options are not the same on every rank of tp_group"
+
+
+def test_ranks_with_any_options_send_equally_many_rows():
+    every = SimpleNamespace(mean=True, expected=True, hits=True, softcap=None)
+    assert statistics.SENT == statistics.own_rows(every)
 
 
 def parts():
