@@ -25,7 +25,7 @@ OPTIONS = "options are not the same on every rank of tp_group"
 
 def test_ranks_with_any_options_send_equally_many_rows():
     every = SimpleNamespace(mean=True, expected=True, hits=True, softcap=None)
-    assert statistics.SENT == statistics.own_rows(every)
+    assert statistics.own_rows(every) == statistics.SENT
 
 
 def parts():
